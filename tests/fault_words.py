@@ -218,16 +218,15 @@ FAULTS = {
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
     50: Fault(
-        "A stranger's checkpoint, whose pickles run code, lies beside the user's runs under the name of one of "
-        "them, and the task has `resume=True`",
-        "Not taken. Where Shardscope picks, here and in the Runs tab, it takes only checkpoints whose manifest has "
-        "an HMAC under the user's own key (`~/.local/state/shardscope/checkpoint.key`). Others, older ones "
-        "without a manifest too, are named with the reason, and with the path by which they are taken all the "
-        "same: read so, a pickle that asks for anything but tensors, plain values and its format's classes is "
-        "refused by the name of file and class.",
-        "The HMAC covers pickles, position and random states, and the size of every file, but not the values of "
-        "tensors. DeepSpeed's loss scaler of fp16, and a checkpoint with its state on NVMe: no test here "
-        "writes these.",
+        "A stranger's checkpoint, whose pickles run code, lies beside the user's runs under the name of one, "
+        "and a task has `resume=True`",
+        "Not taken. Where Shardscope picks, here and in the Runs tab, it takes only checkpoints with an HMAC "
+        "under the user's own key (`~/.local/state/shardscope/checkpoint.key`). Others, older ones without a "
+        "manifest too, are named with the reason, and with the path by which they are taken all the same. "
+        "Named so, a checkpoint is loaded with care: a pickle that asks for more than tensors, plain values "
+        "and the classes of its format is refused, by the name of file and class.",
+        "The HMAC covers pickles, position and random states, and the size of every file, not the values of "
+        "tensors. No test here saves with DeepSpeed in fp16 or on NVMe.",
     ),
     51: Fault(
         "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",

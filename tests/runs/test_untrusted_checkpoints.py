@@ -183,3 +183,36 @@ def test_fault_50_no_pickle_of_a_strangers_checkpoint_runs(name: str, tmp_path: 
         for file, words in refusals:
             assert file in words and "posix.system" in words and "Nearest fix" in words
     assert not (tmp_path / "proof").exists()
+
+
+# ---------------------------------------------------------------------------- classes of the user's own
+
+
+class Note:
+    """A setting of the user's own optimizer."""
+
+
+def with_a_note(ctx: StandInContext) -> str:
+    from shardscope.frameworks.registry import engine_for
+    from shardscope.training.model import build_model
+
+    def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer.param_groups[0]["note"] = Note()
+        return optimizer
+
+    tokens = torch.arange(128).reshape(2, 64) % 50
+    engine = engine_for(ctx.plan)(ctx)
+    engine.setup(lambda: build_model(ctx.plan.architecture), build_optimizer)
+    engine.step({"input_ids": tokens, "labels": tokens.clone()})
+    engine.save("one")
+    engine.load("one")
+    (ctx.folder / "one" / MANIFEST_FILE).unlink()
+    with pytest.raises(ValueError) as refused:
+        engine.load("one")
+    return str(refused.value)
+
+
+def test_fault_50_classes_of_ones_own_load_where_this_user_saved_them(tmp_path: Path) -> None:
+    (words,) = on_ranks(1, tiny_plan("fsdp2", 1), with_a_note, tmp_path)
+    assert f"asks for {Note.__module__}.Note" in words and "checkpoint.key" in words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +26,8 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
     """Launch a run that continues ``run`` from its newest complete checkpoint, and return it.
 
     Plan, task and the total number of steps stay the same, so the new run trains the steps that are left. It
-    gets a folder of its own beside the first one. ``outlive_kernel=None`` keeps the choice of the first
+    gets a folder of its own beside the first one. Only a checkpoint that a launch of this user saved is
+    taken, with a warning where there are newer ones. ``outlive_kernel=None`` keeps the choice of the first
     launch; ``force`` launches although GPU memory is short, as in :func:`shardscope.launch`.
 
     Raises ``ValueError`` with the reason if the run cannot be resumed.
@@ -34,9 +36,11 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
 
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
-        task = _resuming_task(run, description)
+        task, notice = _resuming_task(run, description)
     except _CannotResumeError as error:
         refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
+    if notice:
+        warnings.warn(f"{run.name}: {notice}", RuntimeWarning, stacklevel=2)
     name = description.get("asked_name")
     if outlive_kernel is None:
         outlive_kernel = description.get("outlive_kernel") is True
@@ -73,8 +77,8 @@ class _CannotResumeError(Exception):
         self.reason, self.fix = reason, fix
 
 
-def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
-    """Return the task of ``run`` with its newest checkpoint as ``resume``."""
+def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, str]:
+    """Return the task of ``run`` with its newest checkpoint as ``resume``, and what was not taken."""
     if run.status not in FINAL:
         raise _CannotResumeError(f"the run is {run.status}", "stop it first")
     if run.status == "finished":
@@ -96,7 +100,7 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
         raise _CannotResumeError(
             f"all {run.num_steps:,} steps are done", "launch a task with resume= and a larger num_steps"
         )
-    return kind(**{**_arguments(kind, description), "resume": checkpoint})
+    return kind(**{**_arguments(kind, description), "resume": checkpoint}), choice.notice
 
 
 def _task_class(description: Mapping[str, Any]) -> type[TextTask]:

@@ -76,7 +76,7 @@ def choose_for_rank(folder: Path) -> Choice:
     """
     candidates = [folder]
     if (name := run_of(folder).name) is not None:
-        candidates += runs_by_name(folder.parent, name)
+        candidates += (path for path in runs_by_name(folder.parent, name) if path != folder)
     return _choose(candidates)
 
 

@@ -65,10 +65,16 @@ def run_of(folder: Path) -> SignedRun:
 
 
 def key_path() -> Path:
-    """Return where this user's key lies, by the XDG Base Directory Specification 0.8."""
+    """Return where this user's key lies, by the XDG Base Directory Specification 0.8.
+
+    Raises :class:`UnsignedError` if this user has no home.
+    """
     base = os.environ.get("XDG_STATE_HOME", "")
-    # The specification: a relative path there is invalid, and ignored.
-    home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    try:
+        # The specification: a relative path there is invalid, and ignored.
+        home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise UnsignedError("this user has no home folder; set XDG_STATE_HOME") from None
     return home / "shardscope" / "checkpoint.key"
 
 
