@@ -143,6 +143,17 @@ def shorten_tensors(path: Path) -> None:
     (path / "__0_0.distcp").write_bytes(b"tensors")
 
 
+def add_file(path: Path) -> None:
+    """DeepSpeed would read this one where the plan trains in bf16."""
+    (path / "zero" / "bf16_states.pt").write_bytes(b"evil")
+
+
+def link_folder(path: Path) -> None:
+    shutil.copytree(path / "zero", path.parent / "zero")
+    shutil.rmtree(path / "zero")
+    (path / "zero").symlink_to(path.parent / "zero")
+
+
 def replace_by_fifo(path: Path) -> None:
     (path / ".metadata").unlink()
     os.mkfifo(path / ".metadata")
@@ -167,6 +178,8 @@ def nest_manifest(path: Path) -> None:
         (change_pickle, r"zero/states\.pt was changed"),
         (move_pickle, r"zero/states\.pt was changed"),
         (shorten_tensors, r"__0_0\.distcp was changed"),
+        (add_file, r"zero/bf16_states\.pt was added"),
+        (link_folder, "zero was added"),
         (replace_by_fifo, r"\.metadata cannot be read"),
         (edit_manifest, "was not signed by this user's key"),
         (nest_manifest, "cannot be read"),

@@ -142,12 +142,11 @@ def sign_checkpoint(
         name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _sha256(content)}
         for name, content in added.items()
     }
-    for path in sorted(folder.rglob("*")):
-        if not stat.S_ISREG(path.lstat().st_mode) or path.name == MANIFEST_FILE:
+    for name in _files_in(folder):
+        if name in added or name == MANIFEST_FILE:
             continue
-        name = path.relative_to(folder).as_posix()
-        with _open_regular(path) as file:
-            ranges = pickled.get(name, _ranges_to_hash(path, file))
+        with _open_regular(folder / name) as file:
+            ranges = pickled.get(name, _ranges_to_hash(folder / name, file))
             size = os.fstat(file.fileno()).st_size
             files[name] = {
                 "bytes": size,
@@ -173,6 +172,10 @@ def check_signed(checkpoint: Path) -> SignedRun:
     # Nothing else in it is used before this: from here on this user wrote it.
     if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
         raise UnsignedError(f"its {MANIFEST_FILE} was not signed by this user's key ({key_path()})")
+    # An added file could be one that a framework prefers, or that it finds by a pattern.
+    for name in _files_in(checkpoint):
+        if name not in record["files"] and name != MANIFEST_FILE:
+            raise UnsignedError(f"{name} was added after it was saved")
     for name, entry in record["files"].items():
         try:
             with _open_regular(checkpoint / name) as file:
@@ -182,6 +185,15 @@ def check_signed(checkpoint: Path) -> SignedRun:
         except OSError as error:
             raise UnsignedError(f"{name} cannot be read: {error.strerror}") from error
     return SignedRun(name=record["run"]["name"], created=record["run"]["created"])
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return everything in ``folder`` that is no folder, links to folders too, relative to it."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        names += [Path(parent, name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(names)
 
 
 def _hmac(key: bytes, record: Any) -> str:
