@@ -3,7 +3,7 @@
 # test-resume, test-faults, test-kernels, soak
 # (launches with faults leave nothing), check (ruff, mypy), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
-# measured runs), env, clean.
+# measured runs), same-numbers (no prediction has changed), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -23,7 +23,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all test-browser test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -56,7 +56,7 @@ test-nvme: $(STAMP)
 
 # Every engine's run is killed, launched again, and ends as one that was not.
 test-resume: $(STAMP)
-	SHARDSCOPE_RESUME=all $(BIN)/python -m pytest tests/runs/test_resume.py
+	SHARDSCOPE_RESUME=all $(BIN)/python -m pytest tests/runs/test_resume.py tests/runs/test_stored_checkpoints.py
 
 # Every fault of docs/reliability.md, those that take minutes too.
 test-faults: $(STAMP) browser
@@ -89,6 +89,10 @@ verify: $(STAMP)
 accuracy: $(STAMP)
 	$(BIN)/python -m tests.accuracy --kind memory
 	$(BIN)/python -m tests.accuracy --kind time
+
+# Every number of some thousands of stored plans, compared to the last bit.
+same-numbers: $(STAMP)
+	$(BIN)/python -m tests.accuracy.same_numbers --check
 
 env: $(STAMP)
 
