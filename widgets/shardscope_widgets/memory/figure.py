@@ -140,7 +140,6 @@ def _layout() -> dict[str, Any]:
             "tickfont": SMALL,
         },
         # Movement between two plans would show plans that nobody asked about.
-        "transition": {"duration": 0},
     }
 
 
