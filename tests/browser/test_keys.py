@@ -117,9 +117,7 @@ def test_fault_62_a_press_on_the_cell_takes_the_keyboard_out_of_the_studio(page:
     """JupyterLab's keys are for the cell that was selected, also where that is the cell of the Studio."""
     page.locator(WHERE["a tab"]).first.focus()
     page.locator(".jp-Notebook .jp-Cell", has=page.locator(STUDIO)).locator(".jp-InputPrompt").click()
-    page.wait_for_function(
-        "() => document.activeElement.matches('.jp-Cell') && document.activeElement.querySelector('.ss-studio')"
-    )
+    page.wait_for_function("() => document.activeElement.matches('.jp-Cell:has(.ss-studio)')")
 
 
 def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
