@@ -113,6 +113,13 @@ def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None
     assert page.evaluate("() => document.activeElement.closest('.ss-studio') !== null")
 
 
+def test_fault_62_a_press_on_the_cell_takes_the_keyboard_out_of_the_studio(page: Any) -> None:
+    """JupyterLab's keys are for the cell that was selected, also where that is the cell of the Studio."""
+    page.locator(WHERE["a tab"]).first.focus()
+    page.locator(".jp-Notebook .jp-Cell", has=page.locator(STUDIO)).locator(".jp-InputPrompt").click()
+    page.wait_for_function("() => document.activeElement.matches('.jp-Cell:has(.ss-studio)')")
+
+
 def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
     first = page.locator(f"{STUDIO} .ss-fold-line", has_text="Model").first
     first.focus()

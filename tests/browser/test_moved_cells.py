@@ -1,14 +1,19 @@
-"""A chart whose cell is moved, deleted and undone, shown twice, collapsed, reloaded, in another theme."""
+"""A view whose cell is moved, deleted and undone, shown twice, collapsed, reloaded, in another theme.
+
+Once a chart that stands alone, once the whole Studio.
+"""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
-from studio_page import use_theme
+from studio_page import open_fold, use_theme
 from tests.needs import few
 
 import shardscope as ss
@@ -40,6 +45,37 @@ ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals =
     "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"
 )
 
+FRAMEWORKS = ("FSDP2", "DeepSpeed ZeRO", "Megatron-core", "DDP")
+STUDIO_NOTEBOOK = "moved_studio.ipynb"
+STUDIO = f"""{VIEW}
+from shardscope_widgets import Studio
+studio = Studio()
+studio"""
+NEXT_FRAMEWORK = f"""{NEXT}
+menu = studio.layout_picker.framework
+names = {FRAMEWORKS}
+values = dict(menu.options)
+now = names.index(next(name for name in names if values[name] == menu.value))
+menu.value = values[names[(now + 1) % len(names)]]"""
+
+# Each Studio in sight: its sentence, what plotly has laid out and written, and its table.
+STUDIOS = """() => [...document.querySelectorAll('.ss-studio')].filter(each => each.checkVisibility())
+    .map(studio => {
+        const chart = studio.querySelector('.ss-memory .js-plotly-plot');
+        const bars = (chart?.calcdata ?? [])
+            .filter(marks => marks[0].trace.type === 'bar' && marks[0].trace.visible === true && marks[0].s)
+            .map(marks => [marks[0].trace.name, marks[0].s]);
+        const rows = [...studio.querySelectorAll('.ss-memory [data-opens]')]
+            .map(row => [row.querySelector('th').innerText.trim(), row.querySelector('td').innerText.trim()]);
+        return {
+            what: studio.querySelector('.ss-what').title,
+            verdict: studio.querySelector('.ss-verdict').innerText,
+            labels: [...(chart?.querySelectorAll('text') ?? [])].map(each => each.textContent),
+            bars: Object.fromEntries(bars),
+            rows: Object.fromEntries(rows),
+        };
+    })"""
+
 
 class Opened:
     """The notebook's page, and which plan its view should show."""
@@ -56,11 +92,15 @@ class Opened:
         """Select a cell in command mode."""
         self.cell(mark).locator(".jp-InputPrompt").click()
 
-    def every_view_shows_the_next_plan(self, count: int = 1) -> None:
-        """Change the plan by a cell; the bar in each of ``count`` views is that plan's peak."""
+    def change_the_plan_by_a_cell(self) -> None:
+        """Run the cell that gives the view the next plan."""
         self._shown += 1
         self.cell(NEXT).locator(".cm-content").click()
         self.page.keyboard.press("Control+Enter")
+
+    def every_view_shows_the_next_plan(self, count: int = 1) -> None:
+        """Change the plan; the bar in each of ``count`` views is that plan's peak."""
+        self.change_the_plan_by_a_cell()
         self.every_view_shows_the_plan(count)
 
     def every_view_shows_the_plan(self, count: int = 1) -> None:
@@ -74,6 +114,57 @@ class Opened:
         except Exception:
             drawn = self.page.evaluate("() => window.seenTotals")
             pytest.fail(f"{name} needs {total:.3f} GiB; the charts show {drawn}")
+
+
+class OpenedStudio(Opened):
+    """The page of a notebook with a whole Studio, whose framework is changed by its menu."""
+
+    @property
+    def framework(self) -> str:
+        """The framework that was chosen last."""
+        return FRAMEWORKS[self._shown % len(FRAMEWORKS)]
+
+    def every_view_shows_the_next_plan(self, count: int = 1) -> None:
+        """Choose the next framework in the first view."""
+        self._shown += 1
+        fold = open_fold(self.page, "Framework")
+        fold.locator("select >> visible=true").first.select_option(label=self.framework)
+        self.every_view_shows_the_plan(count)
+
+    def every_view_shows_the_plan(self, count: int = 1) -> None:
+        """Sentence, drawn chart and table of each of ``count`` Studios are of the chosen framework's plan."""
+        deadline = time.monotonic() + 30
+        while True:
+            studios = self.page.evaluate(STUDIOS)
+            faults = [fault for studio in studios for fault in differences(studio, self.framework)]
+            if len(studios) == count and not faults:
+                return
+            if time.monotonic() > deadline:
+                pytest.fail(f"{len(studios)} of {count} Studios are in sight; {faults}")
+            self.page.wait_for_timeout(200)
+
+
+def differences(studio: dict[str, Any], framework: str) -> list[str]:
+    """Return where a Studio shows something else than the plan of its sentence."""
+    found = []
+    if f"with {framework}" not in studio["what"]:
+        found.append(f"the sentence is about {studio['what']!r}, not {framework}")
+    rows, bars, total = studio["rows"], studio["bars"], studio["rows"].get("total")
+    if total is None or not re.search(rf"\b{re.escape(total)} (of|GiB)", studio["verdict"]):
+        found.append(f"the sentence says {studio['verdict']!r}, the table {total}")
+    if f"{total} GiB" not in studio["labels"]:
+        found.append(f"the chart says {studio['labels']}, the table {total}")
+    if not bars or abs(sum(bars.values()) / number(total or "0") - 1) > 0.005:
+        found.append(f"the bars are {sum(bars.values())} GiB, the table {total}")
+    for name, gib in bars.items():
+        # The table has three significant digits, and two places below one GiB.
+        if name not in rows or abs(number(rows[name]) - gib) > max(0.005 * gib, 0.0051):
+            found.append(f"{name}: the bar is {gib} GiB, the table {rows.get(name)}")
+    return found
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
 
 
 def move(opened: Opened) -> None:
@@ -105,9 +196,7 @@ def collapse_and_expand(opened: Opened) -> None:
     menu(opened.page, "View", "Collapse Selected Outputs")
     opened.page.locator(".ss-memory").wait_for(state="hidden")
     # While it is not in sight: a view that draws only what it hears of would keep the plan before.
-    opened._shown += 1
-    opened.cell(NEXT).locator(".cm-content").click()
-    opened.page.keyboard.press("Control+Enter")
+    opened.change_the_plan_by_a_cell()
     opened.page.wait_for_function(KERNEL_IS_IDLE)
     opened.select(VIEW)
     menu(opened.page, "View", "Expand Selected Outputs")
@@ -159,6 +248,31 @@ def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened:
     count = ACTS[how](opened) or 1
     for _ in range(2):
         opened.every_view_shows_the_next_plan(count)
+
+
+@pytest.fixture(scope="module")
+def opened_studio(lab: Lab, browser: Any) -> Iterator[OpenedStudio]:
+    """A Studio in one cell, and a cell that chooses the next framework."""
+    write_notebook(lab, STUDIO_NOTEBOOK, STUDIO, NEXT_FRAMEWORK)
+    page = open_notebook(lab, browser, STUDIO_NOTEBOOK)
+    opened = OpenedStudio(page)
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector(".ss-memory .barlayer path", state="attached", timeout=SHOWN)
+    opened.every_view_shows_the_plan()
+    opened.every_view_shows_the_next_plan()
+    yield opened
+    page.close()
+
+
+@pytest.mark.parametrize("how", few(ACTS, ["moved"]))
+def test_fault_63_the_whole_studio_shows_the_plan_of_its_sentence(
+    how: str, opened_studio: OpenedStudio
+) -> None:
+    """One after another, as above."""
+    count = ACTS[how](opened_studio) or 1
+    for _ in range(2):
+        opened_studio.every_view_shows_the_next_plan(count)
 
 
 def test_a_click_on_a_bar_is_reported_from_every_view(opened: Opened) -> None:

@@ -45,6 +45,17 @@ LINES_OUTSIDE = """() => Object.values(document.querySelector('.ss-run .js-plotl
         .map(box => `${yaxis._name}: from ${box.y} to ${box.y + box.height} of ${yaxis._length}`))
 """
 
+# How much of its axis the first chart's lines take; they are outside of it where this is more than one.
+SHARE_OF_AXIS = """() => {
+    const { data, _fullLayout } = document.querySelector('.ss-run .js-plotly-plot');
+    const [low, high] = _fullLayout.yaxis.range;
+    const values = data.filter(line => line.yaxis === 'y' && line.visible !== false)
+        .flatMap(line => [...line.y]);
+    if (!values.length) return 0;
+    const middle = (low + high) / 2;
+    return Math.max(...values.map(value => Math.abs(value - middle))) / ((high - low) / 2);
+}"""
+
 # Pairs of texts of the charts that overlap.
 OVERLAPPING = """() => {
     const charts = document.querySelector('.ss-run .js-plotly-plot');
@@ -135,6 +146,7 @@ def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browse
 
 def test_runs_are_opened_compared_and_read_at_every_width(page: Any) -> None:
     it_is_tidy(page, "list")
+    the_axis_of_the_loss_follows_the_run(page)
     heights = [a_run_is_opened_by_a_click(page, "first", "finished")]
     lines_and_words_stay_apart(page)
     back(page)
@@ -153,6 +165,21 @@ def a_run_is_opened_by_a_click(page: Any, name: str, status: str) -> float:
     page.locator(".ss-runs tr", has_text=name).first.click(position={"x": 300, "y": 20})
     page.wait_for_selector(f".ss-run .ss-status[data-status={status}]")
     return float(page.evaluate("() => document.querySelector('.ss-run-top').getBoundingClientRect().height"))
+
+
+def the_axis_of_the_loss_follows_the_run(page: Any) -> None:
+    """The loss of one run ends where the other's begins: with the axis of the run before it is not seen."""
+    for name, status in (("failed", "failed"), ("first", "finished")):
+        a_run_is_opened_by_a_click(page, name, status)
+        page.wait_for_selector(".ss-run .js-line", state="attached")
+        try:
+            page.wait_for_function(
+                f"() => {{ const share = ({SHARE_OF_AXIS})(); return share > 0.5 && share <= 1; }}",
+                timeout=10_000,
+            )
+        except TimeoutError:
+            raise AssertionError(f"{name}: {page.evaluate(SHARE_OF_AXIS)} of the axis") from None
+        back(page)
 
 
 def lines_and_words_stay_apart(page: Any) -> None:

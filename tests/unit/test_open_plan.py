@@ -159,3 +159,10 @@ def test_the_studio_shows_the_plan_that_was_opened(tmp_path: Path) -> None:
     file.write_text(CURRENT.to_json())
     studio.open_plan.path.value = str(file)
     assert studio.plan == CURRENT and studio.architecture.name.value == "llama-3.2-1b"
+
+
+def test_an_upload_takes_the_place_of_the_path_that_was_typed() -> None:
+    opener = Opener()
+    assert opener.open("no-such-plan.json") is None and opener.message
+    assert opener.upload("mine.json", CURRENT.to_json().encode()) == CURRENT
+    assert opener.box.path.value == "" and not opener.message

@@ -23,7 +23,13 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.kit.numbers import short
-from shardscope_widgets.kit.theme import COMPONENT_COLOURS, PART_COLOURS, RANK_COLOURS
+from shardscope_widgets.kit.theme import (
+    COMPONENT_COLOURS,
+    COMPONENT_PATTERNS,
+    PART_COLOURS,
+    PART_PATTERNS,
+    RANK_COLOURS,
+)
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY, ring
 from shardscope_widgets.plans.ranking_rows import GRID, marks, ordered, signs
@@ -242,6 +248,18 @@ def test_frameworks_have_colours_of_their_own_that_can_be_told_apart() -> None:
             assert distance(one, other, seen) > 0.12, (one, other)
     for one, other in itertools.product(own, COMPONENT_COLOURS.values()):
         assert distance(one, other, lambda rgb: rgb) > 0.1, (one, other)
+
+
+def test_components_that_look_alike_under_deuteranopia_have_other_patterns() -> None:
+    """In the chart of memory and in that of time: the optimizer's green is communication's brown."""
+    charts = (
+        (COMPONENT_COLOURS, COMPONENT_PATTERNS),
+        (PART_COLOURS, PART_PATTERNS),
+    )
+    for colours, patterns in charts:
+        for (one, colour), (other, another) in itertools.combinations(colours.items(), 2):
+            alike = distance(colour, another, deuteranopic) < 0.05
+            assert not alike or patterns.get(one) != patterns.get(other), (one, other)
 
 
 def deuteranopic(rgb: Any) -> Any:

@@ -8,13 +8,14 @@ import gzip
 import json
 import re
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ipywidgets import ToggleButtons, Widget
+from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.offline import get_plotlyjs
 from test_run_view import until
@@ -195,6 +196,22 @@ def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
 def test_pickers_stand_alone() -> None:
     picker = LayoutPicker(ss.Layout.zero(stage=2))
     assert picker.value == ss.Layout.zero(stage=2)
+
+
+def test_inputs_and_buttons_have_the_fields_words(studio: Studio) -> None:
+    assert studio.options.rows["num_steps"].name.value == "Steps, learning rate"
+    assert studio.options.outlive.description == "Keep running if the kernel stops"
+    buttons = [each.description for each in widgets_in(studio) if isinstance(each, Button)]
+    assert {"Check memory without GPUs", "Pin for comparison", "Try a tiny model on 2 CPU ranks"} <= set(
+        buttons
+    )
+    assert not [text for text in buttons if "ehearse" in text], "a word of ours alone"
+
+
+def widgets_in(widget: Widget) -> Iterator[Widget]:
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from widgets_in(child)
 
 
 def test_names_as_people_say_them() -> None:

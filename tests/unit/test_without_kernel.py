@@ -43,7 +43,10 @@ def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
     words = picture(studio)
     assert "Llama 3.1 8B on" in words and "Fits" in words and "activations" in words
     studio.architecture.name.value = "llama-3.1-70b"
-    assert "Llama 3.1 70B on" in picture(studio) and "Does not fit" in picture(studio)
+    words = picture(studio)
+    assert "Llama 3.1 70B on" in words and "Does not fit" in words
+    assert "Looking for" not in words and "Or one change" not in words, "what only a living view can do"
+    assert "saved by the layers" not in words, "rows that are closed"
 
 
 def test_fault_47_the_chart_is_kept() -> None:

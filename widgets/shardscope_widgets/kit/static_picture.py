@@ -21,8 +21,9 @@ from shardscope_widgets.run.log_pane import LogPane
 
 WORDS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
-LEFT_OUT = {"ss-side", "ss-words"}
-"""Classes of boxes of questions, which the sentence above the answers sums up, and of a button's progress."""
+LEFT_OUT = {"ss-side", "ss-words", "ss-strip", "ss-repairs"}
+"""Classes of boxes of questions, which the sentence above the answers sums up, of a button's progress, of
+notices about what was just done, and of changes that only a living view can make."""
 LOG_LINES = 40
 GREY = "#767e87"
 """Text of images: 4.1 to 1 on white, 4.6 to 1 on JupyterLab's dark."""
@@ -163,7 +164,14 @@ class _Rewriter(HTMLParser):
         classes = given.get("class", "")
         parents = [name for name, _ in self._open]
         names = set(classes.split())
-        if tag in DROPPED or "ss-off-screen" in names or ("ss-hint" in names and "h2" in parents):
+        # Rows that a press opens in a living view say how a number comes about; closed, they are left out.
+        is_closed = tag == "tr" and "hidden" in given
+        if (
+            tag in DROPPED
+            or is_closed
+            or "ss-off-screen" in names
+            or ("ss-hint" in names and "h2" in parents)
+        ):
             return None, ""
         if tag == "button":
             # The words of a row's or column's button are its name; others are only there to be pressed.

@@ -49,8 +49,17 @@ PART_COLOURS: Mapping[str, str] = MappingProxyType({
 """One colour a part of a step: that of the component whose bytes it moves or makes, where there is one; all
 talk between parallel ranks is communication."""
 
+COMPONENT_PATTERNS: Mapping[str, str] = MappingProxyType({
+    "communication": "\\",
+    "fragmentation": "/",
+    **dict.fromkeys(BESIDE_COLOURS, "/"),
+})  # fmt: skip
+"""plotly's pattern of the components that colour alone does not tell apart: under deuteranopia communication
+has nearly the optimizer's. Others are plain."""
+
 PART_PATTERNS: Mapping[str, str] = MappingProxyType({
     "recomputation": "/",
+    "tensor_parallel": "\\",
     "context_parallel": "/",
     "expert_parallel": "x",
     "pipeline_transfers": ".",
@@ -59,7 +68,12 @@ PART_PATTERNS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """plotly's pattern of the parts that share a colour, or stand for waiting; all others are plain."""
 
-PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({"/": "ss-lines", "x": "ss-cross", ".": "ss-dots"})
+PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({
+    "/": "ss-lines",
+    "\\": "ss-back-lines",
+    "x": "ss-cross",
+    ".": "ss-dots",
+})  # fmt: skip
 """The same patterns in ``front_end/style.css``, for the tables' swatches."""
 
 MEASURED_COLOUR = "#b4bac2"

@@ -12,7 +12,7 @@ from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
-from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, FONT
+from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT
 from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
 
 GIB = 2**30
@@ -27,12 +27,18 @@ INK = "#7f8790"
 SMALL = {"size": 12}
 EVERYWHERE, NOWHERE = (0, 1), (0, 0.001)
 """Shares of the chart's place."""
-HATCHED = ("fragmentation", *BESIDE_COLOURS)
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
 MAX_PIN_COURSES = 4
 COURSES = ("rehearsed", "measured", *(f"pin {index}" for index in range(MAX_PIN_COURSES)))
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot", "5px 2px 2px 2px")
 DASH_SIGNS = ("– –", "···", "– ·", "— —", "— ·", "–··")
+
+
+def _pattern(name: str) -> dict[str, Any]:
+    pattern = {"shape": COMPONENT_PATTERNS.get(name, ""), "size": 5, "solidity": 0.25}
+    # Of light lines where the colour is dark.
+    light = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.75)"}
+    return {**pattern, **light} if name == "communication" else pattern
 
 
 def empty_figure(on_component: Callable[[str], None]) -> Chart:
@@ -47,7 +53,7 @@ def empty_figure(on_component: Callable[[str], None]) -> Chart:
             marker={
                 "color": {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name],
                 "line": {"width": 0},
-                "pattern": {"shape": "/" if name in HATCHED else "", "size": 5, "solidity": 0.25},
+                "pattern": _pattern(name),
             },
             hovertemplate="%{customdata}<extra></extra>",
         )
@@ -140,7 +146,6 @@ def _layout() -> dict[str, Any]:
             "tickfont": SMALL,
         },
         # Movement between two plans would show plans that nobody asked about.
-        "transition": {"duration": 0},
     }
 
 

@@ -9,7 +9,12 @@ from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope.planner.room import beside_the_card
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
-from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
+from shardscope_widgets.kit.theme import (
+    BESIDE_COLOURS,
+    COMPONENT_COLOURS,
+    COMPONENT_PATTERNS,
+    PATTERN_CLASSES,
+)
 from shardscope_widgets.kit.words import device_count
 from shardscope_widgets.memory.rows import TIERS, Mode, Shown, chosen_stages
 
@@ -168,8 +173,10 @@ def _amount(num_bytes: float) -> str:
 def swatch(name: str) -> str:
     """Return the component's colour and pattern, as the chart has them."""
     colour = {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name]
-    hatched = " ss-hatched" if name == "fragmentation" or name in BESIDE_COLOURS else ""
-    return f"<i class='ss-mark{hatched}' style='background-color:{colour}'></i>"
+    pattern = COMPONENT_PATTERNS.get(name, "")
+    # Dark lines on the light colours of what is no component of the plan's own.
+    kind = " ss-hatched" if pattern == "/" else f" {PATTERN_CLASSES[pattern]}" if pattern else ""
+    return f"<i class='ss-mark{kind}' style='background-color:{colour}'></i>"
 
 
 def _why(shown: Shown, name: str) -> str:

@@ -147,6 +147,8 @@ class OpenPlan(widgets.VBox):
             self.row.show_error("")
 
     def _open_upload(self, change: object = None) -> None:
+        if self.upload.value:
+            self.path.value = ""  # It named another file, which is not the one that is opened.
         for uploaded in self.upload.value:
             content = uploaded["content"]
             if len(content) > MAX_BYTES:

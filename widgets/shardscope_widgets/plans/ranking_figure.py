@@ -99,7 +99,6 @@ def _layout() -> dict[str, Any]:
             "nticks": 8,
         },
         "yaxis": {**axis, **line, "nticks": 6, "tickformat": "~s"},
-        "transition": {"duration": 0},
     }
 
 

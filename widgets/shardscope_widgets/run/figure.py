@@ -317,7 +317,6 @@ def _empty_figure() -> Chart:
         # As in the stylesheet: plotly places text by the width that it measures in this font.
         "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
         "showlegend": False,
-        "transition": {"duration": 0},
         **axes,
     }
     figure = Chart(data=[], layout=layout)

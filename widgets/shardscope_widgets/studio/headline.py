@@ -16,7 +16,8 @@ STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕
 """A sign for each state, because its colour alone does not reach every reader."""
 
 FORM_FACTOR = re.compile(r" (SXM|PCIe|OAM)(?= |$)")
-"""Left out of the line, which is short; the whole name is there on hover."""
+NODES = re.compile(r"^[\d,]+ nodes of \d+")
+"""Both are left out of the line, which is short; the whole name is there on hover."""
 
 
 def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
@@ -26,7 +27,7 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     model, gpus = title(plan.architecture.name), devices(plan.cluster)
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
-    short = FORM_FACTOR.sub("", gpus)
+    short = FORM_FACTOR.sub("", NODES.sub(f"{plan.cluster.num_gpus:,}", gpus))
     what = (
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
         f"{escape(method)}, {escape(plan.recipe.precision)}"

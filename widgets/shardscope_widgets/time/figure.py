@@ -89,7 +89,6 @@ def _layout() -> dict[str, Any]:
             "tickcolor": "rgba(0,0,0,0)",
             "tickfont": SMALL,
         },
-        "transition": {"duration": 0},
     }
 
 

@@ -18,6 +18,16 @@ function isForThePage(event) {
   return !ACT_ON_CELLS.has(event.key.toLowerCase());
 }
 
+/** Give the keyboard away at a press outside of our views. JupyterLab prevents that where the cell's prompt is pressed,
+ * which selects the cell: its keys, "move the cell down" for one, would go on to the view, which stops them.
+ * @param {Element} root @param {AbortSignal} signal */
+function leaveAtPressOutside(root, signal) {
+  const leave = (event) => {
+    if (root.contains(document.activeElement) && !event.target.closest?.(".ss-root")) document.activeElement.blur();
+  };
+  document.addEventListener("mousedown", leave, { capture: true, signal });
+}
+
 /** Keep keys that are pressed inside of `root` from JupyterLab, whose command mode deletes, cuts and converts the cell.
  *
  * Lumino matches its shortcuts on the document, the focused element first, so that `lmSuppressShortcuts` on an ancestor
@@ -30,6 +40,7 @@ function guardKeys(root, signal) {
   };
   root.addEventListener("keydown", letPass, { capture: true, signal });
   root.addEventListener("keydown", (event) => isForThePage(event) || event.stopPropagation(), { signal });
+  leaveAtPressOutside(root, signal);
 }
 
 /** As `guardKeys`, for a widget that usually stands in a view, which has a guard of its own and may listen for keys.
