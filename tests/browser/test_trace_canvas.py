@@ -275,7 +275,7 @@ def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: Trace
         settled(page)
         first = dict(view.selected or {})
         assert "addmm" in first["name"].lower()
-        assert page.locator(".ss-trace-count").text_content().startswith("match 1 ")
+        assert page.locator(".ss-trace-count").text_content() == f"match 1 of {view.num_matches}"
         page.keyboard.press("Enter")
         settled(page)
         assert view.selected is not None and view.selected["start_seconds"] >= first["start_seconds"]

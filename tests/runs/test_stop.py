@@ -92,7 +92,7 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert run.wait(10) == "stopped", run.error
     assert len({m["last_step"] for m in run.metrics() if "last_step" in m}) == 1
     assert [m["command"] for m in run.metrics() if "command" in m] == ["profile", "profile"]
-    assert run.reason == "run.stop(checkpoint=True) was called: the ranks ended by themselves"
+    assert run.reason == "run.stop(checkpoint=True) was called: every rank returned from the task"
     assert [change["reason"] for change in run.history if change["status"] == "stopping"] == [
         "run.stop(checkpoint=True) was called: the ranks end by themselves when they look"
     ]

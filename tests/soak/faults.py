@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         name="stop with a checkpoint",
         strike=_stop_and_save,
-        expected=r"stopped: run\.stop\(checkpoint=True\) was called: the ranks ended by themselves",
+        expected=r"stopped: run\.stop\(checkpoint=True\) was called: every rank returned from the task",
         work=_saves,
     ),
     Fault(

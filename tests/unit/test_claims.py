@@ -49,7 +49,7 @@ def test_four_cards_would_need_282_gb_each(checked: Claims) -> None:
     assert ours(claim, "weights a GPU with ZeRO-3") == pytest.approx(35.3, abs=0.1)
     assert ours(claim, "gradients a GPU with ZeRO-3") == pytest.approx(35.3, abs=0.1)
     assert ours(claim, "weights a GPU with ZeRO-2") == pytest.approx(141, abs=1)
-    assert ours(claim, "weights a GPU with ZeRO-2") > ours(claim, "the card")
+    assert ours(claim, "weights a GPU with ZeRO-2") > ours(claim, "the GPU")
 
 
 def test_4x_and_8x_are_of_the_whole_state(checked: Claims) -> None:
@@ -68,7 +68,7 @@ def test_4x_and_8x_are_of_the_whole_state(checked: Claims) -> None:
 def test_lora_of_70b_fits_on_a_node(checked: Claims) -> None:
     claim = checked.named("70b-lora-fits-on-8xh100")
     assert claim.verdict == "right"
-    usable = ours(claim, "usable of a card")
+    usable = ours(claim, "usable of a GPU")
     assert ours(claim, "peak a GPU, LoRA") < usable < ours(claim, "peak a GPU, full training")
 
 

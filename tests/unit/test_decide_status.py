@@ -60,7 +60,7 @@ def test_a_run_without_ranks_is_not_finished() -> None:
 def test_a_stop_is_no_failure_unless_a_rank_failed_before() -> None:
     stop = {"stop_reason": "Stop was pressed"}
     assert decide([AT_WORK], -9, **stop, was_ended=True) == ("stopped", "Stop was pressed")
-    assert decide([RETURNED], 0, **stop) == ("stopped", "Stop was pressed: the ranks ended by themselves")
+    assert decide([RETURNED], 0, **stop) == ("stopped", "Stop was pressed: every rank returned from the task")
     died = [failure(0, "rank 0 raised ValueError: x")]
     assert decide([AT_WORK], 1, **stop, failures=died) == ("failed", "rank 0 raised ValueError: x")
 

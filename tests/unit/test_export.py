@@ -123,7 +123,7 @@ def test_what_a_caller_gives_holds_over_the_comment(tmp_path: Path) -> None:
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
     full = replace(plan.recipe, method="full")
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
-    for broken, why in (("method=lora", "mend it"), ("methd='lora'", "methd"), ("method='x'", "method")):
+    for broken, why in (("method=lora", "fix it"), ("methd='lora'", "methd"), ("method='x'", "method")):
         (tmp_path / "a.yaml").write_text(text.replace("method='lora'", broken))
         with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
             ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)

@@ -22,7 +22,7 @@ from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import Takes, about
-from shardscope_widgets.memory import repairs as repairs_panel
+from shardscope_widgets.memory import fit_search
 from shardscope_widgets.memory import view as memory_view
 from shardscope_widgets.memory.repairs import cost_words
 
@@ -353,13 +353,13 @@ def test_of_many_plans_in_a_row_only_the_last_is_searched(monkeypatch: pytest.Mo
         searched.append(plan)
         assert goes_on.wait(10)
 
-    monkeypatch.setattr(repairs_panel, "make_it_fit", search)
+    monkeypatch.setattr(fit_search, "make_it_fit", search)
     plans = [plan_of(micro_batch_size=size) for size in (2, 4, 8)]
     view = MemoryView(plans[0])
     for plan in plans[1:]:
         view.show(plan)
     goes_on.set()
-    assert until(lambda: not view.repairs.is_searching)
+    assert until(lambda: not view.repairs.fit_search.is_searching)
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 
@@ -397,7 +397,7 @@ def test_changes_of_another_plan_cannot_be_pressed(monkeypatch: pytest.MonkeyPat
     [
         (0.03, "3 % slower"),
         (0.4, "1.4x slower"),
-        (-0.07, "7 % faster"),
+        (-0.07, "8 % faster"),
         (0.001, "as fast"),
         (nan, "not known"),
     ],

@@ -14,7 +14,10 @@ from shardscope.memory.words import gib
 from shardscope.planner.advice import Advice, recommend
 from shardscope.planner.advising.bench import PAYS
 from shardscope.planner.advising.simplicity import simplicity_of
+from shardscope.planner.differences import does_the_same
+from shardscope.planner.savings import find_savings
 from shardscope.timing.report import seconds_words
+from shardscope_widgets.memory.repairs import cost_words
 
 H100 = "h100-sxm-80gb"
 LLAMA, EIGHT = ss.models["llama-3.1-8b"], ss.Cluster.parse(f"8x{H100}")
@@ -133,6 +136,40 @@ def test_what_cannot_be_launched_says_so() -> None:
     found = recommend(LLAMA, ss.Cluster.parse("2xrtx-4090-24gb"), ss.Recipe(method="lora", seq_len=2048))
     for plan, words in found.alternatives:
         assert ("Cannot be launched here" in words) == (why_not_trained(plan) is not None)
+
+
+@pytest.mark.parametrize("familiar", [("fsdp2",), ("deepspeed",)], ids=str)
+def test_an_alternative_is_never_the_plan_on_screen(familiar: tuple[str, ...]) -> None:
+    """A team that knows FSDP2 was offered, as an alternative, the Megatron-core plan that it had."""
+    recipe = ss.Recipe(micro_batch_size=2)
+    current = ss.Plan(LLAMA, EIGHT, recipe, ss.Layout.megatron(tp=2))
+    found = recommend(LLAMA, EIGHT, recipe, familiar, current=current)
+    assert found.alternatives
+    assert not any(does_the_same(plan, current) for plan, _ in found.alternatives)
+
+
+SETTINGS = list(product(["llama-3.1-8b", "llama-3.2-1b"], SCREENS[:2], [{}, {"attention": "eager"}]))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recipe"), SETTINGS, ids=lambda one: getattr(one, "framework", str(one))
+)
+def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
+    model: str, layout: ss.Layout, recipe: dict[str, Any]
+) -> None:
+    """Chips offered Liger kernels, "12.2 GiB less, 7 % faster", where the advice knew of nothing faster."""
+    current = ss.Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), layout)
+    found = recommend(current.architecture, EIGHT, current.recipe, current=current)
+    seconds = current.step().seconds
+    savings = find_savings(current, current.memory())
+    gains = [(one, cost_words(one.seconds_lost, seconds)) for one in savings]
+    faster = [(one, gain) for one, gain in gains if "faster" in gain]
+    if found.plan != current:
+        assert found.why.startswith("Start with")  # Chips of a plan that is to be left are no second answer.
+        return
+    words = dict(found.alternatives)
+    for one, gain in faster:
+        assert gain in words[one.plan] and gib(one.bytes_won) in words[one.plan]
 
 
 def test_a_current_that_is_no_plan_is_refused() -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_run_view import until
 from tests.weights_folders import write_folder
 
 import shardscope as ss
+from shardscope.memory.words import gib
 from shardscope.planner.first_layout import first_layout
-from shardscope.planner.make_it_fit import make_it_fit
+from shardscope.planner.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.studio.fit_question import fit_question
 
 
 def shown(row: Any) -> str:
@@ -41,6 +44,40 @@ def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
     press(row)
     assert studio.plan.recipe.global_batch_size == 66 and studio.plan.cluster.num_gpus == 6
     assert not row.message and not studio.recipe.is_wrong
+
+
+ONE_CLICK: list[dict[str, str]] = [
+    {"micro_batch_size": "128"},
+    {"micro_batch_size": "99999999"},
+    {"global_batch_size": "-5"},
+    {"micro_batch_size": "-5"},
+    {"gpus_per_node": "6", "micro_batch_size": "128"},
+    {"gpus_per_node": "5000"},
+    {"gpus_per_node": "-5"},
+    {"num_nodes": "3", "global_batch_size": "1"},
+]
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("typed", ONE_CLICK, ids=str)
+def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
+    """Micro-batch 128 offered "Use 128" for the batch, which then did not divide over 8 GPUs."""
+    studio.layout_picker.framework.value = framework
+    for field, text in typed.items():
+        picker = studio.cluster if field in studio.cluster.boxes else studio.recipe
+        picker.boxes[field].value = text
+    wrong = next(row for picker in studio._pickers for row in picker.rows.values() if row.message)
+    press(wrong)
+    assert not studio.is_wrong, [row.message for one in studio._pickers for row in one.rows.values()]
+    studio.plan.memory()
+
+
+def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
+    studio.recipe.micro.value = "128"
+    row = studio.recipe.rows["global_batch_size"]
+    assert shown(row) == "64 is less than one micro-batch of 128. Use 1,024"
+    studio.recipe.micro.value = "99999999"
+    assert "Use micro batch size 65,536, global batch size 524,288" in shown(row)
 
 
 def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
@@ -172,7 +209,10 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.layout_picker.framework.value = "megatron"
     before, fit = studio.plan, make_it_fit(studio.plan)
     assert fit is not None and fit.plan.layout.framework == "deepspeed"
-    studio._made_to_fit(before, fit)
+    studio._offer_fit(before, fit)
+    assert studio.plan == before, "another framework is named before it is chosen"
+    (label,) = studio.notice._actions
+    studio.notice.press(label)
     assert studio.plan == fit.plan
     studio.notice.press("Undo")
     assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
@@ -210,3 +250,61 @@ def test_an_opened_plan_is_the_plan_that_is_shown() -> None:
     studio.recipe.seq_len.value = "512"
     assert not studio.notice.value, "what was said, and its Undo, was about the plan before"
     studio.close()
+
+
+def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -> None:
+    """The head's button changed the framework and said so only then; the Memory tab's had no Undo."""
+    studio = Studio()
+    studio.cluster.nodes.value = "8"
+    studio.architecture.name.value = "llama-3.1-405b"
+    studio.layout_picker.framework.value = "megatron"
+    before = studio.plan
+    panel = studio.memory.repairs
+    for button in (studio.fit.button, panel.make_it_fit):
+        if button is panel.make_it_fit:
+            panel.offer(studio.plan, studio.plan.memory())
+            assert until(lambda: panel.make_it_fit.layout.display == "", 120)
+        button.click()
+        assert until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
+        assert studio.plan == before
+        (label,) = studio.notice._actions
+        assert label.startswith("Use DeepSpeed ZeRO-3")
+        studio.notice.press(label)
+        assert studio.plan.layout.framework == "deepspeed"
+        assert gib(studio.plan.memory().peak_bytes) in label
+        assert "Made it fit" in studio.notice.value
+        studio.notice.press("Undo")
+        assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
+        before = studio.plan
+    studio.close()
+
+
+def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
+    studio = Studio()
+    studio.recipe.micro.value = "2"
+    before, panel = studio.plan, studio.memory.repairs
+    for button in (studio.fit.button, panel.make_it_fit):
+        if button is panel.make_it_fit:
+            panel.offer(studio.plan, studio.plan.memory())
+            assert until(lambda: panel.make_it_fit.layout.display == "", 60)
+        button.click()
+        assert until(lambda: "Made it fit" in studio.notice.value, 60)
+        assert studio.plan.layout.framework == before.layout.framework
+        studio.notice.press("Undo")
+        assert studio.plan == before
+    studio.close()
+
+
+def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+    other = replace(plan, layout=ss.Layout.megatron(tp=2))
+    fit = Fit(plan=other, changes=(), bytes_won=0, seconds_lost=0.0, own_framework_fits=True)
+    words, label = fit_question(plan, fit) or ("", "")
+    assert words == "With FSDP2, a step that fits takes over 3 times as long."
+    assert label.startswith("Use Megatron-core (tp 2)")
+    smaller = replace(plan, architecture=ss.models["llama-3.2-1b"])
+    fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
+    words, label = fit_question(plan, fit) or ("", "")
+    assert words == "No layout of any framework fits as it is." and "model a → b" in label

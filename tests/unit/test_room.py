@@ -136,7 +136,7 @@ def test_the_studio_says_so_everywhere_at_once(too_much_for_the_host: ss.Plan) -
     assert "ss-lacks" in studio.headline.value and "of host memory on each node, which has 2,048" in words(
         studio.headline.value
     )
-    assert studio.memory.repairs.is_searching or studio.memory.repairs.make_it_fit.layout.display == ""
+    assert studio.fit_search.is_searching or studio.memory.repairs.make_it_fit.layout.display == ""
     assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
 
 

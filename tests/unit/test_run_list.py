@@ -298,6 +298,67 @@ def test_resume_launches_shows_and_reports_a_run(views: list[Any], monkeypatch: 
     assert "continues saved" in rows(view)[0] and "22 of 40" in rows(view)[0]
 
 
+def resume_button(view: RunsView, name: str) -> str:
+    found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
+    assert found, view.table.value
+    return found[0]
+
+
+def test_resume_is_off_while_a_run_that_was_resumed_is_living(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second click, or Resume of another run, launched a run that competed with the first one."""
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    write_run("saved", "stopped", checkpoint=20)
+    write_run("other", "stopped", number=1, checkpoint=20)
+    launched: list[Path] = []
+
+    def launch(plan: Any, task: ss.Pretrain, **options: Any) -> ss.Run:
+        launched.append(write_run(f"saved-{len(launched) + 2}", "running", number=5, task=task, num_done=22))
+        return ss.Run.attach(launched[-1])
+
+    monkeypatch.setattr(launch_module, "launch", launch)
+    view = RunsView()
+    views.append(view)
+    twice = act(view, "resume", "saved")
+    view.table.press(twice)
+    view.table.press(twice)
+    assert len(launched) == 1 and "under way" in view.bar.value
+    view.show_list()
+    for name in ("saved", "other"):
+        assert "aria-disabled" in resume_button(view, name) and "under way" in resume_button(view, name)
+        press(view, "resume", name)
+    assert len(launched) == 1
+    end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
+    append_line(RunFolder(launched[0]).status, end)
+    assert until(lambda: "aria-disabled" not in resume_button(view, "other"))
+
+
+def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]) -> None:
+    path = write_run("saved", "stopped", checkpoint=20)
+    (checkpoint,) = (path / "checkpoints").iterdir()
+    write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
+    view = RunsView()
+    views.append(view)
+    assert "later continues it" in resume_button(view, "saved") and "aria-disabled" in resume_button(
+        view, "saved"
+    )
+
+
+def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> None:
+    write_run("saved", "stopped", checkpoint=20)
+    studio = Studio()
+    studio.tabs.value = "Runs"
+    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    studio.launch.busy = True
+    studio.runs.look()
+    assert "under way" in resume_button(studio.runs, "saved")
+    studio.launch.busy = False
+    studio.runs.look()
+    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    studio.close()
+
+
 def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("saved", "stopped", checkpoint=20)
     monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 1 / 0)

@@ -128,7 +128,7 @@ def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing(
     assert prevention(absurd, plan, trains_the_plan=True) == ""
     # Other people's processes, if they and the plan are more than the card.
     held = dataclasses.replace(shortage, others_bytes=60 * GIB)
-    assert "other processes held 60.0 GiB of the card" in prevention(held, plan, trains_the_plan=True)
+    assert "other processes held 60.0 GiB of the GPU" in prevention(held, plan, trains_the_plan=True)
     assert "memory the plan does not know" in prevention(shortage, plan, trains_the_plan=False)
 
 
@@ -244,14 +244,16 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
     watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
     still = "the kernel's out-of-memory counter stood still"
-    by_whom = "somebody sent it (kill, a job scheduler), or another memory group's limit did"
+    by_whom = "another process sent it (kill, a job scheduler), or another memory group's limit did"
     assert watch.words(None) == watch.words(0) == f"{still}: {by_whom}"
     watch.seen[0] = Seen(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
     assert watch.words(0) == f"{still}: {by_whom}; it was last seen with 21.0 GiB, 20.0 free of 24.0"
     assert not watch.ran_out(0) and not watch.ran_out(1)
     watch.seen[1] = Seen(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
     assert watch.ran_out(1), "a daemon may be quicker than the kernel"
-    assert watch.words(1).startswith(f"{still}, but little memory was free: a daemon was quicker")
+    assert watch.words(1).startswith(
+        f"{still}, but little memory was free: systemd-oomd or another process sent it"
+    )
     counted.append(OomKills(4, 9))
     assert watch.words(0) == (
         "host memory ran out, for the kernel's out-of-memory killer struck once in this memory group "
@@ -268,10 +270,14 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     [
         ((2, 2), True, "struck 2 times in this memory group"),
         ((None, 1), True, "struck once on this machine"),
-        ((0, 1), False, "struck elsewhere on this machine, not in this memory group: somebody sent it"),
-        ((0, 0), False, "counter stood still: somebody sent it"),
-        ((0, None), False, "counter stood still: somebody sent it"),
-        ((None, 0), False, "counter stood still: somebody sent it"),
+        (
+            (0, 1),
+            False,
+            "struck elsewhere on this machine, not in this memory group: another process sent it",
+        ),
+        ((0, 0), False, "counter stood still: another process sent it"),
+        ((0, None), False, "counter stood still: another process sent it"),
+        ((None, 0), False, "counter stood still: another process sent it"),
         (
             (None, None),
             None,

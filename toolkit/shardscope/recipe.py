@@ -132,6 +132,7 @@ class Recipe(JsonNoun):
                 self.global_batch_size,
                 f"at least micro_batch_size={self.micro_batch_size}",
                 f"global_batch_size={self.micro_batch_size}",
+                f"{self.global_batch_size:,} is less than one micro-batch of {self.micro_batch_size:,}",
             )
         self._check_recompute()
         self._check_adapters()

@@ -67,7 +67,7 @@ def stated(text: str, name: str) -> dict[str, Any]:
             line = _comment_line(text, COMMENT)
             raise ValueError(
                 f'{name}, line {line}, the comment "{OPENING} ...": it is to list field=value, and cannot be '
-                "read; mend it, or delete it and give recipe=."
+                "read; fix it, or delete it and give recipe=."
             ) from error
     return found
 

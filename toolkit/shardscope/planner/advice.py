@@ -7,7 +7,7 @@ leaner; what else is worth a look are at most two alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,14 +17,18 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.plan import Plan, check_noun
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advising import large, last, otherwise, questions, words
+from shardscope.planner.advising.alternatives import MAX_ALTERNATIVES
 from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
 from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Draft, Path
+from shardscope.planner.differences import does_the_same
 from shardscope.recipe import Recipe
 from shardscope.validation import one_of, refuse
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
+
+Alternative = tuple[Plan, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,9 @@ class Advice:
     nearest misses and what would do instead."""
     path: tuple[Turn, ...]
     """The questions in the order in which they were asked."""
-    alternatives: tuple[tuple[Plan, str], ...]
-    """At most two other plans, each with a sentence: what it gains and what it costs, or what it lacks."""
+    alternatives: tuple[Alternative, ...]
+    """At most two other plans, none of them the plan on screen, each with a sentence: what it gains and what
+    it costs, or what it lacks."""
     why: str
     """The advice in a few sentences."""
 
@@ -145,12 +150,17 @@ def recommend(
         return Advice(
             plan=None,
             path=turns,
-            alternatives=tuple(otherwise.where_nothing_fits(path)),
+            alternatives=_others_than(current, otherwise.where_nothing_fits(path)),
             why=_nothing_fits(path),
         )
-    return Advice(
-        plan=best.plan, path=turns, alternatives=tuple(otherwise.others(path)), why=_why(path, best)
-    )
+    found = _others_than(current, otherwise.others(path))
+    return Advice(plan=best.plan, path=turns, alternatives=found, why=_why(path, best))
+
+
+def _others_than(current: Plan | None, found: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return at most two alternatives, none of which is the plan on screen."""
+    others = [one for one in found if current is None or not does_the_same(one[0], current)]
+    return tuple(others[:MAX_ALTERNATIVES])
 
 
 def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
@@ -183,6 +193,7 @@ def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
         last.room,
         last.on_screen,
         last.outdone,
+        last.one_setting,
         last.one_script,
         last.what_the_team_knows,
     )
@@ -230,7 +241,7 @@ def _why(path: Path, best: Tried) -> str:
 def _and_is_as_fast(best: Tried) -> str:
     if best.timed is None:
         return "."
-    return ", and no plan that the questions lead to is faster by more than our usual prediction error."
+    return ", and no layout that the questions lead to is faster by more than our usual prediction error."
 
 
 def _nothing_fits(path: Path) -> str:

@@ -41,6 +41,18 @@ def differences(before: Plan, after: Plan) -> list[Difference]:
     return found
 
 
+def does_the_same(one: Plan, other: Plan) -> bool:
+    """Return whether two plans do the same, however their defaults are written."""
+    return (
+        (one.architecture, one.cluster) == (other.architecture, other.cluster)
+        and one.layout.framework == other.layout.framework
+        and one.degrees == other.degrees
+        and one.recipe.micro_batch_size == other.recipe.micro_batch_size
+        and one.recipe.recompute == other.recipe.recompute
+        and one.memory().peak_bytes == other.memory().peak_bytes
+    )
+
+
 def _chosen(plan: Plan, other: Plan) -> Layout:
     """The layout of ``plan`` but for numbers that ``other`` leaves open and that follow here."""
     chosen = plan.layout

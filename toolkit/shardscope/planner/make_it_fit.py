@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class Fit:
     the node that needs most."""
     seconds_lost: float
     """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where not known."""
+    own_framework_fits: bool = False
+    """Whether a plan of the same framework would fit as well, if much slower."""
 
     @property
     def words(self) -> str:
@@ -67,23 +69,30 @@ def make_it_fit(plan: Plan) -> Fit | None:
     found = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
     if found is None:
         way = several(plan)
-        found = None if way is None else way.plan
-    return None if found is None else _fit(plan, found)
+        found = None if way is None else _Found(way.plan, way.plan.layout.framework == plan.layout.framework)
+    return None if found is None else _fit(plan, found.plan, found.own_framework_fits)
 
 
-def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> Plan | None:
+class _Found(NamedTuple):
+    plan: Plan
+    own_framework_fits: bool
+
+
+def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
     """Return the cheapest plan of this framework, or of another one if that is much faster."""
     enough = MAX_TIMES_SLOWER * predict_seconds(plan)
     best: Plan | None = None
+    own_fits = False
     for names in _frameworks_by_nearness(plan):
         found = _cheapest(plan, _offered(plan, names), states)
         if found is None:
             continue
+        own_fits = own_fits or names == [plan.layout.framework]
         if best is None or predict_seconds(found) * PAYS < predict_seconds(best):
             best = found
         if predict_seconds(best) <= enough:
             break
-    return best
+    return None if best is None else _Found(best, own_fits)
 
 
 def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
@@ -100,7 +109,7 @@ def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
             yield names
 
 
-def _fit(plan: Plan, found: Plan) -> Fit:
+def _fit(plan: Plan, found: Plan, own_framework_fits: bool) -> Fit:
     short = assess(plan).shortages[0]
     needed = {place.name: place.needed_bytes for place in places(found, found.memory())}
     return Fit(
@@ -108,6 +117,7 @@ def _fit(plan: Plan, found: Plan) -> Fit:
         changes=between(plan, found).changes,
         bytes_won=short.needed_bytes - needed.get(short.name, 0),
         seconds_lost=predict_seconds(found) - predict_seconds(plan),
+        own_framework_fits=own_framework_fits,
     )
 
 

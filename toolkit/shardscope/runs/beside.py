@@ -71,7 +71,7 @@ class Beside:
         self._try("TensorBoard events", lambda: self._write_scalars(new))
         self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
         self._try("the host's memory", self.host.look)
-        self._try("the cards", self._cards.look)
+        self._try("the GPUs", self._cards.look)
         if not is_running:
             return None
         found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))

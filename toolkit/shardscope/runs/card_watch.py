@@ -90,7 +90,7 @@ class CardWatch:
         except (ImportError, OSError):
             return
         except Exception as error:  # NVMLError, of a library that may be any stand-in
-            print(f"cards are not watched: {error}", file=sys.stderr, flush=True)
+            print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
             return
         try:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(card) for card in self.cards]
@@ -99,7 +99,7 @@ class CardWatch:
                 with contextlib.suppress(OSError):  # A full disk costs a sample.
                     self._keep(sample(pynvml, handles))
         except pynvml.NVMLError as error:  # a card that is not there any more
-            print(f"cards are not watched: {error}", file=sys.stderr, flush=True)
+            print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
         finally:
             pynvml.nvmlShutdown()
 

@@ -101,7 +101,7 @@ def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
 def _make_room(card: GpuNow, plan: Plan) -> str:
     """Whoever is on the card first; a card that is free and too small wants another plan."""
     if card.processes:
-        return f"end what is on it{_users(card)}, or choose other cards by CUDA_VISIBLE_DEVICES"
+        return f"end what is on it{_users(card)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     found = plan.repairs()
     return found[0].change if found else "plan.repairs()[0].plan"
 

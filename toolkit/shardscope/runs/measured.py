@@ -262,7 +262,7 @@ def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[s
             terms["runtime"] = Term(
                 outside,
                 lambda: (
-                    "in use on the card outside of torch's allocator (cudaMemGetInfo): CUDA context, "
+                    "in use on the GPU outside of torch's allocator (cudaMemGetInfo): CUDA context, "
                     "libraries, communicators, and any other process there"
                 ),
             )

@@ -53,15 +53,14 @@ def sender_in_words(kills: OomKills, *, is_full: bool) -> str:
         return f"host memory ran out, for the kernel's out-of-memory killer struck {times} {where} meanwhile"
     if kills.struck is None:
         unknown = "nothing here counts what the kernel kills for want of memory"
-        return (
-            f"{unknown}; {'little was free: that, most likely' if is_full else 'that, or somebody sent it'}"
-        )
+        cause = "little was free: that, most likely" if is_full else "that, or another process sent it"
+        return f"{unknown}; {cause}"
     still = "the kernel's out-of-memory counter stood still"
     if kills.machine:
         still = "the kernel's out-of-memory killer struck elsewhere on this machine, not in this memory group"
     if is_full:
-        return f"{still}, but little memory was free: a daemon was quicker (systemd-oomd, say), or somebody"
-    return f"{still}: somebody sent it (kill, a job scheduler), or another memory group's limit did"
+        return f"{still}, but little memory was free: systemd-oomd or another process sent it"
+    return f"{still}: another process sent it (kill, a job scheduler), or another memory group's limit did"
 
 
 def _first(files: Iterable[Path]) -> int | None:

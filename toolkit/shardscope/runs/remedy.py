@@ -63,9 +63,9 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
         held = gib(shortage.others_bytes)
         if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
             return (
-                f"{NEXT_TIME}other processes held {held} GiB of the card, and with the predicted "
+                f"{NEXT_TIME}other processes held {held} GiB of the GPU, and with the predicted "
                 f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
-                "End them (nvidia-smi names them), or choose another card by CUDA_VISIBLE_DEVICES."
+                "End them (nvidia-smi names them), or choose another GPU by CUDA_VISIBLE_DEVICES."
             )
     told = _repairs_by(plan, _missing_bytes(shortage))
     return f"{NEXT_TIME}{'; or '.join(told)}." if told else ""

@@ -52,7 +52,7 @@ def decide_status(evidence: Evidence) -> Verdict:
             return Verdict("stopped", f"{evidence.stop_reason} before any rank started")
     if is_finished_everywhere(evidence.markers):
         if evidence.stop_reason is not None:
-            return Verdict("stopped", f"{evidence.stop_reason}: the ranks ended by themselves")
+            return Verdict("stopped", f"{evidence.stop_reason}: every rank returned from the task")
         return Verdict("finished", f"the task returned on every rank{_describe_aftermath(evidence)}")
     if evidence.failures:
         return Verdict("failed", evidence.failures[0].reason)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
-from dataclasses import fields
 from html import escape
 
 import ipywidgets as widgets
@@ -13,21 +11,18 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
-from shardscope.planner.changes import ladders
-from shardscope.planner.make_it_fit import Fit, make_it_fit
-from shardscope.planner.repairs import Repair
+from shardscope.planner.make_it_fit import Fit
+from shardscope.planner.repairs import Repair, predict_seconds
 from shardscope.planner.room import fits, shortages
+from shardscope.planner.savings import changed_fields, find_savings
 from shardscope.planner.verdict import assess
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 MAX_CHIPS = 3
 PAUSE_SECONDS = 0.25
 """Pause in the user's input after which changes are searched: a search takes longer than a redraw."""
-LEAST_SHARE_WON = 0.01
-"""Share of the GPU's usable bytes that a change of a plan that fits has to win."""
-MOST_SHARE_LOST = 0.15
-"""Share of the step's seconds that it may cost."""
 SHORT_CHANGES = {
     "Compute the loss in chunks": "Chunked loss",
     "Fuse head and loss": "Fused loss",
@@ -37,8 +32,8 @@ SHORT_CHANGES = {
 """Words of changes that would fill a chip."""
 LAST_RESORTS = ("method", "precision")
 """Recipe fields that are changed last to make a plan fit."""
-SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
-"""Recipe fields that a change of a plan that fits leaves alone: nobody asked for other training."""
+
+OnFit = Callable[[ss.Plan, Fit], None]
 
 
 class RepairsPanel(widgets.VBox):
@@ -47,22 +42,26 @@ class RepairsPanel(widgets.VBox):
     The same buttons are used again and again: new ones at each change of an input would be slow.
     """
 
-    def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
+    def __init__(
+        self,
+        on_apply: Callable[[ss.Plan], None],
+        on_fit: OnFit | None = None,
+        fit_search: FitSearch | None = None,
+    ) -> None:
+        """``on_fit``: gets the plan that does not fit and what makes it fit; by default that is applied."""
         self._on_apply = on_apply
+        self._on_fit: OnFit = on_fit or (lambda plan, fit: on_apply(fit.plan))
+        self.fit_search = fit_search or FitSearch()
         self._chips = [self._make_chip(index) for index in range(MAX_CHIPS)]
         self._repairs: list[Repair] = []
         self._fit: Fit | None = None
         self._asked: tuple[ss.Plan, MemoryReport] | None = None
         self._offered: ss.Plan | None = None
-        self._wanted: ss.Plan | None = None
-        """The plan that the thread searches next."""
-        self._lock = threading.Lock()
-        self.is_searching = False
         self._pause = Later(self._offer_asked, PAUSE_SECONDS)
         self.make_it_fit = controls.button(
             "Make it fit", "ss-button", "ss-make-it-fit", layout=widgets.Layout()
         )
-        self.make_it_fit.on_click(lambda _: None if self._fit is None else self._on_apply(self._fit.plan))
+        self.make_it_fit.on_click(lambda _: self._make_it_fit())
         self.fit_words = controls.html()
         self._first_row = widgets.Box([self.make_it_fit, self.fit_words], layout=widgets.Layout())
         self._first_row.add_class("ss-fit")
@@ -93,43 +92,29 @@ class RepairsPanel(widgets.VBox):
         """Show what makes ``plan`` fit, or what wins room in it."""
         self._offered = plan
         if fits(plan, report):
-            self._fit, self._repairs = None, find_room(plan, report)
+            self._fit, self._repairs = None, find_savings(plan, report)
             self._show("Make room:" if self._repairs else "")
         else:
             self._fit = None
             enough = [one for one in plan.repairs() if fits(one.plan, one.plan.memory())]
-            enough.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(_changed_fields(plan, one.plan)))
+            enough.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(changed_fields(plan, one.plan)))
             self._repairs = enough[:MAX_CHIPS]
             self.fit_words.value = "Looking for the cheapest changes that make it fit …"
             self._show("Or one change:" if self._repairs else "", is_short=True)
-            self._search(plan)
+            self.fit_search.ask(plan, lambda found: self._show_fit(plan, found))
         for chip, repair in zip(self._chips, self._repairs, strict=False):
             chip.description = chip.tooltip = chip_words(plan, repair)
         self._freeze(False)
 
-    def _search(self, plan: ss.Plan) -> None:
-        """Search the cheapest combination in a thread, which goes on with the plan asked about last."""
-        with self._lock:
-            self._wanted = plan
-            if self.is_searching:
-                return
-            self.is_searching = True
-        threading.Thread(target=self._search_wanted, daemon=True, name="shardscope-make-it-fit").start()
+    def _make_it_fit(self) -> None:
+        if self._fit is not None and self._offered is not None:
+            self._on_fit(self._offered, self._fit)
 
-    def _search_wanted(self) -> None:
-        while True:
-            with self._lock:
-                plan, self._wanted = self._wanted, None
-                if plan is None:
-                    self.is_searching = False
-                    return
-            try:
-                self._show_fit(plan, make_it_fit(plan))
-            except Exception as error:  # a notebook shows nobody what is raised in a thread
-                self.fit_words.value = escape(str(error) or type(error).__name__)
-
-    def _show_fit(self, plan: ss.Plan, fit: Fit | None) -> None:
+    def _show_fit(self, plan: ss.Plan, fit: Result) -> None:
         if plan != self._offered:  # Meanwhile the user went on to another plan.
+            return
+        if isinstance(fit, Exception):
+            self.fit_words.value = escape(str(fit) or type(fit).__name__)
             return
         self._fit = fit
         self.make_it_fit.layout.display = "" if fit is not None else "none"
@@ -149,7 +134,7 @@ class RepairsPanel(widgets.VBox):
 
     def close(self) -> None:
         """Close the chips too: those that are not offered are no children."""
-        self._offered = None  # What a search still finds is nobody's.
+        self._offered = None  # A search that still ends shows nothing.
         for chip in self._chips:
             chip.close()
         super().close()
@@ -169,60 +154,11 @@ class RepairsPanel(widgets.VBox):
             self._on_apply(self._repairs[index].plan)
 
 
-def find_room(plan: ss.Plan, report: MemoryReport) -> list[Repair]:
-    """Return single changes that win room in a plan that fits, at little cost, most bytes first.
-
-    Of each field of the recipe, the cheapest change. None of them changes what is trained or the layout.
-    """
-    seconds = _seconds(plan)
-    best: dict[str, Repair] = {}
-    for ladder in ladders(plan):
-        for change in ladder:
-            changed = _changed_fields(plan, change.plan)
-            if len(changed) != 1 or changed[0] in SAME_TRAINING or change.plan.layout != plan.layout:
-                continue
-            try:
-                after = change.plan.memory()
-            except ValueError:  # a plan that can run, but that no formula covers
-                continue
-            won = report.peak_bytes - after.peak_bytes
-            if won < LEAST_SHARE_WON * report.usable_bytes or not fits(change.plan, after):
-                continue
-            lost = _seconds(change.plan) - seconds
-            if lost > MOST_SHARE_LOST * seconds:
-                continue
-            repair = Repair(change.words, change.plan, won, lost)
-            known = best.get(changed[0])
-            if known is None or _cost(repair, seconds) < _cost(known, seconds):
-                best[changed[0]] = repair
-    return sorted(best.values(), key=lambda repair: -repair.bytes_won)[:MAX_CHIPS]
-
-
-def _changed_fields(before: ss.Plan, after: ss.Plan) -> list[str]:
-    recipes = before.recipe, after.recipe
-    names = [field.name for field in fields(before.recipe)]
-    return [name for name in names if getattr(recipes[0], name) != getattr(recipes[1], name)]
-
-
-def _cost(repair: Repair, seconds: float) -> tuple[float, int]:
-    """Order changes by per cent of time lost, then by bytes won."""
-    share = repair.seconds_lost / seconds
-    return (math.inf if math.isnan(share) else max(0, round(100 * share)), -repair.bytes_won)
-
-
-def _seconds(plan: ss.Plan) -> float:
-    """Return the seconds of one step; NaN where they cannot be predicted."""
-    try:
-        return plan.step().seconds
-    except ValueError:
-        return math.nan
-
-
 def chip_words(plan: ss.Plan, repair: Repair) -> str:
     """Return ``Recompute selectively: −14.8 GiB, 3 % slower``."""
     short = shortages(plan, plan.memory())
     where = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} on a node"
-    cost = cost_words(repair.seconds_lost, _seconds(plan))
+    cost = cost_words(repair.seconds_lost, predict_seconds(plan))
     change = SHORT_CHANGES.get(repair.change, repair.change)
     return f"{change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
 
@@ -231,19 +167,21 @@ def cost_words(seconds_lost: float, seconds: float) -> str:
     """Return ``3 % slower``, ``1.4x slower``, ``as fast``, ``2 % faster``, ``time not known``."""
     if math.isnan(seconds_lost) or math.isnan(seconds):
         return "time not known"
-    share = seconds_lost / seconds
-    if abs(share) < 0.005:
+    ratio = (seconds + seconds_lost) / seconds
+    if ratio >= 1.395:
+        return f"{ratio:.1f}x slower"
+    # As in the advice: how many times as many steps in the same time.
+    share = max(ratio, 1 / ratio) - 1
+    if share < 0.005:
         return "as fast"
-    if share >= 0.395:
-        return f"{1 + share:.1f}x slower"
-    return f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
+    return f"{share:.0%} {'slower' if ratio > 1 else 'faster'}".replace("%", " %")
 
 
 def fit_words(plan: ss.Plan, fit: Fit) -> str:
     """Return ``Tensor parallel 8, recompute full: fits, 61.2 of 79.1 GiB, about 1.4x slower``."""
     report = fit.plan.memory()
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
-    cost = cost_words(fit.seconds_lost, _seconds(plan))
+    cost = cost_words(fit.seconds_lost, predict_seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
     changes = ", ".join(fit.changes)
     state = assess(fit.plan, report).state

@@ -15,8 +15,9 @@ from shardscope_widgets.kit.pins import Pins
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.figure import draw, empty_figure
+from shardscope_widgets.memory.fit_search import FitSearch
 from shardscope_widgets.memory.rehearsal import RehearsePanel
-from shardscope_widgets.memory.repairs import RepairsPanel
+from shardscope_widgets.memory.repairs import OnFit, RepairsPanel
 from shardscope_widgets.memory.rows import Shown, pin_plans
 from shardscope_widgets.memory.table import caption, component_table
 
@@ -30,7 +31,8 @@ class MemoryView(View):
     """A plan's memory in every tier, redrawn in place when :meth:`show` gets another plan.
 
     ``on_pin`` gets the plan whose pin button was pressed, and sets :attr:`pins`; None: the view keeps its own
-    pins. ``on_apply`` gets a plan with more room; None: the view shows that plan itself.
+    pins. ``on_apply`` gets a plan with more room; None: the view shows that plan itself. ``on_fit`` gets a
+    plan that does not fit and what makes it fit; None: that goes to ``on_apply``. ``fit_search`` finds it.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class MemoryView(View):
         pins: Sequence[ss.Plan] = (),
         on_pin: Callable[[ss.Plan], None] | None = None,
         on_apply: Callable[[ss.Plan], None] | None = None,
+        on_fit: OnFit | None = None,
+        fit_search: FitSearch | None = None,
     ) -> None:
         self.report: MemoryReport | None = None
         self.plan: ss.Plan | None = None
@@ -62,7 +66,7 @@ class MemoryView(View):
         line = widgets.Box([self.caption, self.rehearse.status], layout=controls.layout())
         line.add_class("ss-caption")
         self.rehearse.button.observe(self._show_progress, "disabled")
-        self.repairs = RepairsPanel(on_apply or self.show)
+        self.repairs = RepairsPanel(on_apply or self.show, on_fit, fit_search)
         super().__init__([Sheet("memory"), bar, self.figure, line, self.table, self.repairs])
         self.add_class("ss-root")
         self.add_class("ss-memory")

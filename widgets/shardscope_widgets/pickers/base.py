@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
 from math import nan
+from types import MappingProxyType
 from typing import Any
 
 import ipywidgets as widgets
@@ -18,6 +19,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
 LABEL_WIDTH = "76px"
+NO_CHANGES: Mapping[str, object] = MappingProxyType({})
 THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
 
@@ -78,6 +80,8 @@ class Picker(widgets.VBox):
         self.rows = rows
         self.on_fix: Callable[[Mapping[str, object]], None] = self._fix_own
         """Called with the changes of a fix, by object and field; by default only own fields are set."""
+        self.complete: Callable[[Mapping[str, object]], dict[str, object]] = dict
+        """Adds to the changes of a fix what the rest of the plan needs with them; by default nothing."""
         self._own_error = False
         # A row may be that of several fields; it is shown once.
         unique = list(dict.fromkeys(rows.values()))
@@ -138,6 +142,8 @@ class Picker(widgets.VBox):
             row.show_error(message)
             return
         changes = self.changes_of(error)
+        if changes:
+            changes = self.complete(changes)
         if not changes:
             row.show_error(message, short=f"{error.problem}. Fix: {error.fix}." if error.problem else "")
             return
@@ -169,12 +175,18 @@ def _fix_label(changes: Mapping[str, object]) -> str:
     """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
     if len(changes) == 1:
         (value,) = changes.values()
-        return f"Use {getattr(value, 'description', value)}"
+        return f"Use {_value_words(value)}"
     parts = [
-        f"{name.rpartition('.')[2].replace('_', ' ')} {getattr(value, 'description', value)}"
+        f"{name.rpartition('.')[2].replace('_', ' ')} {_value_words(value)}"
         for name, value in changes.items()
     ]
     return f"Use {', '.join(parts)}"
+
+
+def _value_words(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(getattr(value, "description", value))
 
 
 class Nothing:

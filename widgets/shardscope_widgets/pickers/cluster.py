@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.words import device_count, title
-from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_size
+from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, typed_bytes, typed_number, typed_size
 
 GIB = 2**30
 HOST_NOT_KNOWN = (
@@ -90,17 +92,21 @@ class ClusterPicker(Picker):
         super()._show(error)
         self._fit()
 
-    def make(self) -> ss.Cluster:
-        """The cluster that the inputs describe."""
-        gpu, nodes = self._base.gpu, typed_number(self.nodes.value)
-        if gpu.name == "cpu" and nodes != 1:
-            return ss.Cluster.parse(f"{self.nodes.value}x{self.count.value}xcpu")
+    def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
+        """Return the cluster that the inputs describe, but for ``changes`` by field."""
+        values: dict[str, Any] = {
+            "gpus_per_node": typed_number(self.count.value),
+            "num_nodes": typed_number(self.nodes.value),
+            **changes,
+        }
+        if self._base.gpu.name == "cpu" and values["num_nodes"] != 1:
+            return ss.Cluster.parse(f"{values['num_nodes']}x{values['gpus_per_node']}xcpu")
         typed = {
             name: _typed(name, box.value)
             for name, box in self._node.items()
-            if box.value != _shown(name, getattr(self._base, name))
+            if name not in changes and box.value != _shown(name, getattr(self._base, name))
         }
-        return replace(self._base, gpus_per_node=typed_number(self.count.value), num_nodes=nodes, **typed)
+        return replace(self._base, **{**typed, **values})
 
     def fill(self, cluster: ss.Cluster) -> None:
         """Set the inputs to ``cluster``, as one change."""

@@ -94,6 +94,18 @@ class LayoutPicker(Picker):
             return
         self.read()
 
+    def layout_for(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> ss.Layout:
+        """Return the layout that :meth:`offer` would choose, and change nothing."""
+        name, before = self.framework.value, self._situation
+        is_ours = name in self._auto and self._auto[name] == self._layouts[name]
+        if is_ours and self._first.get(name) != (architecture, cluster):
+            return first_layout(name, architecture, cluster, recipe)
+        self._situation = (architecture, cluster, recipe)
+        try:
+            return self.make()
+        finally:
+            self._situation = before
+
     def take(
         self,
         layout: ss.Layout,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
+from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit import controls
-from shardscope_widgets.pickers.base import Picker, Row, typed_number
+from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, typed_number
 from shardscope_widgets.pickers.recipe_choices import Advanced, options
 
 
@@ -157,25 +158,25 @@ class RecipePicker(Picker):
         (self.also.remove_class if parts else self.also.add_class)("ss-off")
         self.reset.layout.display = "" if parts else "none"
 
-    def make(self) -> ss.Recipe:
-        """The recipe that the inputs describe."""
+    def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:
+        """Return the recipe that the inputs describe, but for ``changes`` by field."""
         lora = self.method.value != "full"
         base = self._base
         if not lora:
             base = replace(
                 base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
             )
-        return replace(
-            base,
+        values: dict[str, Any] = {
             **self.advanced.fields(lora, self.recompute.value != "none"),
-            method=self.method.value,
-            precision=self.precision.value,
-            seq_len=typed_number(self.seq_len.value),
-            micro_batch_size=typed_number(self.micro.value),
-            global_batch_size=typed_number(self.global_batch.value),
-            recompute=self.recompute.value,
-            lora_rank=typed_number(self.lora_rank.value) if lora else None,
-        )
+            "method": self.method.value,
+            "precision": self.precision.value,
+            "seq_len": typed_number(self.seq_len.value),
+            "micro_batch_size": typed_number(self.micro.value),
+            "global_batch_size": typed_number(self.global_batch.value),
+            "recompute": self.recompute.value,
+            "lora_rank": typed_number(self.lora_rank.value) if lora else None,
+        }
+        return replace(base, **{**values, **changes})
 
     def read(self, change: object = None) -> None:
         """Take the inputs over; the rank is asked for only with LoRA."""

@@ -8,10 +8,10 @@ import shardscope as ss
 from shardscope.memory.words import gib
 from shardscope.planner.advice import Advice
 from shardscope.planner.advising.words import named
+from shardscope.planner.differences import does_the_same
 from shardscope.planner.room import fits
 from shardscope.timing.report import seconds_words
 from shardscope_widgets.kit.numbers import short
-from shardscope_widgets.plans.ranking_rows import is_same
 
 MAX_ALTERNATIVES = 2
 
@@ -46,13 +46,16 @@ def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
     """Return the recommendation and the alternatives of ``advice``, for the plan on screen."""
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
-    alternatives = tuple(
+    others = [
         Alternative(index, plan, words)
-        for index, (plan, words) in enumerate(advice.alternatives[:MAX_ALTERNATIVES])
-    )
+        for index, (plan, words) in enumerate(advice.alternatives)
+        # The advice may have been asked for while another plan was on screen.
+        if on_screen is None or not does_the_same(plan, on_screen)
+    ]
+    alternatives = tuple(others[:MAX_ALTERNATIVES])
     if advice.plan is None:
         return Answer(sentence, why, "", "", None, alternatives)
-    if on_screen is not None and is_same(advice.plan, on_screen):
+    if on_screen is not None and does_the_same(advice.plan, on_screen):
         return Answer(
             f"Keep the plan on screen: {named(on_screen)}.", figures(on_screen), "", why, None, alternatives
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import WorkPanel
 from shardscope_widgets.kit.sheet import Sheet
@@ -16,7 +17,6 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.familiar_frameworks import FamiliarToggles
-from shardscope_widgets.plans.ranking_rows import is_same
 from shardscope_widgets.plans.ranking_view import RankingView
 
 CHOSEN = {
@@ -158,7 +158,7 @@ class PlansPage(View):
         plan, advice = self._plan, self.advice.advice
         assert plan is not None
         known = [asked, None if advice is None else advice.plan]
-        return any(one is not None and is_same(one, plan) for one in known)
+        return any(one is not None and does_the_same(one, plan) for one in known)
 
     def _follow_plan(self) -> None:
         """Ask for advice at once where the plan on screen changed, and the question did not."""

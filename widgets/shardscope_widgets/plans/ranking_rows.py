@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
 
 if TYPE_CHECKING:
@@ -86,15 +87,4 @@ def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number:
 
 def is_row(ranking: Ranking, index: int, plan: ss.Plan, peak_bytes: int) -> bool:
     """Return whether a row is ``plan``, whose peak is ``peak_bytes``."""
-    return peak_bytes == int(ranking.peak_bytes[index]) and is_same(ranking.plan(index), plan)
-
-
-def is_same(one: ss.Plan, other: ss.Plan) -> bool:
-    """Return whether two plans of one model and cluster do the same, however their defaults are written."""
-    return (
-        one.layout.framework == other.layout.framework
-        and one.degrees == other.degrees
-        and one.recipe.micro_batch_size == other.recipe.micro_batch_size
-        and one.recipe.recompute == other.recipe.recompute
-        and one.memory().peak_bytes == other.memory().peak_bytes
-    )
+    return peak_bytes == int(ranking.peak_bytes[index]) and does_the_same(ranking.plan(index), plan)

@@ -29,12 +29,22 @@ def runs_table(
     selected: Collection[str],
     *,
     opens_traces: Callable[[RunSummary], bool] = lambda summary: summary.has_trace,
+    why_not_resume: Callable[[RunSummary], str | None] = lambda summary: summary.why_not_resumable,
 ) -> str:
-    """Return the table of ``rows``, by the key that their buttons send, with the ``selected`` ones ticked."""
+    """Return the table of ``rows``, by the key that their buttons send, with the ``selected`` ones ticked.
+
+    ``why_not_resume`` returns why a run cannot be resumed now, for its button's tooltip; None: it can.
+    """
     if not rows:
         return f"<div class='ss-hint ss-no-runs'>{EMPTY}</div>"
     body = "".join(
-        _row(key, summary, is_selected=key in selected, has_trace=opens_traces(summary))
+        _row(
+            key,
+            summary,
+            is_selected=key in selected,
+            has_trace=opens_traces(summary),
+            why_not_resume=why_not_resume(summary),
+        )
         if summary.run is not None
         else _damaged_row(summary)
         for key, summary in rows.items()
@@ -87,12 +97,15 @@ def printable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _row(key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool) -> str:
+def _row(
+    key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool, why_not_resume: str | None
+) -> str:
     name = escape(printable(summary.name), quote=True)
     plan = escape(plan_words(summary), quote=True)
     before = summary.resumed_from
     history = f" · continues {escape(printable(before), quote=True)}" if before else ""
     ticked = "true" if is_selected else "false"
+    buttons = _buttons(key, name, summary, has_trace, why_not_resume)
     seconds = summary.seconds
     cells = (
         f"<td>{status_sign(summary.status, summary.reason)}</td>",
@@ -108,7 +121,7 @@ def _row(key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool) -
         f"title='{name}: open'>{name}</button>"
         f"<div class='ss-hint ss-clipped' title='{plan}{history}'>{plan}{history}</div></th>"
         + "".join(cells)
-        + f"<td class='ss-run-acts'><div>{_buttons(key, name, summary, has_trace)}</div></td></tr>"
+        + f"<td class='ss-run-acts'><div>{buttons}</div></td></tr>"
     )
 
 
@@ -117,12 +130,11 @@ def _cell(name: str, words: str, below: str) -> str:
     return f"<td data-label='{name}'>{escape(words)}<div class='ss-hint'>{escape(below)}</div></td>"
 
 
-def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool) -> str:
+def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
     if summary.is_living:
         return _button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
     buttons = ""
     if summary.failed_early:
-        reason = summary.why_not_resumable
         buttons += _button(
             f"resume:{key}",
             "Resume",

@@ -31,6 +31,7 @@ PAGE_ROWS = 20
 LOOK_SECONDS = 2.0
 """Between two reads of the folder while a run in it is living."""
 TRACE_PIXELS = 440
+IS_BUSY = "A run is under way: wait until it ends, or stop it."
 HINT = "Select two runs to compare them."
 
 
@@ -57,7 +58,12 @@ class RunsView(View):
         on_open_trace: Callable[[ss.Run], None] | None = None,
         on_end: Callable[[ss.Run], None] | None = None,
         on_resume: Callable[[ss.Run], None] | None = None,
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``is_busy``: whether a run is under way with which a resumed one would compete."""
+        self._is_busy = is_busy
+        self._resumed: ss.Run | None = None
+        """The run that Resume launched last."""
         self._on_open_trace, self._on_end, self._on_resume = on_open_trace, on_end, on_resume
         self._summaries = RunSummaries(FOLDER)
         self._rows: dict[str, RunSummary] = {}
@@ -152,7 +158,7 @@ class RunsView(View):
     def _draw(self) -> None:
         """Write the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
-        self.table.value = runs_table(shown, self._selected)
+        self.table.value = runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
         left = len(self._rows) - len(shown)
         self.more.value = (
             f"<button type='button' class='ss-act' data-act='more'>More</button> "
@@ -187,7 +193,7 @@ class RunsView(View):
         acts = ""
         if summary is not None and summary.run is not None and summary.run.folder == run.folder:
             if summary.failed_early:
-                reason = summary.why_not_resumable
+                reason = self._why_not_resume(summary)
                 why = escape(reason or "Launch a run that continues from the last checkpoint", quote=True)
                 off = "" if reason is None else " aria-disabled='true'"
                 acts += (
@@ -271,7 +277,7 @@ class RunsView(View):
 
     def _resume(self, key: str, summary: RunSummary, *, force: bool) -> None:
         assert summary.run is not None
-        reason = summary.why_not_resumable
+        reason = self._why_not_resume(summary)
         try:
             if reason is not None:
                 raise ValueError(reason)
@@ -282,12 +288,24 @@ class RunsView(View):
             self._say(str(error) or type(error).__name__)
         else:
             self._say("")
+            self._resumed = resumed
             self.look()
             self.open(resumed)
             if self._on_resume is not None:
                 self._on_resume(resumed)
             return
         self._draw() if self.is_list_shown else self._draw_bar()
+
+    def _why_not_resume(self, summary: RunSummary) -> str | None:
+        """Return why a run cannot be resumed now; None if it can."""
+        if summary.why_not_resumable is not None:
+            return summary.why_not_resumable
+        resumed = self._resumed
+        if self._is_busy() or (resumed is not None and resumed.status not in FINAL):
+            return IS_BUSY
+        living = (one for one in self._rows.values() if one.is_living and one.resumed_from == summary.name)
+        later = next(living, None)
+        return None if later is None else f"{printable(later.name)} continues it at this moment."
 
     def _open_trace(self, run: ss.Run) -> None:
         if self._on_open_trace is not None:
@@ -319,10 +337,16 @@ class RunsView(View):
         """Called by the run's view, also for a run that had ended long before it was opened."""
         self.look()
         with self._lock:
-            is_shown = not self.is_list_shown and self.run_view.layout.display != "none"
-            if self.comm is not None and self.run_view.run is run and is_shown:
-                self._draw_bar()
+            if self.run_view.run is run:
+                self._draw_opened_bar()
         self._report_ended(drawn=run)
+
+    def _draw_opened_bar(self) -> None:
+        """Write the bar of an opened run again, if one is in sight."""
+        with self._lock:
+            is_shown = not self.is_list_shown and self.run_view.layout.display != "none"
+            if self.comm is not None and is_shown:
+                self._draw_bar()
 
     def _report_ended(self, drawn: ss.Run | None = None) -> None:
         """Call ``on_end`` for each awaited run that has ended, also if another one is shown by now.
@@ -341,6 +365,8 @@ class RunsView(View):
         if self._on_end is not None:
             for run in ended:
                 self._on_end(run)
+        if ended:  # What could not be resumed while they were living can be now.
+            self._draw() if self.is_list_shown else self._draw_opened_bar()
 
     def _watch_the_living(self) -> None:
         """Read the folder every few seconds while a run is awaited, or a living one is in the list."""

@@ -6,6 +6,7 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from typing import TypeVar
@@ -20,6 +21,7 @@ from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
 from shardscope.runs.folder import FINAL
+from shardscope.validation import FieldError
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
@@ -29,6 +31,7 @@ from shardscope_widgets.kit.full_window import FullWindow
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
+from shardscope_widgets.memory.fit_search import FitSearch, Result
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers import (
     ArchitecturePicker,
@@ -46,6 +49,7 @@ from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.fit_button import FitButton
+from shardscope_widgets.studio.fit_question import fit_question
 from shardscope_widgets.studio.headline import headline
 from shardscope_widgets.studio.notice import Notice
 from shardscope_widgets.time.rates import rates
@@ -56,6 +60,8 @@ from shardscope_widgets.trace import TraceView
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """Pause of the inputs after which repairs and findings are computed: both take longer than all the rest."""
+MAX_FIXES = 4
+"""Fixes that are followed one upon the other."""
 TRACE_PIXELS = 480
 NO_TRACE = "No trace yet: a run that records one shows it here."
 Page = TypeVar("Page", bound=widgets.Widget)
@@ -119,6 +125,8 @@ class Studio(View):
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
             fold.follow(picker)
             picker.on_fix = self._apply_fix
+        for picker in self._pickers:
+            picker.complete = self._complete_fix
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
 
@@ -134,7 +142,10 @@ class Studio(View):
 
     def _make_pages(self) -> None:
         """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
-        self.memory = MemoryView(on_pin=self._pin, on_apply=self.apply)
+        self.fit_search = FitSearch()
+        self.memory = MemoryView(
+            on_pin=self._pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
+        )
         self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self._pages: dict[str, widgets.Box] = {
@@ -157,7 +168,7 @@ class Studio(View):
         """Make the line that is always in sight: sentence, numbers, buttons."""
         self.headline = controls.html("", "ss-headline")
         self.rates = controls.html("", "ss-head-rates", layout=widgets.Layout())
-        self.fit = FitButton(on_fit=self._made_to_fit)
+        self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
         return _box(
             self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
         )
@@ -199,7 +210,12 @@ class Studio(View):
     @cached_property
     def runs(self) -> RunsView:
         """The Runs tab's view."""
-        view = RunsView(on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed)
+        view = RunsView(
+            on_open_trace=self._open_trace,
+            on_end=self._run_ended,
+            on_resume=self._watch_resumed,
+            is_busy=lambda: self.launch.busy,
+        )
         return self._put("Runs", view)
 
     @property
@@ -272,6 +288,36 @@ class Studio(View):
             self._planning = False
         self._replan()
 
+    def _complete_fix(self, changes: Mapping[str, object]) -> dict[str, object]:
+        """Add what the plan needs changed in turn, so that one click leads to a valid plan."""
+        whole = dict(changes)
+        for _ in range(MAX_FIXES):
+            try:
+                self._plan_with(whole).memory()
+            except FieldError as error:
+                if not error.changes or error.changes.items() <= whole.items():
+                    break
+                whole |= error.changes
+            except ValueError:  # Nothing says what would fix it.
+                break
+            else:
+                return whole
+        return dict(changes)
+
+    def _plan_with(self, changes: Mapping[str, object]) -> ss.Plan:
+        """Return the plan that the inputs would make with the changes of a fix. Raises ``ValueError``."""
+        fields: dict[str, dict[str, object]] = {"Recipe": {}, "Cluster": {}, "Layout": {}}
+        for name, value in changes.items():
+            owner, _, field = name.rpartition(".")
+            fields.setdefault(owner, {})[field] = value
+        model = changes.get("model")
+        arch = ss.models[str(model)] if model else self.architecture.value
+        nouns = (arch, self.cluster.make(fields["Cluster"]), self.recipe.make(fields["Recipe"]))
+        layout = changes.get("Layout")
+        if not isinstance(layout, ss.Layout):
+            layout = self.layout_picker.layout_for(*nouns)
+        return ss.Plan(*nouns, replace(layout, **fields["Layout"]))
+
     def _picker_of(self, owner: str, field: str, owners: Mapping[str, Picker]) -> Picker:
         for picker in (self.task, self.options):
             if field in picker.rows:
@@ -286,7 +332,8 @@ class Studio(View):
         else:
             self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
 
-    def _made_to_fit(self, before: ss.Plan, fit: Fit | Exception | None) -> None:
+    def _offer_fit(self, before: ss.Plan, fit: Result) -> None:
+        """Apply what makes ``before`` fit; ask first where it changes more than degrees and recomputation."""
         if isinstance(fit, Exception):
             self.notice.say(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
             return
@@ -296,6 +343,14 @@ class Studio(View):
             return
         if self.is_wrong:  # An input was changed while the changes were looked for.
             return
+        question = fit_question(before, fit)
+        if question is None:
+            self._make_it_fit(before, fit)
+        else:
+            words, label = question
+            self.notice.say(words, {label: lambda: self._make_it_fit(before, fit)})
+
+    def _make_it_fit(self, before: ss.Plan, fit: Fit) -> None:
         self.apply(fit.plan)
         self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
 

@@ -102,7 +102,7 @@ class Script:
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
-            refuse("Script.source", str(file), f"Python ({where}{error.args[0]})", "mend that line")
+            refuse("Script.source", str(file), f"Python ({where}{error.args[0]})", "fix that line")
 
     def source_text(self) -> str | None:
         """The script's own text; None where it cannot be found."""

@@ -84,20 +84,25 @@ def find_alternatives(
 
 def describe(tried: Tried, advised: Tried, bench: Bench) -> str:
     """Return what a plan gains and costs beside the advised one, in a sentence."""
-    gain = words.compared(tried, advised)
-    if is_faster(tried, advised):
-        gain += " (larger than our usual prediction error)"
-    more = tried.report.peak_bytes - advised.report.peak_bytes
-    unit = words.rank(bench.cluster)
-    memory = (
-        f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}" if more else "as much memory"
-    )
-    pace = f"{seconds_words(tried.seconds or 0.0)} a step, {gib(tried.report.peak_bytes)} GiB"
-    sentence = f"{words.named(tried.plan, bench.recipe)}: {gain}, {memory} ({pace})."
+    sentence = describe_gain(words.named(tried.plan, bench.recipe), tried, advised)
     refusal = why_not_trained(tried.plan)
     if refusal is not None and is_trained(advised.plan):
         sentence += f" Cannot be launched here: {refusal}"
     return f"{sentence} {words.unsaid(tried)}".strip()
+
+
+def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
+    """Return ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``."""
+    gain = words.compared(tried, advised)
+    if is_faster(tried, advised):
+        gain += " (larger than our usual prediction error)"
+    more = tried.report.peak_bytes - advised.report.peak_bytes
+    unit = words.rank(tried.plan.cluster)
+    memory = (
+        f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}" if more else "as much memory"
+    )
+    pace = f"{seconds_words(tried.seconds or 0.0)} a step, {gib(tried.report.peak_bytes)} GiB"
+    return f"{name}: {gain}, {memory} ({pace})."
 
 
 def _faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:

@@ -1,4 +1,4 @@
-"""The last questions: room that is left, the plan on screen, one script, and what the team knows."""
+"""The last questions: room that is left, the plan on screen, one script, the team, and one more setting."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardscope.planner.advising.alternatives import find_better
 from shardscope.planner.advising.bench import PAYS, WORTH_A_SETTING
 from shardscope.planner.advising.path import figures
 from shardscope.planner.advising.simplicity import outdoes
+from shardscope.planner.savings import find_savings
 from shardscope.planner.verdict import assess
 
 if TYPE_CHECKING:
@@ -180,3 +181,32 @@ def what_the_team_knows(path: Path) -> None:
     beside = words.compared(nearest, current)
     answer = f"No; {name} would fit, {beside}: weigh that against learning another framework."
     path.told("", question, answer, f"{words.needs(nearest)}; {words.pace(nearest.timed)}", why, nearest)
+
+
+LEAST_GAIN = 1.005
+"""How many times faster a step must be for words to call it faster."""
+
+
+def one_setting(path: Path) -> None:
+    """Whether one setting that leaves layout and training as they are saves time and memory.
+
+    The Memory view offers the same settings: advice that left them out would be another answer.
+    """
+    current = path.current
+    if current is None or current.seconds is None:
+        return
+    seconds = current.seconds
+    path.settings = [
+        saving
+        for saving in find_savings(current.plan, current.report)
+        if LEAST_GAIN * (seconds + saving.seconds_lost) < seconds
+    ]
+    question = "Does one more setting make it faster, with less memory?"
+    why = "Other kernels, or another way to compute the loss, leave layout and training as they are."
+    if not path.settings:
+        path.told("", question, "No.", "", why)
+        return
+    found = [
+        f"{saving.change}, {words.shares(seconds + saving.seconds_lost, seconds)}" for saving in path.settings
+    ]
+    path.told("", question, f"Yes: {words.listed(found)}.", figures(current), why, current)

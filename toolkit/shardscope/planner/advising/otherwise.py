@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.alternatives import MAX_ALTERNATIVES, find_alternatives
+from shardscope.planner.advising.alternatives import describe_gain, find_alternatives
 from shardscope.planner.advising.bench import (
     Bench,
     Tried,
@@ -30,12 +30,16 @@ MAX_NODES = 1024
 
 
 def others(path: Path) -> list[tuple[Plan, str]]:
-    """Return at most two other plans, each with what it gains and costs beside the advised one."""
+    """Return other plans, the best first, each with what it gains and costs beside the advised one."""
     advised, bench = path.current, path.bench
     if advised is None:
         return []
     told = _told_if(_half(bench, advised), bench, "In fp16, which these GPUs have")
     told += with_even_batch(bench)
+    settings = with_one_setting(path, advised)
+    if path.keeps_on_screen:  # The Memory view offers them there and then.
+        told += settings
+        settings = []
     found: list[tuple[Plan, str]] = []
     if path.ranking is not None:
         found = find_alternatives(bench, path.ranking, advised, path.familiar)
@@ -46,11 +50,11 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         if advised.report.is_tight and advised.plan.recipe.has_adapters:
             told += _told_if(_adapters(bench), bench, "If a base in 4 bits is enough")
         told += found
-    return told[:MAX_ALTERNATIVES]
+    return told + settings
 
 
 def where_nothing_fits(path: Path) -> list[tuple[Plan, str]]:
-    """Return at most two plans for a question without an answer.
+    """Return plans for a question without an answer, the best first.
 
     First with another batch, then what a search finds that may fit, what fits as another task or on more
     nodes, and last the nearest misses.
@@ -63,7 +67,18 @@ def where_nothing_fits(path: Path) -> list[tuple[Plan, str]]:
             may = f"Of {path.ranking.num_evaluated:,} plans of a search one that may fit"
             told += _told_if(tried, path.bench, may, words.unsaid(tried))
     told += instead(path)
-    return [*told, *misses(path)][:MAX_ALTERNATIVES]
+    return [*told, *misses(path)]
+
+
+def with_one_setting(path: Path, advised: Tried) -> list[tuple[Plan, str]]:
+    """Return the advised plan with each setting that makes it faster and leaner, the fastest first."""
+    told = []
+    for saving in sorted(path.settings, key=lambda saving: saving.seconds_lost):
+        tried = path.bench.tried(saving.plan.layout, saving.plan.recipe)
+        if isinstance(tried, Tried):
+            gain = describe_gain(f"{saving.change}, all else as it is", tried, advised)
+            told.append((tried.plan, gain))
+    return told
 
 
 def misses(path: Path) -> list[tuple[Plan, str]]:

@@ -15,6 +15,7 @@ from shardscope.planner.advising.simplicity import outdoes
 if TYPE_CHECKING:
     from shardscope.planner.advising.rungs import Rung
     from shardscope.planner.ranking import Ranking
+    from shardscope.planner.repairs import Repair
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,8 @@ class Path:
         self.current: Tried | None = None
         self.rung = ""
         """Which question :attr:`current` answers."""
+        self.settings: list[Repair] = []
+        """Single settings that make :attr:`current` faster and save memory."""
         self.seen: dict[str, Outcome] = {}
         """What each rung came to."""
 

@@ -23,14 +23,18 @@ COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
 """Degrees that count as a setting where they are above 1."""
 
 
+EASED = ("recompute", "loss", "kernels", "attention")
+"""Recipe fields that count as a setting where they are not the wanted ones."""
+
+
 class Simplicity(NamedTuple):
     """What a plan asks of its users; less is simpler."""
 
     effort: int
     """``Framework.effort`` of its framework; 0 for one that the team knows."""
     settings: int
-    """Degrees above 1, options that are not the framework's defaults, and recomputation or a loss that is not
-    the wanted one."""
+    """Degrees above 1, options that are not the framework's defaults, and recomputation, a loss or kernels
+    that are not the wanted ones."""
 
     def is_as_simple_as(self, other: Simplicity) -> bool:
         """Whether neither the framework nor the settings ask for more."""
@@ -81,6 +85,6 @@ def _num_options(layout: Layout) -> int:
 
 def _num_eased(recipe: Recipe, wanted: Recipe) -> int:
     """Return what differs from the wanted recipe; activations on the host count twice, for they need room."""
-    eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
+    eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in EASED)
     moves_activations = recipe.recompute == "offload" and wanted.recompute != "offload"
     return eased + moves_activations

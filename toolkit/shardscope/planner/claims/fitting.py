@@ -21,7 +21,7 @@ def lora_on_a_node() -> Claim:
         said="70B LoRA fits on 8 x H100 with FSDP2",
         numbers=(
             Number("peak a GPU, LoRA", None, report.peak_bytes / GB, "GB"),
-            Number("usable of a card", 80.0, report.usable_bytes / GB, "GB"),
+            Number("usable of a GPU", 80.0, report.usable_bytes / GB, "GB"),
             Number("peak a GPU, full training", None, full.peak_bytes / GB, "GB"),
         ),
         verdict="right" if has_room else "wrong",
@@ -51,7 +51,7 @@ def one_gpu_with_nvme() -> Claim:
             Number("GPT-3's 300e9 tokens", None, years, "years"),
         ),
         verdict="right" if has_room else "wrong",
-        why=f"ZeRO-3 gathers a layer at a time, so that {report.peak_bytes / GB:.0f} GB of the card, "
+        why=f"ZeRO-3 gathers a layer at a time, so that {report.peak_bytes / GB:.0f} GB of the GPU, "
         f"{report.host_bytes / GB:,.0f} GB of host memory and {report.nvme_bytes / 1e12:.1f} TB of NVMe are "
         f"enough. At {step.tokens_per_second:,.0f} tokens/s it is for fine-tuning: what GPT-3 was trained on "
         f"would take {years:,.0f} years.",

@@ -30,7 +30,7 @@ def llama_405b() -> Claim:
     memory = (
         ""
         if report.fits
-        else f" Megatron-core itself would need {peak:.0f} GB of the {usable:.0f} that a card gives: Meta's "
+        else f" Megatron-core itself would need {peak:.0f} GB of the {usable:.0f} that a GPU gives: Meta's "
         "own schedule frees tensors earlier (section 3.3.2)."
     )
     return Claim(

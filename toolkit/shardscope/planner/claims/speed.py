@@ -112,7 +112,7 @@ def fsdp2_against_megatron() -> Claim:
         ),
         verdict="wrong" if tops > 200 * (1 + TOLERANCE) else "right",
         why=f"On H100 FSDP2 has {large.tflops_per_gpu:.0f} to {small.tflops_per_gpu:.0f} by our model, and "
-        f"torchtitan measured {seen:.0f} on cards limited to 500 W. 150 to 200 is an A100, whose peak is "
+        f"torchtitan measured {seen:.0f} on GPUs limited to 500 W. 150 to 200 is an A100, whose peak is "
         f"{gpus['a100-sxm-80gb'].peak_flops['bf16'] / 1e12:.0f}.",
     )
 

@@ -55,12 +55,12 @@ def four_cards() -> Claim:
             Number("gradients a GPU with ZeRO-3", 35.0, state["gradients"], "GB"),
             Number("optimizer a GPU with ZeRO-3", 0.0, state["optimizer"], "GB"),
             Number("weights a GPU with ZeRO-2", 140.0, weights, "GB"),
-            Number("the card", 96.0, card, "GB"),
+            Number("the GPU", 96.0, card, "GB"),
         ),
         verdict="right" if kept <= usable else "wrong",
         why=f"35 + 35 GB are weights and gradients; the optimizer's {state['optimizer']:,.0f} GB make it "
-        f"{kept:,.0f} GB on each GPU, of which a card has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} GB "
-        "of weights alone are more than the card.",
+        f"{kept:,.0f} GB on each GPU, of which a GPU has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} GB "
+        "of weights alone are more than the GPU has.",
     )
 
 

@@ -3,10 +3,9 @@
 /** @param {View} view */
 function showMatchCount({ model, scene, page, matchNumber }) {
   const matches = model.get("num_matches");
-  const which = matchNumber ? `match ${matchNumber.toLocaleString("en")} · ` : "";
-  const text = model.get("search").trim()
-    ? `${which}${matches.toLocaleString("en")} of ${counted(scene.num_slices, "slice")}`
-    : counted(scene.num_slices, "slice");
+  let text = counted(scene.num_slices, "slice");
+  if (matchNumber) text = `match ${matchNumber.toLocaleString("en")} of ${matches.toLocaleString("en")}`;
+  else if (model.get("search").trim()) text = `${matches.toLocaleString("en")} of ${text}`;
   page.count.textContent = page.count.title = text; // the title, where a narrow page has no room for all of it
 }
 

@@ -1,0 +1,66 @@
+"""The Studio in a small window beside JupyterLab's file browser, and on a phone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from served import Lab
+from studio_page import SCREENSHOTS, choose, fill, open_fold, open_studio
+
+SEARCH_ENDS = 120_000
+
+
+@pytest.fixture
+def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[Any]:
+    """The Studio in a window of 1024 by 768 with the file browser open."""
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.set_default_timeout(60_000)
+    offline(page)
+    open_studio(page, lab)
+    page.set_viewport_size({"width": 1024, "height": 768})
+    page.wait_for_timeout(1500)
+    page.locator(".ss-studio").evaluate("studio => studio.scrollIntoView({ block: 'center' })")
+    yield page
+    page.close()
+
+
+def test_questions_stand_beside_the_answers_beside_the_file_browser(page: Any) -> None:
+    assert page.locator(".jp-FileBrowser").is_visible()
+    studio = page.locator(".ss-studio").bounding_box()
+    side, main = (page.locator(f".ss-{name}").bounding_box() for name in ("side", "main"))
+    assert main["x"] >= side["x"] + side["width"] - 1, "the questions do not push the answers out of sight"
+    chart = page.locator(".ss-memory .js-plotly-plot").bounding_box()
+    batch = open_fold(page, "Training").locator(".ss-row", has_text="Batch").bounding_box()
+    for box in (chart, batch):
+        assert box["y"] + box["height"] <= 768 and box["x"] + box["width"] <= studio["x"] + studio["width"]
+    assert batch["height"] < 40, "its words stand on one line"
+    for tab in page.locator(".ss-tabs button").all():
+        box = tab.bounding_box()
+        assert box["x"] + box["width"] <= studio["x"] + studio["width"], tab.inner_text()
+    page.screenshot(path=str(SCREENSHOTS / "narrow_beside_the_file_browser.png"))
+
+
+def test_another_framework_is_named_before_it_makes_the_plan_fit(page: Any) -> None:
+    fill(page, "Model", "llama-3.1-405b")
+    nodes = open_fold(page, "GPUs").locator("input").nth(1)
+    nodes.fill("8")
+    nodes.press("Enter")
+    page.wait_for_function("() => document.querySelector('.ss-what').title.includes('8 nodes of 8')")
+    choose(page, "Framework", "Megatron-core")
+    page.wait_for_function("() => document.querySelector('.ss-what').title.includes('Megatron')")
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.locator(".ss-fit-button").click()
+    use = page.locator(".ss-notice button", has_text=re.compile("^Use "))
+    use.wait_for(timeout=SEARCH_ENDS)
+    assert page.locator(".ss-verdict[data-state='does not fit']").count(), "nothing has changed yet"
+    page.screenshot(path=str(SCREENSHOTS / "make_it_fit_asks.png"))
+    studio, box = page.locator(".ss-studio").bounding_box(), use.bounding_box()
+    assert box["x"] + box["width"] <= studio["x"] + studio["width"], "the whole label can be read"
+    use.click()
+    page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
+    page.locator(".ss-notice button", has_text="Undo").click()
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")

@@ -1,0 +1,81 @@
+"""The words on the screens are the field's: what users see in strings of the widgets, and fixed wordings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardscope_widgets
+from shardscope.runs.verdict import Evidence, decide_status
+from shardscope_widgets import Studio
+from shardscope_widgets.plans import ranking_figure
+
+FOLDER = Path(shardscope_widgets.__file__).parent
+DIALECT = re.compile(
+    r"\b(mend\w*|told|beneath|nobody|somebody|a person|people|in words|the card|cards|few bits)\b",
+    re.IGNORECASE,
+)
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string of a module that is no docstring."""
+    tree = ast.parse(path.read_text())
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_screen_speaks_a_private_language(path: Path) -> None:
+    assert not [text for text in strings(path) if DIALECT.search(text)]
+
+
+@pytest.mark.parametrize("name", ["remedy", "oom_kills", "free_memory", "measured", "card_watch", "verdict"])
+def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
+    """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
+    path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
+    assert not [text for text in strings(path) if " " in text and DIALECT.search(text)]
+
+
+def test_the_chart_of_a_search_says_how_many_points_it_shows() -> None:
+    ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
+    said = ranking_figure.counted(ranking, 912)
+    assert said.startswith("12,032 plans evaluated in 0.41 s, 3,204 fit; 912 points shown, up to ")
+    assert "shown" not in ranking_figure.counted(ranking, 12_032)
+
+
+def test_a_run_that_was_stopped_and_returned_says_so() -> None:
+    evidence = Evidence(
+        markers=[{"exit": "finished"}], failures=(), launcher_code=0, stop_reason="Stop was pressed"
+    )
+    assert decide_status(evidence) == ("stopped", "Stop was pressed: every rank returned from the task")
+
+
+def all_in(box: Any) -> Iterator[Any]:
+    """The widget and all that it holds."""
+    yield box
+    for child in getattr(box, "children", ()):
+        yield from all_in(child)
+
+
+def test_buttons_and_labels_say_what_they_do() -> None:
+    studio = Studio()
+    studio.tabs.value = "Plans"
+    texts = [str(getattr(widget, name, "")) for widget in all_in(studio) for name in ("description", "value")]
+    for words in (
+        "Check memory without GPUs",
+        "Pin for comparison",
+        "Frameworks your team knows",
+        "Keep running if the kernel stops",
+        "Steps, learning rate",
+    ):
+        assert any(words in text for text in texts), words
+    assert not any("ehearse on" in text for text in texts)
+    studio.close()

@@ -1,0 +1,28 @@
+"""The question before "Make it fit" changes the framework, the GPUs, the model or what is learnt."""
+
+from __future__ import annotations
+
+import shardscope as ss
+from shardscope.memory.words import gib
+from shardscope.planner.advising.words import named
+from shardscope.planner.make_it_fit import Fit
+from shardscope.planner.repairs import MAX_TIMES_SLOWER
+
+LEARNT = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
+"""Recipe fields that decide what is learnt."""
+
+
+def fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
+    """Return the notice and the label of its button; None where ``fit`` changes nothing of the kind."""
+    found = fit.plan
+    room = f"{gib(found.memory().peak_bytes)} GiB"
+    same_nouns = (plan.architecture, plan.cluster) == (found.architecture, found.cluster)
+    if not same_nouns or any(getattr(plan.recipe, name) != getattr(found.recipe, name) for name in LEARNT):
+        return "No layout of any framework fits as it is.", f"Change {fit.words}: {room}"
+    if plan.layout.framework == found.layout.framework:
+        return None
+    title = plan.layout.title
+    words = f"No {title} layout fits."
+    if fit.own_framework_fits:
+        words = f"With {title}, a step that fits takes over {MAX_TIMES_SLOWER:.0f} times as long."
+    return words, f"Use {named(found, plan.recipe)}, {room}"
