@@ -91,6 +91,18 @@ class ZeroLayout(Layout):
     # flat buffers (zero_allow_untested_optimizer). Managed memory was never seen with these, and Muon, whose
     # state DeepSpeed cuts in a way of its own in each stage, has no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
+    # AutoTP and experts end at stage 2, pipelines at stage 1.
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {"stage": 1},
+        "zero_2": {"stage": 2},
+        "zero_3": {"stage": 3},
+        "tensor": {"stage": 2, "tp": 2},
+        "pipeline": {"stage": 1, "pp": 2},
+        "expert": {"stage": 2, "ep": 2},
+        "cpu_offload": {"offload_optimizer": "cpu"},
+        "nvme_offload": {"offload_optimizer": "nvme"},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "stage": (0, 1, 2, 3),
         "tp": None,

@@ -51,6 +51,20 @@ class Fsdp2Layout(Layout):
     joins_attention_by_heads: ClassVar[bool] = True
     """Torch's ring replaces the later half of the output with ``torch.cat`` on all ranks but the last, on
     which each part of keys meets all queries (``_partial_update``, torch 2.13)."""
+    # With reshard_after_forward=False parameters are still sharded between steps, as in ZeRO-3.
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {},
+        "zero_2": {},
+        "zero_3": {},
+        "hybrid": {"replicate": 2},
+        "tensor": {"tp": 2},
+        "sequence": {"tp": 2},
+        "pipeline": {"pp": 2},
+        "interleaved": {"pp": 2, "vpp": 2},
+        "context": {"cp": 2},
+        "cpu_offload": {"offload": "cpu"},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,

@@ -66,6 +66,16 @@ class MegatronLayout(Layout):
         "exp_avg_dtype": "fp32",
         "exp_avg_sq_dtype": "fp32",
     })  # fmt: skip
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {"distributed_optimizer": True},
+        "tensor": {"tp": 2},
+        "sequence": {"tp": 2},  # sequence_parallel is on wherever tp > 1.
+        "pipeline": {"pp": 2},
+        "interleaved": {"pp": 2, "vpp": 2},
+        "context": {"cp": 2},
+        "expert": {"ep": 2},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
