@@ -80,7 +80,7 @@ class Layout(JsonNoun):
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 
     abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"data": {}})
-    """What this framework can split or offload (names of ``planner/abilities.py``) -> the options for it. What a
+    """What this framework can split or offload (names of ``planner/abilities.py``) -> the options. What a
     recipe asks for is in the ``supported_*`` tuples."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({})
     """Fields that a person chooses, and their values; None: any degree that divides the world size."""
