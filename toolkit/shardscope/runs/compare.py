@@ -15,7 +15,7 @@ from shardscope.runs.chart_scale import of_steps
 from shardscope.runs.curve_chart import Curve, chart, legend
 from shardscope.runs.folder import FINAL
 from shardscope.runs.metrics_table import FIRST, curve
-from shardscope.validation import one_of, refuse
+from shardscope.validation import Value, one_of, refuse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +59,9 @@ class Runs(list["Run"]):
         found = {run.name: curve(run.metrics(), metric) for run in self}
         if not any(found.values()):
             logged = sorted({name for run in self for line in run.metrics() for name in line} - {*FIRST})
-            refuse("curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", "'loss'")
+            refuse(
+                "curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", Value("loss")
+            )
         frame = pd.DataFrame({name: pd.Series(steps, dtype=float) for name, steps in found.items() if steps})
         frame.index.name = "step"
         return frame.sort_index()
