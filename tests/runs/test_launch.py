@@ -216,11 +216,8 @@ def test_fault_16_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
 def test_fault_19_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
     lock = threading.Lock()
 
-    def inner() -> object:
-        return lock
-
     def train(ctx: Any) -> object:
-        return inner()
+        return lock
 
     with pytest.raises(ValueError, match=r"train.*'lock'.*_thread\.lock"):
         launch(plan, train, folder=tmp_path)

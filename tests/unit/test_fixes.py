@@ -328,7 +328,7 @@ def test_another_framework_is_data_too() -> None:
         made(("llama-3.2-1b", "2xh100-sxm-80gb", {"optimizer": "paged_adamw"}, "fsdp2", {}))
     for key, value in caught.value.changes.items():
         assert key.partition(".")[0] in ("Recipe", "Layout"), (key, value)
-    error = FieldError("Recipe.optimizer", "paged_adamw", "adamw", "layout=Layout.ddp()")
+    error = FieldError("Recipe.optimizer", "paged_adamw", "adamw", {"layout": "ddp"})
     assert error.changes == {"Layout": ss.Layout.ddp()}
 
 

@@ -201,7 +201,7 @@ def test_parts_of_sequences_are_refused_in_32_bits() -> None:
     said = why_not_trained(in_parts("4xh100-sxm-80gb", precision="fp32"))
     assert said is not None and said.startswith("Recipe.precision is 'fp32'; allowed: 'bf16-mixed', ")
     assert "Transformer Engine's attention, whose kernels for it need 16 bits. " in said
-    assert 'precision="bf16-mixed", or FSDP2, which trains it' in said
+    assert "precision='bf16-mixed', or FSDP2, which trains it" in said
 
 
 @needs_installed("megatron")

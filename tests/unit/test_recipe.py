@@ -140,8 +140,8 @@ def test_lora_targets(value: Any) -> None:
 
 
 def test_lora_fields_need_lora() -> None:
-    assert 'method="lora"' in refusal("lora_rank", 8).fix
-    assert 'method="lora"' in refusal("lora_targets", ("q_proj",)).fix
+    assert "method='lora'" in refusal("lora_rank", 8).fix
+    assert "method='lora'" in refusal("lora_targets", ("q_proj",)).fix
     assert Recipe(method="lora").adapter_rank == 16
     assert Recipe(method="lora", lora_rank=4).adapter_rank == 4
     assert Recipe(method="lora", lora_targets=["v_proj", "q_proj", "v_proj"]).lora_targets == (
@@ -202,8 +202,8 @@ def test_only_a_frozen_base_is_quantised() -> None:
     assert Recipe(method="lora").base_quantization is None
     assert Recipe(method="lora", quantization="int8").base_quantization == "int8"
     assert Recipe(method="qlora").has_adapters
-    assert refusal("precision", "fp8-mixed", method="lora").fix == 'precision="bf16-mixed"'
-    assert 'method="lora"' in refusal("lora_dropout", 0.1).fix
+    assert refusal("precision", "fp8-mixed", method="lora").fix == "precision='bf16-mixed'"
+    assert "method='lora'" in refusal("lora_dropout", 0.1).fix
 
 
 def test_json_of_before_these_fields_still_reads() -> None:

@@ -19,7 +19,7 @@ from shardscope.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
 from shardscope.serialization import JsonNoun, part
 from shardscope.size_limits import LIMITS, limited, limited_field
-from shardscope.validation import flag, one_of, refuse, whole_number
+from shardscope.validation import Value, flag, one_of, refuse, whole_number
 
 __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
 
@@ -96,7 +96,7 @@ class Architecture(JsonNoun):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
-            refuse("Architecture.name", self.name, "1 to 200 printable characters", "'my-model'")
+            refuse("Architecture.name", self.name, "1 to 200 printable characters", Value("my-model"))
         one_of("Architecture.model_type", self.model_type, MODEL_TYPES)
         for field in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -122,20 +122,20 @@ class Architecture(JsonNoun):
             limited("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
         elif self.sliding_window_layers:
             allowed = "a whole number of tokens while sliding_window_layers is not 0"
-            refuse("Architecture.sliding_window", None, allowed, "sliding_window_layers=0")
+            refuse("Architecture.sliding_window", None, allowed, {"sliding_window_layers": 0})
 
     def _check_heads(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             fix = max(d for d in range(1, min(kv_heads, heads) + 1) if heads % d == 0)
             allowed = f"a divisor of num_attention_heads={heads}"
-            refuse("Architecture.num_key_value_heads", kv_heads, allowed, f"num_key_value_heads={fix}")
+            refuse("Architecture.num_key_value_heads", kv_heads, allowed, {"num_key_value_heads": fix})
 
     def _check_parts(self) -> None:
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
             value = getattr(self, field)
             if value is not None and not isinstance(value, noun):
-                refuse(f"Architecture.{field}", value, f"None or a {noun.__name__}", "None")
+                refuse(f"Architecture.{field}", value, f"None or a {noun.__name__}", Value(None))
         moe = self.mixture_of_experts
         if moe is None:
             return

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from shardscope.serialization import JsonNoun, part
-from shardscope.validation import flag, near, one_of, real_number, refuse, whole_number, with_article
+from shardscope.validation import Value, flag, near, one_of, real_number, refuse, whole_number, with_article
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
@@ -84,7 +84,12 @@ class Gpu(JsonNoun):
         whole_number("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
         flag("Gpu.memory_is_shared", self.memory_is_shared)
         if not isinstance(self.peak_flops, Mapping):
-            refuse("Gpu.peak_flops", self.peak_flops, f"a mapping of {', '.join(PRECISIONS)} to FLOP/s", "{}")
+            refuse(
+                "Gpu.peak_flops",
+                self.peak_flops,
+                f"a mapping of {', '.join(PRECISIONS)} to FLOP/s",
+                Value({}),
+            )
         peaks = {
             one_of("Gpu.peak_flops precision", precision, PRECISIONS): real_number(
                 f"Gpu.peak_flops[{precision!r}]", value, low=1e6, high=1e18
@@ -116,7 +121,7 @@ class Gpu(JsonNoun):
             good = False
         if not good:
             refuse(
-                "Gpu.price_date", day, "the day of the price, as YYYY-MM-DD", f"'{date.today().isoformat()}'"
+                "Gpu.price_date", day, "the day of the price, as YYYY-MM-DD", Value(date.today().isoformat())
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -237,23 +242,23 @@ class Cluster(JsonNoun):
 
         form = "nodes x GPUs x type, as '4x8xh100-sxm-80gb', '8xh100-sxm-80gb' or '2xcpu'"
         if not isinstance(text, str):
-            refuse("cluster", text, form, "'8xh100-sxm-80gb'")
+            refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
         squeezed = re.sub(r"\s+", "", text.lower().replace("×", "x"))
         # GPU names start with a letter and may hold an x of their own (rtx-4090): only leading counts split.
         match = re.fullmatch(r"((?:[0-9]{1,9}x){0,2})([a-z][a-z0-9.-]*)", squeezed)
         if not match:
-            refuse("cluster", text, form, "'8xh100-sxm-80gb'")
+            refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
         counts = [int(count) for count in match[1].split("x") if count]
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
             meant = near(match[2], gpus)
             fix = (
-                repr(match[1] + meant) if meant else "ss.Cluster.of(ss.Gpu(...)), with the GPU's own figures"
+                Value(match[1] + meant) if meant else "ss.Cluster.of(ss.Gpu(...)), with the GPU's own figures"
             )
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
             refuse("cluster", text, allowed, fix, problem=problem)
         if match[2] == "cpu" and nodes > 1:
-            refuse("cluster", text, "CPU ranks of this one machine", repr(f"{per_node}xcpu"))
+            refuse("cluster", text, "CPU ranks of this one machine", Value(f"{per_node}xcpu"))
         return cls.of(gpus[match[2]], per_node, nodes)
 
     @classmethod
@@ -273,4 +278,4 @@ class Cluster(JsonNoun):
 
 def _named(field_name: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
-        refuse(field_name, value, "1 to 200 printable characters", "'my-gpu'")
+        refuse(field_name, value, "1 to 200 printable characters", Value("my-gpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from shardscope.validation import one_of, refuse
+from shardscope.validation import Value, one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -42,7 +42,7 @@ def check_family(arch: Architecture) -> None:
     one_of("Architecture.position_embedding", arch.position_embedding, positions)
     if arch.mixture_of_experts is not None and family in WITHOUT_EXPERTS:
         allowed = f"None in a {family}, which has no routed experts"
-        refuse("Architecture.mixture_of_experts", arch.mixture_of_experts, allowed, "None")
+        refuse("Architecture.mixture_of_experts", arch.mixture_of_experts, allowed, Value(None))
     if family in HEADS_FILL_WIDTH:
         _check_width(arch)
     if family == "falcon":
@@ -68,6 +68,6 @@ def _check_falcon(arch: Architecture) -> None:
         return
     if kv_heads not in (1, arch.num_attention_heads):
         allowed = f"1 or num_attention_heads={arch.num_attention_heads} without new_decoder_architecture"
-        refuse("Architecture.num_key_value_heads", kv_heads, allowed, "num_key_value_heads=1")
+        refuse("Architecture.num_key_value_heads", kv_heads, allowed, {"num_key_value_heads": 1})
     norms = 1 if arch.parallel_residual else 2
     one_of("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))

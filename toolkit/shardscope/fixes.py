@@ -7,9 +7,7 @@ changes that it took. Words that are no changes (``pip install ...``) stay as th
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,7 +55,10 @@ def checked(noun: type[Noun]) -> type[Noun]:
         except FieldError as refusal:
             if not _seeking.get():
                 raise
-            raise refusal.with_fix(whole_fix(self, refusal)) from None
+            changes = find_whole_fix(self, refusal)
+            if changes is None:
+                raise
+            raise refusal.with_fix(changes) from None
 
     noun.__init__ = initialise  # type: ignore[assignment]
     return noun
@@ -78,15 +79,15 @@ def known_arguments(make: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def whole_fix(noun: Any, refusal: FieldError) -> str:
-    """The changes after which ``noun``, whose making ``refusal`` ended, is refused nothing.
+def find_whole_fix(noun: Any, refusal: FieldError) -> dict[str, Any] | None:
+    """Return the changes after which ``noun``, whose making ``refusal`` ended, is refused nothing.
 
-    None of them could be left out. It is the refusal's own fix where that is no change but words, or where
-    no changes were found.
+    None of them could be left out. None if the refusal's own fix is enough, if it is words, or if no changes
+    were found.
     """
-    own = read_fix(refusal)
+    own = refusal.fix_values
     if own is None:
-        return refusal.fix
+        return None
     with as_it_is():
         search = _Search(noun)
         found = search.from_here({}, own)
@@ -94,25 +95,7 @@ def whole_fix(noun: Any, refusal: FieldError) -> str:
             fewer = {key: value for key, value in (found or {}).items() if key != name}
             if fewer and name != "layout" and search.refusal(fewer) is None:
                 found = fewer
-    return refusal.fix if found is None or found == own else _in_words(found)
-
-
-def read_fix(refusal: FieldError) -> dict[str, Any] | None:
-    """What ``refusal.fix`` would change: field -> value, and "layout" -> which of ``Layout``'s factories.
-
-    A value alone ("8", "'adamw'") is one for the refused field. None for mere words.
-    """
-    changes: dict[str, Any] = {}
-    try:
-        call: Any = ast.parse(f"fix({refusal.fix})", mode="eval").body
-        if call.args:
-            changes[refusal.refused[0]] = ast.literal_eval(call.args[0])
-        for given in call.keywords:
-            made = re.fullmatch(r"Layout\.(\w+)\(\)", ast.unparse(given.value))
-            changes[str(given.arg)] = made[1] if made else ast.literal_eval(given.value)
-    except (SyntaxError, ValueError):
-        return None
-    return changes
+    return None if found == own else found
 
 
 def find_changes(refusal: FieldError) -> dict[str, object]:
@@ -122,7 +105,7 @@ def find_changes(refusal: FieldError) -> dict[str, object]:
     owner = refusal.field.removeprefix("Layout ").rpartition(".")[0]
     owner = "Layout" if refusal.field.startswith("Layout ") else owner
     changes: dict[str, object] = {}
-    for name, value in (read_fix(refusal) or {}).items():
+    for name, value in (refusal.fix_values or {}).items():
         if name == "layout":
             from shardscope.layout import Layout  # layout.py imports this module.
 
@@ -180,9 +163,8 @@ class _Search:
 
     def _steps(self, refusal: FieldError) -> Iterator[dict[str, Any]]:
         """What the refusal itself names; where that leads nowhere, the plain values of its fields."""
-        own = read_fix(refusal)
-        if own is not None:
-            yield own
+        if refusal.fix_values is not None:
+            yield refusal.fix_values
         plain = {name: field.default for part in _parts(self._noun) for name, field in _fields(part).items()}
         back = {name: plain[name] for name in refusal.refused if name in plain}
         if back:
@@ -207,8 +189,3 @@ def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
 
 def _fields(noun: Any) -> dict[str, Any]:
     return {field.name: field for field in fields(noun) if field.init}
-
-
-def _in_words(changes: Mapping[str, Any]) -> str:
-    values = {name: f"Layout.{to}()" if name == "layout" else repr(to) for name, to in changes.items()}
-    return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -12,7 +12,7 @@ from shardscope.architecture import Architecture
 from shardscope.hf_families import FAMILIES
 from shardscope.hf_families.common import HfConfig
 from shardscope.json_text import parse_json
-from shardscope.validation import near, refuse
+from shardscope.validation import Value, near, refuse
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
@@ -83,7 +83,7 @@ def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = F
             return UnknownFamily.of_config(data, str(called))
         _refuse_family(data, family)
     if not isinstance(called, str):
-        refuse("config.json _name_or_path", called, "text", repr(family))
+        refuse("config.json _name_or_path", called, "text", Value(family))
     fields = {"name": called, "model_type": family, **FAMILIES[family](HfConfig(data))}
     return Architecture.from_dict(fields)
 

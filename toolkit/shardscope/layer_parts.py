@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardscope.serialization import JsonNoun
 from shardscope.size_limits import LIMITS, limited, limited_field
-from shardscope.validation import refuse, whole_number
+from shardscope.validation import Value, refuse, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class MixtureOfExperts(JsonNoun):
         ):
             whole_number(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
         if not isinstance(self.mlp_only_layers, tuple | list):
-            refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", "()")
+            refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", Value(()))
         last = LIMITS["num_hidden_layers"][1]
         layers = (
             whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)

@@ -79,6 +79,9 @@ class Layout(JsonNoun):
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"data": {}})
+    """What this framework can split or offload (names of ``planner/abilities.py``) -> the options. What a
+    recipe asks for is in the ``supported_*`` tuples."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({})
     """Fields that a person chooses, and their values; None: any degree that divides the world size."""
 
@@ -335,7 +338,7 @@ def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: boo
                 "Layout.tp",
                 tp,
                 f"a divisor {'or a multiple ' if shares else ''}of {architecture.name}'s {field}={heads}",
-                f"tp={largest_divisor(heads, tp)}",
+                {"tp": largest_divisor(heads, tp)},
             )
 
 
@@ -347,7 +350,7 @@ def check_layers(architecture: Architecture, pp: int, vpp: int = 1) -> None:
             "Layout.pp",
             pp if vpp == 1 else f"{pp} with vpp={vpp}",
             f"at most {layers} chunks, one for each layer of {architecture.name}",
-            f"pp={max(1, layers // vpp)}",
+            {"pp": max(1, layers // vpp)},
         )
 
 
@@ -357,20 +360,20 @@ def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> No
         return
     experts = architecture.mixture_of_experts
     if experts is None:
-        refuse("Layout.ep", ep, f"1, for {architecture.name} has no experts", "ep=1")
+        refuse("Layout.ep", ep, f"1, for {architecture.name} has no experts", {"ep": 1})
     if experts.num_experts % ep:
         refuse(
             "Layout.ep",
             ep,
             f"a divisor of {architecture.name}'s num_experts={experts.num_experts}",
-            f"ep={largest_divisor(experts.num_experts, ep)}",
+            {"ep": largest_divisor(experts.num_experts, ep)},
         )
     if data_parallel % ep:
         refuse(
             "Layout.ep",
             ep,
             f"a divisor of the {data_parallel} data-parallel ranks",
-            f"ep={largest_divisor(data_parallel, ep)}",
+            {"ep": largest_divisor(data_parallel, ep)},
         )
 
 
@@ -378,12 +381,12 @@ def check_context(recipe: Recipe, cp: int) -> None:
     """Refuse a cp that cannot give each rank two equal pieces (head and tail, for causal balance)."""
     if cp > 1 and recipe.seq_len % (2 * cp):
         shared = gcd(recipe.seq_len // 2, cp) if recipe.seq_len % 2 == 0 else 1
-        longer = f"seq_len={-(-recipe.seq_len // (2 * cp)) * 2 * cp}"
+        longer = -(-recipe.seq_len // (2 * cp)) * 2 * cp
         refuse(
             "Layout.cp",
             cp,
             f"a degree whose double divides seq_len={recipe.seq_len}",
-            f"cp={shared}" if shared > 1 else longer,
+            {"cp": shared} if shared > 1 else {"seq_len": longer},
         )
 
 
@@ -404,11 +407,11 @@ def largest_divisor(number: int, at_most: int) -> int:
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
-def _shrink_to_divisor(world_size: int, degrees: Mapping[str, int]) -> str:
-    """The degrees, each cut in turn to what still divides the world."""
-    room, parts = world_size, []
+def _shrink_to_divisor(world_size: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Return the degrees, each reduced in turn to what still divides the world size."""
+    room, fitted = world_size, {}
     for name, value in degrees.items():
         fitting = largest_divisor(room, value)
         room //= fitting
-        parts.append(f"{name}={fitting}")
-    return ", ".join(parts)
+        fitted[name] = fitting
+    return fitted

@@ -283,7 +283,7 @@ class Plan(JsonNoun):
                 self.recipe.global_batch_size,
                 f"a multiple of micro_batch_size x data-parallel ranks = "
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
-                f"global_batch_size={max(1, round(self.recipe.global_batch_size / per_step)) * per_step}",
+                {"global_batch_size": max(1, round(self.recipe.global_batch_size / per_step)) * per_step},
                 problem=f"{self.recipe.global_batch_size:,} does not divide over "
                 f"{self.degrees.data_parallel:,} {ranks}{in_parts}",
             )

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from shardscope.fixes import checked
 from shardscope.serialization import JsonNoun
-from shardscope.validation import flag, one_of, real_number, refuse, whole_number
+from shardscope.validation import Value, flag, one_of, real_number, refuse, whole_number
 
 Method = Literal["full", "lora", "qlora"]
 Quantization = Literal["int8", "nf4"]
@@ -131,7 +131,7 @@ class Recipe(JsonNoun):
                 "Recipe.global_batch_size",
                 self.global_batch_size,
                 f"at least micro_batch_size={self.micro_batch_size}",
-                f"global_batch_size={self.micro_batch_size}",
+                {"global_batch_size": self.micro_batch_size},
                 f"{self.global_batch_size:,} is less than one micro-batch of {self.micro_batch_size:,}",
             )
         self._check_recompute()
@@ -155,7 +155,7 @@ class Recipe(JsonNoun):
                 "Recipe.recompute_interval",
                 self.recompute_interval,
                 '1 unless recompute is "selective", "full" or "offload"; "none" recomputes no layer',
-                "recompute_interval=1",
+                {"recompute_interval": 1},
             )
 
     def _check_adapters(self) -> None:
@@ -166,7 +166,7 @@ class Recipe(JsonNoun):
                         f"Recipe.{field}",
                         getattr(self, field),
                         f'{unset} unless method="lora" or "qlora"',
-                        'method="lora"',
+                        {"method": "lora"},
                     )
             return
         if self.lora_rank is not None:
@@ -174,12 +174,12 @@ class Recipe(JsonNoun):
         if self.lora_targets is None:
             return
         if isinstance(self.lora_targets, str) or not isinstance(self.lora_targets, tuple | list):
-            refuse("Recipe.lora_targets", self.lora_targets, "a tuple of names", "('q_proj', 'v_proj')")
+            refuse("Recipe.lora_targets", self.lora_targets, "a tuple of names", Value(("q_proj", "v_proj")))
         if not self.lora_targets:
-            refuse("Recipe.lora_targets", self.lora_targets, "at least one name", "None")
+            refuse("Recipe.lora_targets", self.lora_targets, "at least one name", Value(None))
         for target in self.lora_targets:
             if not isinstance(target, str) or not target.isidentifier():
-                refuse("Recipe.lora_targets", target, "names of projections", "'q_proj'")
+                refuse("Recipe.lora_targets", target, "names of projections", Value("q_proj"))
         # JSON gives lists; equality after a round trip needs one type.
         object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(self.lora_targets)))
 
@@ -190,17 +190,17 @@ class Recipe(JsonNoun):
                 "Recipe.quantization",
                 self.quantization,
                 'None unless method="lora" or "qlora": weights that train are not quantised',
-                "quantization=None",
+                {"quantization": None},
             )
         if self.method == "qlora" and self.quantization == "int8":
-            refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', "quantization=None")
+            refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', {"quantization": None})
         if self.has_adapters and self.precision == "fp8-mixed":
             refuse(
                 "Recipe.precision",
                 "fp8-mixed",
                 '"bf16-mixed", "fp16-mixed", "bf16" or "fp32" with adapters: neither torchao nor Transformer '
                 "Engine runs peft's adapters in fp8",
-                'precision="bf16-mixed"',
+                {"precision": "bf16-mixed"},
             )
 
     @property

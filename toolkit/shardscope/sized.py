@@ -6,7 +6,7 @@ import math
 import re
 
 from shardscope.architecture import Architecture
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 ASPECT = 128
@@ -62,7 +62,7 @@ def _number(size: object) -> float:
         refuse("size", size, allowed, "'7b' (also '2m', '350m', '1.3b', '1t')")
     target = float(match[1]) * UNITS[match[2]]
     if not 10**6 <= target <= 10**13:
-        refuse("size", size, allowed, "'1m'" if target < 10**6 else "'10t'")
+        refuse("size", size, allowed, Value("1m" if target < 10**6 else "10t"))
     return target
 
 

@@ -11,7 +11,7 @@ from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import CHOOSABLE, EAGER
 from shardscope.memory.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.modules.liger import LIGER_FAMILIES
-from shardscope.validation import nearest, refuse
+from shardscope.validation import Fix, nearest, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -58,7 +58,7 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
                 target,
                 f"projections of attention with {arch.name}: peft adapts its fused experts along with that, "
                 "each by a whole matrix of its size, for which there is no formula",
-                "lora_targets=None",
+                {"lora_targets": None},
             )
 
 
@@ -70,7 +70,7 @@ def check_sequence(arch: Architecture, recipe: Recipe) -> None:
             "Recipe.seq_len",
             recipe.seq_len,
             f"at most {limit}, the learned positions of {arch.name}",
-            f"seq_len={limit}",
+            {"seq_len": limit},
         )
 
 
@@ -101,12 +101,11 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
     values = supported(plan.layout, field)
     open_field = field in ("kernels", "attention", "loss", "quantization")
     allowed = ", ".join(map(repr, (None, *values) if open_field else values))
+    fix: Fix
     if field == "method":
-        fix = "layout=Layout.fsdp2()"
-    elif open_field:
-        fix = f"{field}=None"
+        fix = {"layout": "fsdp2"}
     else:
-        fix = f"{field}={nearest(value, list(values))!r}"
+        fix = {field: None if open_field else nearest(value, list(values))}
     refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
 
 
@@ -123,16 +122,16 @@ def _check_kernels(plan: Plan) -> None:
             "liger",
             f"None or 'transformers' with {arch.name} ({arch.model_type}): the memory model knows Liger's "
             f"kernels in {', '.join(LIGER_FAMILIES)}",
-            "kernels=None",
+            {"kernels": None},
         )
     if uses_liger and not plan.on_gpu:
-        refuse(f"Recipe.{field}", value, "None on CPU ranks: Liger's kernels need a GPU", f"{field}=None")
+        refuse(f"Recipe.{field}", value, "None on CPU ranks: Liger's kernels need a GPU", {field: None})
     if loss_in_force(plan) != "full" and plan.degrees.tp > 1:
         refuse(
             f"Recipe.{field}",
             value,
             "the full loss with tp > 1, which cuts the vocabulary",
-            "loss='full'" if recipe.loss is None else "loss=None",
+            {"loss": "full" if recipe.loss is None else None},
         )
 
 
@@ -147,7 +146,7 @@ def _check_compiled(plan: Plan) -> None:
             "compiled",
             f"None or 'transformers' with {arch.name} ({arch.model_type}): compiled layers are counted in "
             f"{', '.join(COMPILED_FAMILIES)}",
-            "kernels=None",
+            {"kernels": None},
         )
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     counted: dict[str, tuple[Any, ...]] = {
@@ -163,14 +162,14 @@ def _check_compiled(plan: Plan) -> None:
         value = getattr(recipe, field)
         if value not in values:
             allowed = ", ".join(map(repr, values))
-            refuse(f"Recipe.{field}", value, f"{allowed} with kernels='compiled'", f"{field}={values[0]!r}")
+            refuse(f"Recipe.{field}", value, f"{allowed} with kernels='compiled'", {field: values[0]})
     for degree in ("tp", "cp"):
         if getattr(plan.degrees, degree) > 1:
             refuse(
                 f"Layout.{degree}",
                 getattr(plan.degrees, degree),
                 "1 with kernels='compiled'",
-                f"{degree}=1",
+                {degree: 1},
             )
     if plan.on_gpu and arch.head_dim % 8:
         refuse(
@@ -178,7 +177,7 @@ def _check_compiled(plan: Plan) -> None:
             "compiled",
             f"None with {arch.name}, whose heads are {arch.head_dim} wide: flash attention pads them to a "
             "multiple of 8",
-            "kernels=None",
+            {"kernels": None},
         )
     grouped = arch.num_key_value_heads < arch.num_attention_heads
     if plan.on_gpu and grouped and recipe.precision == "fp32":
@@ -187,7 +186,7 @@ def _check_compiled(plan: Plan) -> None:
             "fp32",
             f"half precision with kernels='compiled' and the grouped queries of {arch.name}, for which no "
             "fused attention takes fp32",
-            "precision='bf16-mixed'",
+            {"precision": "bf16-mixed"},
         )
 
 
@@ -199,7 +198,7 @@ def _check_experts(plan: Plan) -> None:
             "Recipe.expert_imbalance",
             recipe.expert_imbalance,
             f"1.0 with {plan.architecture.name}, which has no experts",
-            "expert_imbalance=1.0",
+            {"expert_imbalance": 1.0},
         )
     if (
         recipe.expert_imbalance != 1.0
@@ -211,7 +210,7 @@ def _check_experts(plan: Plan) -> None:
             "Recipe.expert_imbalance",
             recipe.expert_imbalance,
             f"1.0 with ep={plan.degrees.ep} of {layout.title}, for which there is no formula",
-            "expert_imbalance=1.0",
+            {"expert_imbalance": 1.0},
         )
     if recipe.expert_capacity_factor is not None and (dense or not layout.supports_expert_capacity):
         why = f"{plan.architecture.name} has no experts" if dense else f"{layout.title} is dropless"
@@ -219,7 +218,7 @@ def _check_experts(plan: Plan) -> None:
             "Recipe.expert_capacity_factor",
             recipe.expert_capacity_factor,
             f"None: {why}",
-            "expert_capacity_factor=None",
+            {"expert_capacity_factor": None},
         )
 
 
@@ -234,7 +233,7 @@ def _check_dropout(plan: Plan) -> None:
             plan.recipe.dropout,
             f"0.0 with {plan.architecture.name} ({family}): the memory model knows dropout in "
             f"{', '.join(DROPOUT_FAMILIES)}",
-            "dropout=0.0",
+            {"dropout": 0.0},
         )
 
 
@@ -248,7 +247,7 @@ def _check_interval(plan: Plan) -> None:
             "Recipe.recompute_interval",
             plan.recipe.recompute_interval,
             f"1 with {plan.layout.title}",
-            "recompute_interval=1",
+            {"recompute_interval": 1},
         )
     if experts is None:
         return
@@ -257,7 +256,7 @@ def _check_interval(plan: Plan) -> None:
             "Recipe.recompute_interval",
             plan.recipe.recompute_interval,
             f"1 with {plan.architecture.name}, whose dense and expert layers alternate",
-            "recompute_interval=1",
+            {"recompute_interval": 1},
         )
 
 
@@ -266,9 +265,9 @@ def _check_packing(plan: Plan) -> None:
     if not plan.recipe.packing:
         return
     if not plan.layout.supports_packing:
-        refuse("Recipe.packing", True, f"False with {plan.layout.title}", "packing=False")
+        refuse("Recipe.packing", True, f"False with {plan.layout.title}", {"packing": False})
     if plan.recipe.attention != "flash":
-        refuse("Recipe.packing", True, "False unless attention='flash'", "attention='flash'")
+        refuse("Recipe.packing", True, "False unless attention='flash'", {"attention": "flash"})
 
 
 def _check_attention(plan: Plan) -> None:
@@ -282,21 +281,21 @@ def _check_attention(plan: Plan) -> None:
             attention,
             f"None or {own!r} with {arch.name} ({arch.model_type}): others are counted in "
             f"{', '.join(CHOOSABLE)}",
-            "attention=None",
+            {"attention": None},
         )
     if attention == "flash" and not plan.on_gpu:
-        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' on CPU ranks", "attention=None")
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' on CPU ranks", {"attention": None})
     if attention == "flash" and not plan.cluster.gpu.has_flash_attention:
         allowed = f"None, 'eager' or 'sdpa' on {plan.cluster.gpu.name}: FlashAttention begins with Ampere"
-        refuse("Recipe.attention", "flash", allowed, "attention=None")
+        refuse("Recipe.attention", "flash", allowed, {"attention": None})
     if attention == "flash" and plan.recipe.precision == "fp32":
-        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", "precision='bf16-mixed'")
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", {"precision": "bf16-mixed"})
     if attention == "flash" and plan.recipe.recompute == "selective":
         refuse(
             "Recipe.attention",
             "flash",
             "None or 'sdpa' with selective recomputation, which keeps the outputs of PyTorch's own operators",
-            "attention='sdpa'",
+            {"attention": "sdpa"},
         )
 
 
@@ -309,7 +308,7 @@ def _check_float8(plan: Plan) -> None:
             "Recipe.precision",
             "fp8-mixed",
             f"another on {plan.cluster.gpu.name}, which has no 8-bit floating point",
-            "precision='bf16-mixed'",
+            {"precision": "bf16-mixed"},
         )
     if plan.degrees.tp > 1:
-        refuse("Recipe.precision", "fp8-mixed", "another with tp > 1", "precision='bf16-mixed'")
+        refuse("Recipe.precision", "fp8-mixed", "another with tp > 1", {"precision": "bf16-mixed"})

@@ -9,10 +9,23 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
 
 # "tp=4", "pp > 1", and both sides of "tp x pp".
 _NAMED = re.compile(r"\b([a-z_]\w*)(?= ?[=<>]| x )|(?<= x )([a-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A fix: another value for the refused field itself."""
+
+    value: object
+
+
+Fix: TypeAlias = str | Value | Mapping[str, object]
+"""The nearest fix of a refused value: another value for its field; changes of fields, ``{"tp": 2}``, where
+``{"layout": "fsdp2"}`` means ``Layout.fsdp2()``; or words, where no change of a field fixes it."""
 
 
 class FieldError(ValueError):
@@ -21,20 +34,25 @@ class FieldError(ValueError):
     way: tuple[str, ...] = ()
     """The keys under which the refused noun stands in the data that it was read from."""
 
-    def __init__(self, field: str, value: object, allowed: str, fix: str, problem: str = "") -> None:
-        super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
+    def __init__(self, field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> None:
+        text = write_fix(fix)
+        super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {text}.")
         self.field = field
         self.problem = problem
         """Why the value is refused, in the few words that fit beside an input; empty: see :attr:`allowed`."""
         self.allowed = allowed
-        self.fix = fix
+        self.fix = text
+        """The fix as the message has it."""
         self.refused = _fields_of(field)
         """The fields that it is about, without their noun: one in "Recipe.seq_len", two in "Layout tp x pp"
         (of a key that does not exist, the key)."""
+        self.fix_values = _fix_values(fix, self.refused)
+        """The fix as data: field -> value, and "layout" -> the name of one of ``Layout``'s constructors. None
+        if the fix is words."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the constructor with the message alone.
-        return _restored, (str(self), self.field, self.allowed, self.fix, self.refused, self.problem)
+        return _restored, (str(self), _state(self))
 
     @property
     def changes(self) -> dict[str, object]:
@@ -60,26 +78,54 @@ class FieldError(ValueError):
         """Every field that the message sets a value or a bound for, in its order; other words among them."""
         return [before or behind for before, behind in _NAMED.findall(str(self))]
 
-    def with_fix(self, fix: str) -> FieldError:
-        """The same refusal, from the same place, with another fix."""
-        return self._changed(f"{str(self).removesuffix(f'{self.fix}.')}{fix}.", fix)
-
-    def behind(self, where: str) -> FieldError:
-        """The same refusal, after ``where`` the value stands."""
-        return self._changed(f"{where}: {self}", self.fix)
-
-    def _changed(self, message: str, fix: str) -> FieldError:
-        changed = _restored(message, self.field, self.allowed, fix, self.refused, self.problem)
+    def with_fix(self, fix: Fix) -> FieldError:
+        """Return the same error, from the same place, with another fix."""
+        text = write_fix(fix)
+        changed = _restored(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _state(self))
+        changed.fix, changed.fix_values = text, _fix_values(fix, self.refused)
         return changed.with_traceback(self.__traceback__)
 
+    def behind(self, where: str) -> FieldError:
+        """Return the same error, its message after ``where`` the value stands."""
+        return _restored(f"{where}: {self}", _state(self)).with_traceback(self.__traceback__)
 
-def _restored(
-    message: str, field: str, allowed: str, fix: str, refused: list[str], problem: str = ""
-) -> FieldError:
+
+def write_fix(fix: Fix) -> str:
+    """Return ``fix`` as a message has it: ``8``, ``tp=2, pp=1``, ``layout=Layout.fsdp2()``, or its words."""
+    if isinstance(fix, str):
+        return fix
+    if isinstance(fix, Value):
+        return _write_value(fix.value)
+    return ", ".join(
+        f"layout=Layout.{value}()" if name == "layout" else f"{name}={_write_value(value)}"
+        for name, value in fix.items()
+    )
+
+
+def _write_value(value: object) -> str:
+    """Return a value as a user types it; 0.5 and 1e-05, but 8 rather than 8.0."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return repr(value)
+
+
+def _fix_values(fix: Fix, refused: list[str]) -> dict[str, Any] | None:
+    if isinstance(fix, str):
+        return None
+    return {refused[0]: fix.value} if isinstance(fix, Value) else dict(fix)
+
+
+def _state(error: FieldError) -> dict[str, Any]:
+    """Return the attributes that a copy of ``error`` takes over."""
+    names = ("field", "allowed", "fix", "fix_values", "refused", "problem")
+    return {name: getattr(error, name) for name in names}
+
+
+def _restored(message: str, state: dict[str, Any]) -> FieldError:
+    """Return an error with these attributes; its constructor would write another message."""
     error = FieldError.__new__(FieldError)
     ValueError.__init__(error, message)
-    error.field, error.allowed, error.fix, error.refused = field, allowed, fix, refused
-    error.problem = problem
+    vars(error).update(state)
     return error
 
 
@@ -88,7 +134,7 @@ def _fields_of(field: str) -> list[str]:
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
-def refuse(field: str, value: object, allowed: str, fix: str, problem: str = "") -> NoReturn:
+def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> NoReturn:
     """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix.
 
     ``problem`` says in a few words what is wrong ("64 does not divide over 6 GPUs").
@@ -106,7 +152,7 @@ def whole_number(field: str, value: object, *, low: int, high: int) -> int:
     except (AttributeError, TypeError):
         refuse(field, value, allowed, _nearest_number(value, low, high))
     if not low <= number <= high:
-        refuse(field, number, allowed, f"{min(max(number, low), high)}")
+        refuse(field, number, allowed, Value(min(max(number, low), high)))
     return int(number)
 
 
@@ -114,17 +160,17 @@ def real_number(field: str, value: object, *, low: float, high: float) -> float:
     """``value`` as a finite float in ``low..high``; bools, text, NaN and infinities are refused."""
     allowed = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        refuse(field, value, allowed, f"{low:g}")
+        refuse(field, value, allowed, Value(low))
     number = float(value) if abs(value) <= high else math.inf
     if not low <= number <= high:
-        refuse(field, value, allowed, f"{high:g}" if number > high else f"{low:g}")
+        refuse(field, value, allowed, Value(high if number > high else low))
     return number
 
 
 def flag(field: str, value: object) -> bool:
     """``value`` if it is True or False; 0, 1 and text are refused."""
     if not isinstance(value, bool):
-        refuse(field, value, "True or False", "True" if value else "False")
+        refuse(field, value, "True or False", Value(bool(value)))
     return value
 
 
@@ -134,7 +180,7 @@ def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
     for option in options:
         if value is option or (type(value) is type(option) and value == option):
             return option
-    refuse(field, value, ", ".join(repr(option) for option in options), repr(nearest(value, options)))
+    refuse(field, value, ", ".join(repr(option) for option in options), Value(nearest(value, options)))
 
 
 def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
@@ -178,15 +224,15 @@ def _spelled_like(value: object, texts: list[str], cutoff: float) -> str | None:
     return next(iter(begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=cutoff)), None)
 
 
-def _nearest_number(value: object, low: int, high: int) -> str:
+def _nearest_number(value: object, low: int, high: int) -> Value:
     """The closest allowed whole number to something that is not one ("8.0", "8", nan, None)."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        return str(low)
+        return Value(low)
     if math.isnan(number):
-        return str(low)
-    return str(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
+        return Value(low)
+    return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 
 
 def _shown(value: object) -> str:

@@ -13,7 +13,7 @@ from shardscope.export.documents import Document, text_of
 from shardscope.export.files import PLAN_FILE
 from shardscope.places import Keys
 from shardscope.recipe import Recipe
-from shardscope.validation import FieldError, refuse, with_article
+from shardscope.validation import FieldError, Value, refuse, with_article
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -76,7 +76,7 @@ def rest_of(
         ("recipe", recipe, Recipe),
     ):
         if value is not None and not isinstance(value, kind):
-            refuse(noun, value, f"{with_article(kind.__name__)} or None", "None")
+            refuse(noun, value, f"{with_article(kind.__name__)} or None", Value(None))
     beside = Path(file).expanduser().parent / PLAN_FILE if file is not None else None
     stored = None
     if beside is not None and beside.is_file() and None in (architecture, cluster, recipe):

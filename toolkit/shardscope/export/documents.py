@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from shardscope.json_text import check_depth, key_lines, parse_json
 from shardscope.places import Keys, Places
-from shardscope.validation import nearest, one_of, refuse, whole_number
+from shardscope.validation import Fix, Value, nearest, one_of, refuse, whole_number
 
 MAX_BYTES = 1_000_000
 """Real configurations are some kilobytes."""
@@ -54,7 +54,7 @@ class Document(Places):
         value = self.get(*keys)
         return None if value is None else one_of(self.where(*keys), value, among)
 
-    def refuse(self, keys: Keys, allowed: str, fix: str) -> NoReturn:
+    def refuse(self, keys: Keys, allowed: str, fix: Fix) -> NoReturn:
         """Refuse the value at ``keys``."""
         refuse(self.where(*keys), self.get(*keys), allowed, fix)
 
@@ -69,7 +69,7 @@ class Document(Places):
         for key, value in self.section(*keys).items():
             if key not in every:
                 allowed = f"{nearest(key, every)!r} and {len(every) - 1} other keys"
-                refuse(f"{self.where(*keys, key)}: this key", key, allowed, repr(nearest(key, every)))
+                refuse(f"{self.where(*keys, key)}: this key", key, allowed, Value(nearest(key, every)))
             if key not in read and not (key in defaults and value == defaults[key]):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 
@@ -81,7 +81,7 @@ class Document(Places):
 def text_of(file: str | Path) -> str:
     """The text in ``file``. Raises ``ValueError`` for what is no readable text file of at most 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
-        refuse("file", file, "the path of a file", "'exported/plan.json'")
+        refuse("file", file, "the path of a file", Value("exported/plan.json"))
     path = Path(file).expanduser()
     try:
         status = path.stat()
@@ -102,7 +102,7 @@ def read_json(file: str | Path) -> Document:
     check_depth(name, text)
     values = parse_json(name, text)
     if not isinstance(values, dict):
-        refuse(name, values, "one JSON object", "{...}")
+        refuse(name, values, "one JSON object", Value({...}))
     return Document(name=name, values=values, lines=key_lines(text))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.text import comments
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -59,10 +59,10 @@ class Absent:
 def export(plan: Plan, folder: str | Path) -> list[Path]:
     """See :meth:`shardscope.plan.Plan.export`."""
     if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
-        refuse("folder", folder, "the path of a folder", "'exported'")
+        refuse("folder", folder, "the path of a folder", Value("exported"))
     home = Path(folder).expanduser()
     if home.exists() and not home.is_dir():
-        refuse("folder", str(folder), "a folder, or a path at which there is nothing yet", "'exported'")
+        refuse("folder", str(folder), "a folder, or a path at which there is nothing yet", Value("exported"))
     files = contents(plan)
     stale = _earlier(home, {file.name for file in files})
     home.mkdir(parents=True, exist_ok=True)

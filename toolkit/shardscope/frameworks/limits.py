@@ -51,10 +51,10 @@ def check_staged(plan: Plan) -> None:
             "Architecture.model_type",
             arch.model_type,
             f"{', '.join(STAGED_FAMILIES)} with pp > 1: others' models do not come apart in the same places",
-            "pp=1",
+            {"pp": 1},
         )
     if recipe.method != "full":
-        refuse("Recipe.method", recipe.method, "'full' with pp > 1: peft wraps the whole model", "pp=1")
+        refuse("Recipe.method", recipe.method, "'full' with pp > 1: peft wraps the whole model", {"pp": 1})
 
 
 TRAINED = {
@@ -108,7 +108,7 @@ def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> 
         value = getattr(recipe, field)
         if value not in values:
             why = f"{_listed(values)} in a rehearsal: {UNSEEN[field]}"
-            refuse(f"Recipe.{field}", value, why, f"{field}={values[0]!r}")
+            refuse(f"Recipe.{field}", value, why, {field: values[0]})
     if recipe.base_quantization:
         _check_installed("method", recipe.method, "'full' or 'lora' over an unquantised base", "bitsandbytes")
     if recipe.optimizer == "adamw_8bit":
@@ -136,7 +136,7 @@ def check_compiler(plan: Plan) -> None:
             "compiled",
             f"None or 'transformers' without a C++ compiler ({', '.join(COMPILERS)}), which torch.compile "
             "needs on CPU ranks",
-            "kernels=None",
+            {"kernels": None},
         )
 
 
@@ -149,7 +149,7 @@ def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRA
                 f"Recipe.{field}",
                 value,
                 f"{_listed(values)} to train so: others can be planned, and this engine does not run them",
-                f"{field}={values[0]!r}",
+                {field: values[0]},
             )
     check_adapters(recipe)
 

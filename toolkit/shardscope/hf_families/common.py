@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardscope.size_limits import LIMITS
-from shardscope.validation import flag, refuse, whole_number
+from shardscope.validation import Value, flag, refuse, whole_number
 
 Fields = dict[str, Any]
 """Fields of an ``Architecture`` but its name and ``model_type``."""
@@ -67,7 +67,7 @@ def even_heads(fields: Fields) -> Fields:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if hidden % heads:
         refuse("config.json hidden_size", hidden, f"a multiple of num_attention_heads={heads}",
-               f"{max(1, round(hidden / heads)) * heads}")  # fmt: skip
+               Value(max(1, round(hidden / heads)) * heads))  # fmt: skip
     return fields
 
 
@@ -94,4 +94,4 @@ def bias(c: HfConfig, default: bool = False) -> Fields:
 def never(c: HfConfig, key: str, why: str) -> None:
     """Refuse a flag under which the model is not the causal decoder that is counted here."""
     if c.flag(key, False):
-        refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", "False")
+        refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", Value(False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.hf_families.common import Fields, HfConfig, even_heads, sizes, window
-from shardscope.validation import one_of, refuse
+from shardscope.validation import Value, one_of, refuse
 
 
 def falcon(c: HfConfig) -> Fields:
@@ -27,12 +27,12 @@ def falcon(c: HfConfig) -> Fields:
     fields["head_dim"] = hidden // fields[heads]
     new, parallel = c.flag("new_decoder_architecture", False), c.flag("parallel_attn", True)
     if new and not parallel:
-        refuse("config.json parallel_attn", False, "True with new_decoder_architecture", "True")
+        refuse("config.json parallel_attn", False, "True with new_decoder_architecture", Value(True))
     every = c.size("num_kv_heads", limit="num_key_value_heads", default=fields[heads])
     shared = c.flag("multi_query", True) and not new
     if not new and not shared and every != fields[heads]:
         allowed = f"num_attention_heads={fields[heads]} without multi_query and new_decoder_architecture"
-        refuse("config.json num_kv_heads", every, allowed, f"{fields[heads]}")
+        refuse("config.json num_kv_heads", every, allowed, Value(fields[heads]))
     norms = 2
     if parallel:
         default = 2 if new else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.hf_families.common import Fields, HfConfig, sizes, window
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 
 def phi(c: HfConfig) -> Fields:
@@ -13,7 +13,7 @@ def phi(c: HfConfig) -> Fields:
     whole = fields["hidden_size"] // fields["num_attention_heads"]
     if fields["qk_norm"] and fields["head_dim"] != whole:
         allowed = f"hidden_size / num_attention_heads = {whole} with qk_layernorm, as PhiAttention has it"
-        refuse("config.json head_dim", fields["head_dim"], allowed, f"{whole}")
+        refuse("config.json head_dim", fields["head_dim"], allowed, Value(whole))
     return {
         **fields,
         "attention_bias": True,

@@ -51,7 +51,7 @@ def check_kernels(recipe: Recipe) -> None:
             "Recipe.kernels",
             recipe.kernels,
             f"None or {', '.join(map(repr, counted))} over a base in {recipe.base_quantization}",
-            "kernels=None",
+            {"kernels": None},
         )
 
 

@@ -1,32 +1,23 @@
-"""What each framework supports, read from its layout class: no cell of this table is typed.
+"""The table of frameworks and abilities: what each can split, offload, compile or quantize.
 
-A degree is supported where the class has its field, an offload where the field's choices have the place, a
-precision where the class lists it. What is split over data-parallel ranks is what the memory model says falls
-with their number. Accelerate has what the frameworks have that it starts, as far as it can hand it on.
+Every layout class declares its abilities (``Layout.abilities`` and the ``supported_*`` tuples). Accelerate
+has those of the frameworks that it starts, as far as it can pass their options on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from html import escape
-from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
-from shardscope.fixes import read_fix
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Layout
-from shardscope.memory.report import COMPONENTS
-from shardscope.plan import Plan
-from shardscope.planner.changes import OFFLOADS
-from shardscope.recipe import Recipe
 from shardscope.support import supported
-from shardscope.validation import FieldError, one_of
+from shardscope.validation import one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,13 +49,11 @@ class Column(NamedTuple):
     """One ability."""
 
     title: str
-    """As the table's head says it."""
+    """Head of the table's column."""
     words: str
-    """What it is, for somebody who reads it for the first time."""
-    find: Callable[[Framework], Iterator[Layout]]
-    """Layouts of a framework that have it, the plainest first."""
+    """One sentence for a reader who does not know it."""
     recipe: Mapping[str, Any] = MappingProxyType({})
-    """Fields of a recipe that ask for it."""
+    """The field of a recipe that asks for it; empty if the layout does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +109,10 @@ class Abilities:
 def abilities() -> Abilities:
     """The table of all frameworks of the registry, and of Accelerate, which starts them."""
     cells = {
-        name: {key: _cell(framework, column) for key, column in COLUMNS.items()}
+        name: {ability: _cell(framework, ability) for ability in COLUMNS}
         for name, framework in frameworks.items()
     }
-    cells["accelerate"] = {key: _handed_on(key, cells) for key in COLUMNS}
+    cells["accelerate"] = {ability: _cell_of_accelerate(ability, cells) for ability in COLUMNS}
     return Abilities(
         cells=cells,
         titles=TITLES,
@@ -144,161 +133,67 @@ def code(layout: Layout) -> str:
     return f"Layout.{name}({', '.join(changed)})"
 
 
-# ------------------------------------------------------------------------------------- how columns are found
-
-
-def _with(**wanted: Any) -> Callable[[Framework], Iterator[Layout]]:
-    """Layouts with these fields, where the class has them."""
-
-    def find(framework: Framework) -> Iterator[Layout]:
-        if wanted.keys() <= framework.layout_class.__dataclass_fields__.keys():
-            yield _made(framework, wanted)
-
-    return find
-
-
-def _made(framework: Framework, wanted: Mapping[str, Any]) -> Layout:
-    """A layout with the wanted fields, others as the class's own refusal says that they must be."""
-    try:
-        return framework.layout_class(**wanted)
-    except FieldError as refusal:
-        return framework.layout_class(**{**wanted, **(read_fix(refusal) or {})})
-
-
-def _offloading(place: str) -> Callable[[Framework], Iterator[Layout]]:
-    def find(framework: Framework) -> Iterator[Layout]:
-        for field in OFFLOADS:
-            if place in (framework.layout_class.choices.get(field) or ()):
-                yield _made(framework, {field: place})
-
-    return find
-
-
-def _any_degree(framework: Framework) -> Iterator[Layout]:
-    yield framework.layout_class()
-
-
-def _sequence(framework: Framework) -> Iterator[Layout]:
-    for layout in _with(tp=2)(framework):
-        if layout.splits_sequence:
-            yield layout
-
-
-def _listed(title: str, words: str, **wanted: str) -> Column:
-    """An ability that the recipe asks for: of every layout whose class lists the wanted value."""
-    ((field, value),) = wanted.items()
-
-    def find(framework: Framework) -> Iterator[Layout]:
-        if value in supported(framework.layout_class, field):
-            yield framework.layout_class()
-
-    return Column(title, words, find, MappingProxyType(wanted))
-
-
-def _splits(component: str) -> Callable[[Framework], Iterator[Layout]]:
-    """Layouts with which each of two data-parallel ranks keeps less of a component than one alone does."""
-
-    def find(framework: Framework) -> Iterator[Layout]:
-        # Those that keep most first: what splits no more than it is asked for.
-        for layout in sorted(_switched(framework), key=_kept_of_all):
-            if 4 * _kept(layout, 2)[component] < 3 * _kept(layout, 1)[component]:
-                yield layout
-
-    return find
-
-
-def _switched(framework: Framework) -> list[Layout]:
-    """Layouts that differ in switches, not in degrees or offloads; the class's own defaults first."""
-    choices = framework.layout_class.choices
-    switches = {
-        field: values
-        for field, values in choices.items()
-        if values and field not in OFFLOADS and None not in values
-    }
-    found = [framework.layout_class()]
-    for values in product(*switches.values()):
-        try:
-            layout = framework.layout_class(**dict(zip(switches, values, strict=True)))
-        except FieldError:
-            continue
-        if layout not in found:
-            found.append(layout)
-    return found
-
-
-def _kept_of_all(layout: Layout) -> int:
-    """Bytes of training state that stay on one of two ranks, as a negative number: most of them first."""
-    kept = _kept(layout, 2)
-    return -(kept["parameters"] + kept["gradients"] + kept["optimizer"])
-
-
-@cache
-def _kept(layout: Layout, ranks: int) -> Mapping[str, int]:
-    """The most bytes of each component that one of some data-parallel ranks ever holds in a step."""
-    plan = Plan(_DENSE, replace(_GPUS, gpus_per_node=ranks), Recipe(seq_len=512), layout)
-    instants = [components for _, _, components in plan.memory().timeline]
-    return {name: max(each[name] for each in instants) for name in COMPONENTS}
-
-
-_DENSE = Architecture.of_size("350m")
-_GPUS = Cluster.parse("2xh100-sxm-80gb")
-
 COLUMNS: dict[str, Column] = {
-    "data": Column("data", "ranks see different sequences", _any_degree),
-    "zero_1": Column(
-        "ZeRO-1", "the optimizer's state is split over data-parallel ranks", _splits("optimizer")
-    ),
-    "zero_2": Column("ZeRO-2", "gradients are split as well", _splits("gradients")),
-    "zero_3": Column(
-        "ZeRO-3 / FSDP", "weights are split as well, and gathered layer by layer", _splits("parameters")
-    ),
-    "hybrid": Column(
-        "hybrid", "state is split inside a group, and groups are copies (HSDP)", _with(replicate=2)
-    ),
-    "tensor": Column("tensor", "each matrix is split over ranks", _with(tp=2)),
+    "data": Column("data", "ranks see different sequences"),
+    "zero_1": Column("ZeRO-1", "the optimizer state is sharded over data-parallel ranks"),
+    "zero_2": Column("ZeRO-2", "gradients are sharded as well"),
+    "zero_3": Column("ZeRO-3 / FSDP", "parameters are sharded as well, and all-gathered layer by layer"),
+    "hybrid": Column("hybrid", "state is sharded inside a group, and groups are replicas (HSDP)"),
+    "tensor": Column("tensor", "each matrix is sharded over ranks"),
     "sequence": Column(
-        "sequence", "norms and residuals are split along the sequence within tensor-parallel ranks", _sequence
+        "sequence", "norms and residuals are split along the sequence within tensor-parallel ranks"
     ),
-    "pipeline": Column("pipeline", "ranks hold different layers", _with(pp=2)),
-    "interleaved": Column(
-        "interleaved", "each pipeline rank holds several chunks of layers", _with(pp=2, vpp=2)
-    ),
-    "context": Column("context", "each sequence is split over ranks", _with(cp=2)),
-    "expert": Column("expert", "ranks hold different experts", _with(ep=2)),
-    "cpu_offload": Column("CPU offload", "training state lives in host memory", _offloading("cpu")),
-    "nvme_offload": Column("NVMe offload", "training state lives on NVMe drives", _offloading("nvme")),
-    "compile": _listed("compile", "layers compiled by torch.compile", kernels="compiled"),
-    "fp8": _listed("fp8", "matrix products in 8 bits", precision="fp8-mixed"),
-    "lora": _listed("LoRA", "adapters over a frozen base", method="lora"),
-    "qlora": _listed("QLoRA", "adapters over a base in 4 bits", method="qlora"),
+    "pipeline": Column("pipeline", "ranks hold different layers"),
+    "interleaved": Column("interleaved", "each pipeline rank holds several chunks of layers"),
+    "context": Column("context", "each sequence is split over ranks"),
+    "expert": Column("expert", "ranks hold different experts"),
+    "cpu_offload": Column("CPU offload", "training state lives in host memory"),
+    "nvme_offload": Column("NVMe offload", "training state lives on NVMe drives"),
+    "compile": Column("compile", "layers compiled by torch.compile", {"kernels": "compiled"}),
+    "fp8": Column("fp8", "matrix products in 8 bits", {"precision": "fp8-mixed"}),
+    "lora": Column("LoRA", "adapters over a frozen base", {"method": "lora"}),
+    "qlora": Column("QLoRA", "adapters over a base in 4 bits", {"method": "qlora"}),
 }
 """Abilities by name, in the order of the table."""
 
 
-def _cell(framework: Framework, column: Column) -> Cell:
-    for layout in column.find(framework):
-        return Cell(True, _asked(layout, column), layout, column.recipe)
-    return Cell(False, f"Shardscope plans none with {framework.title}")
+def _cell(framework: Framework, ability: str) -> Cell:
+    """Return whether ``framework`` declares the ability, with a layout that has it."""
+    column = COLUMNS[ability]
+    layout = _layout_with(framework, ability)
+    if layout is None:
+        return Cell(False, f"Shardscope plans none with {framework.title}")
+    return Cell(True, _as_code(layout, column), layout, column.recipe)
 
 
-def _asked(layout: Layout, column: Column) -> str:
+def _layout_with(framework: Framework, ability: str) -> Layout | None:
+    layout_class = framework.layout_class
+    for field, value in COLUMNS[ability].recipe.items():
+        return layout_class() if value in supported(layout_class, field) else None
+    options = layout_class.abilities.get(ability)
+    return None if options is None else layout_class(**options)
+
+
+def _as_code(layout: Layout, column: Column) -> str:
     fields = ", ".join(f"{field}={value!r}" for field, value in column.recipe.items())
     return f"{code(layout)} with Recipe({fields})" if fields else code(layout)
 
 
-def _handed_on(key: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
-    """What Accelerate has of an ability: through which framework, with which fields of its own."""
+def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
+    """Return through which framework Accelerate has an ability, and by which options of its own."""
     for name, fields in CARRIED.items():
-        column = COLUMNS[key]
-        for layout in column.find(frameworks[name]):
-            plain = type(layout)()
-            used = [f for f in layout.__dataclass_fields__ if getattr(layout, f) != getattr(plain, f)]
-            if fields.keys() >= set(used):
-                named = ", ".join(fields[field] for field in used)
-                through = f"through {frameworks[name].title}" + (f": {named}" if named else "")
-                return Cell(True, f"{through} ({_asked(layout, column)})", layout, column.recipe)
-    have = [frameworks[name].title for name, row in cells.items() if row[key].supported]
-    why = f"it cannot say it to {', '.join(have)}" if have else "nothing that it starts has it"
+        layout = _layout_with(frameworks[name], ability)
+        if layout is None:
+            continue
+        plain = type(layout)()
+        used = [f for f in layout.__dataclass_fields__ if getattr(layout, f) != getattr(plain, f)]
+        if fields.keys() >= set(used):
+            options = ", ".join(fields[field] for field in used)
+            column = COLUMNS[ability]
+            through = f"through {frameworks[name].title}" + (f": {options}" if options else "")
+            return Cell(True, f"{through} ({_as_code(layout, column)})", layout, column.recipe)
+    have = [frameworks[name].title for name, row in cells.items() if row[ability].supported]
+    why = f"no option passes it to {', '.join(have)}" if have else "nothing that it starts has it"
     return Cell(False, f"{TITLE}: {why}")
 
 

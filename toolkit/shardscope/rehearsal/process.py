@@ -47,7 +47,7 @@ def rehearsed_stages(
 ) -> list[RehearsedStage]:
     """The tensors alone, without the overheads that a report adds. Raises as :func:`rehearse` does."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
-        refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", "timeout=600.0")
+        refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", {"timeout": 600.0})
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -19,7 +19,7 @@ from shardscope.runs.damage import short_words
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.metrics_table import FIRST, curve, curves
 from shardscope.runs.totals import records_of, totals_of
-from shardscope.validation import one_of, refuse
+from shardscope.validation import Value, one_of, refuse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,9 @@ class Runs(list["Run"]):
         found = {run.name: curve(records_of(run), metric) for run in self}
         if not any(found.values()):
             logged = sorted({name for run in self for line in records_of(run) for name in line} - {*FIRST})
-            refuse("curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", "'loss'")
+            refuse(
+                "curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", Value("loss")
+            )
         frame = pd.DataFrame({name: pd.Series(steps, dtype=float) for name, steps in found.items() if steps})
         frame.index.name = "step"
         return frame.sort_index()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardscope.runs.records import append_line
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20
@@ -183,7 +183,7 @@ def checked_path(field: str, value: object) -> Path:
     """``value`` as a path if it is text or a ``Path`` that can name a folder. Raises ``ValueError``."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
-        refuse(field, value, "text or a Path, without null bytes", "'runs'")
+        refuse(field, value, "text or a Path, without null bytes", Value("runs"))
     return Path(text)
 
 

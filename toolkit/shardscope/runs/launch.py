@@ -32,7 +32,7 @@ from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
-from shardscope.validation import flag, refuse
+from shardscope.validation import Value, flag, refuse
 
 if TYPE_CHECKING:
     from shardscope.detection import GpuNow
@@ -164,7 +164,10 @@ def _check_machine(plan: Plan) -> str:
         most = most_cpu_ranks()
         if world_size > most:
             refuse(
-                "plan.world_size", world_size, f"1 to {most} CPU ranks on {num_cores()} cores here", f"{most}"
+                "plan.world_size",
+                world_size,
+                f"1 to {most} CPU ranks on {num_cores()} cores here",
+                Value(most),
             )
         return "cpu"
     from shardscope.cluster import Cluster
@@ -183,7 +186,7 @@ def _check_machine(plan: Plan) -> str:
             "plan.world_size",
             world_size,
             f"1 to {here.gpus_per_node}: here is {shown}",
-            f"{here.gpus_per_node}",
+            Value(here.gpus_per_node),
         )
     return "cuda"
 
@@ -199,7 +202,7 @@ def _checked_name(name: str | None) -> str | None:
     fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and not name.startswith(".")
     if not fits or any(not character.isprintable() or character in "/\\" for character in name):
         allowed = f"1 to {MAX_NAME_LENGTH} printable characters without slashes, not starting with a dot"
-        refuse("launch.name", name, allowed, "'my-run'")
+        refuse("launch.name", name, allowed, Value("my-run"))
     return name
 
 

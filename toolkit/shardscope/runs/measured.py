@@ -22,7 +22,7 @@ from shardscope.memory.report import (
     Term,
 )
 from shardscope.memory.words import gib
-from shardscope.validation import FieldError, one_of, refuse
+from shardscope.validation import FieldError, Value, one_of, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ class MeasuredMemory(MemoryReport):
         one_of("phase", phase, PHASES)
         measured = [moment.phase for moment in self.worst_stage.moments]
         if phase not in measured:
-            refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", repr("rest"))
+            refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", Value("rest"))
         return self.worst_stage.at(phase).components
 
     def snapshot(self, rank: int | None = None) -> MemorySnapshot:

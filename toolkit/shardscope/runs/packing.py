@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.unpicklable import name_of, where
+from shardscope.runs.unpicklable import find_unpicklable, name_of
 
 MAX_SOURCE_CHARACTERS = 2**20
 """Source text that goes to the ranks: a notebook's cells are far shorter, generated code may not be."""
@@ -25,7 +25,7 @@ def pack(task: Any, plan: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps((task, plan, sources_without_files())))
     except Exception as error:
-        culprit = where(task) or f"{describe(task)} itself"
+        culprit = find_unpicklable(task) or f"{describe(task)} itself"
         raise ValueError(
             f"The task {describe(task)} cannot be sent to the ranks: {culprit} cannot be pickled "
             f"({type(error).__name__}: {str(error)[:200]}). Nearest fix: create it inside the function."

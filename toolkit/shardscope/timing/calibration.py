@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from shardscope.cluster import PRECISIONS
 from shardscope.html_table import html_table
 from shardscope.serialization import JsonNoun
-from shardscope.validation import one_of, real_number, refuse, whole_number
+from shardscope.validation import Value, one_of, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,4 +276,4 @@ def _moment(field: str, value: object) -> None:
     except ValueError:
         aware = False
     if not aware:
-        refuse(field, value, "a moment with its offset from UTC", "'2026-11-21T13:00:00+00:00'")
+        refuse(field, value, "a moment with its offset from UTC", Value("2026-11-21T13:00:00+00:00"))

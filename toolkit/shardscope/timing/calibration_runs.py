@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.serialization import JsonNoun
-from shardscope.validation import real_number, refuse, whole_number
+from shardscope.validation import Value, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -61,7 +61,7 @@ class MeasuredStep(JsonNoun):
             real_number("MeasuredStep.predicted_seconds", self.predicted_seconds, low=1e-9, high=1e7)
         real_number("MeasuredStep.load", self.load, low=0.0, high=1e6)
         if self.predicted_from is not None and not isinstance(self.predicted_from, str):
-            refuse("MeasuredStep.predicted_from", self.predicted_from, "text or None", "None")
+            refuse("MeasuredStep.predicted_from", self.predicted_from, "text or None", Value(None))
 
     @property
     def ratio(self) -> float | None:

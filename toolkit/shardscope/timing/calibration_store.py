@@ -20,7 +20,7 @@ from shardscope.host import host_cores
 from shardscope.serialization import JsonNoun
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
@@ -82,7 +82,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     if folder is not None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
         if not isinstance(text, str) or not text or "\0" in text:
-            refuse("calibrate.folder", folder, "a folder's path, or None", "None")
+            refuse("calibrate.folder", folder, "a folder's path, or None", Value(None))
         return Path(text).expanduser().absolute()
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named).expanduser().absolute()

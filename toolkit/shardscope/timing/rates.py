@@ -234,7 +234,7 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
             name,
             f"the link between GPUs of one node, one of {', '.join(links)}; or another intra_node_link of "
             "the cluster, or a calibration of the machine",
-            f"link={ASSUMED_LINK!r}",
+            {"link": ASSUMED_LINK},
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.training.kept_tokens import shipped_tokens
 from shardscope.training.tokenizer import SHIPPED_TEXT, encode_text
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
     import numpy
@@ -30,7 +30,7 @@ def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None
         return shipped_tokens()
     path = text or SHIPPED_TEXT
     if not path.is_file():
-        refuse("text", str(path), "a text file, or None for the shipped corpus", "None")
+        refuse("text", str(path), "a text file, or None for the shipped corpus", Value(None))
     if not 0 < path.stat().st_size <= MAX_TEXT_BYTES:
         size = f"{path} of {path.stat().st_size:,} bytes"
         refuse("text", size, f"1 to {MAX_TEXT_BYTES:,} bytes", "a part of it")

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardscope.training.lion import Lion
 from shardscope.training.muon import muon
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
@@ -38,7 +38,9 @@ def build_optimizer(
     """
     if name == "muon":
         if model is None:
-            refuse("Recipe.optimizer", name, "another without the model whose layers it is for", "'adamw'")
+            refuse(
+                "Recipe.optimizer", name, "another without the model whose layers it is for", Value("adamw")
+            )
         return muon(model, parameters, learning_rate, weight_decay, ADAM_BETAS)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},

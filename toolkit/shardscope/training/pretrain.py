@@ -62,5 +62,5 @@ class Pretrain(TextTask):
                 "Architecture.vocab_size",
                 vocab_size,
                 f"at least {VOCAB_SIZE:,}, the tokens of the tokenizer that Pretrain reads text with",
-                f"vocab_size={VOCAB_SIZE}",
+                {"vocab_size": VOCAB_SIZE},
             )

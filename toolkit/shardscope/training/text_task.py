@@ -24,7 +24,7 @@ from shardscope.training.checkpoint_choice import (
 from shardscope.training.plain_text import check_is_plain_text
 from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT
-from shardscope.validation import flag, real_number, refuse, whole_number
+from shardscope.validation import Value, flag, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     import numpy
@@ -238,7 +238,7 @@ class TextTask(ABC):
             self._check_loads(self.resume_from, plan)
         self.check_model(plan)
         if plan.recipe.seq_len < 2:
-            refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", "seq_len=2")
+            refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", {"seq_len": 2})
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
         """Raise ``ValueError`` if a run of ``name`` in ``folder`` could not go on from what ``resume`` finds
@@ -256,11 +256,11 @@ class TextTask(ABC):
         if self.text is None:
             return
         if not isinstance(self.text, str | Path):
-            refuse(self._field("text"), self.text, "a path or None", "None")
+            refuse(self._field("text"), self.text, "a path or None", Value(None))
         # Absolute from here on: the kernel may change folders before it launches, or launch from another.
         path = Path(self.text).expanduser().absolute()
         if not path.is_file():
-            refuse(self._field("text"), str(self.text), "an existing text file, or None", "None")
+            refuse(self._field("text"), str(self.text), "an existing text file, or None", Value(None))
         check_is_plain_text(self._field("text"), path)
         object.__setattr__(self, "text", path)
 
@@ -268,7 +268,7 @@ class TextTask(ABC):
         """The run or checkpoint folder that ``value`` names, absolute; ``ValueError`` if it has none."""
         field, named = self._field("resume"), getattr(value, "folder", value)
         if not isinstance(named, str | Path):
-            refuse(field, value, "True, False, or the path of a run or of a checkpoint", "True")
+            refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
         path = Path(named).expanduser().absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
         found = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.validation import refuse
+from shardscope.validation import Fix, refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -88,7 +88,7 @@ def check_plan(plan: Plan) -> None:
             precision,
             f"'bf16-mixed', 'bf16' or 'fp32' for a Script on CPU ranks: there {TITLE} trains fp16 in fp32 "
             "and does not say so (ss.Pretrain() and ctx.engine do train it)",
-            "precision='bf16-mixed'",
+            {"precision": "bf16-mixed"},
         )
     if precision == "fp8-mixed" and importlib.util.find_spec("torchao") is None:
         refuse(
@@ -117,10 +117,11 @@ def check_on_gpu(plan: Plan, plugin: str) -> None:
         return
     title = plan.layout.title
     why = f"there {TITLE}'s {plugin} silently becomes DDP"
+    fix: Fix
     if why_not_trained(plan) is None:
         instead, fix = f"use the {title} engine", "ss.launch(plan, ss.Pretrain()), or f(ctx) with ctx.engine"
     else:
-        instead, fix = "plan DDP", "layout=Layout.ddp()"
+        instead, fix = "plan DDP", {"layout": "ddp"}
     refuse(
         "Layout.framework",
         plan.layout.framework,
@@ -140,7 +141,7 @@ def check_carried(plan: Plan) -> None:
                 value,
                 f"{field.default!r} for a Script: {TITLE}'s plugin has no word for it, and the "
                 f"{plan.layout.title} engine has (ss.Pretrain(), or f(ctx) with ctx.engine)",
-                f"{field.name}={field.default!r}",
+                {field.name: field.default},
             )
 
 

@@ -52,7 +52,7 @@ class Script:
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
             shown = shlex.split(self.arguments) if isinstance(self.arguments, str) else []
-            refuse("Script.arguments", self.arguments, "several words, one by one", f"arguments={shown!r}")
+            refuse("Script.arguments", self.arguments, "several words, one by one", {"arguments": shown})
         object.__setattr__(self, "arguments", tuple(self.arguments))
         if isinstance(self.source, str | os.PathLike):
             object.__setattr__(self, "source", _file(self.source))

@@ -53,5 +53,5 @@ class DdpLayout(Layout):
                 "int8",
                 f"None or 'nf4' in {recipe.precision}, for what autocast makes of int8 was never counted; "
                 "'int8' in 'bf16' or 'fp32'",
-                "precision='bf16'",
+                {"precision": "bf16"},
             )

@@ -24,7 +24,7 @@ def check_plan(plan: Plan) -> None:
     for degree, what in NOT_IN_CONFIG.items():
         size = getattr(plan.degrees, degree)
         if size > 1:
-            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", f"{degree}=1")
+            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", {degree: 1})
 
 
 def check_installed(plan: Plan) -> None:

@@ -149,7 +149,7 @@ def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> No
                 own[field],
                 f"{saved}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
                 "anew; fsdp2 and ddp resume over any number of ranks",
-                f"{field}={saved}",
+                {field: saved},
             )
 
 

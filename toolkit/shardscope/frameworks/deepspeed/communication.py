@@ -31,7 +31,7 @@ def check_communication(layout: Any) -> None:
     elif layout.ep > 1 and layout.stage in (1, 2):
         why = "None with ep > 1 in stages 1 and 2: no formula counts what is cast of experts' own buckets"
     if why:
-        refuse(_FIELD, layout.communication_data_type, why, "communication_data_type=None")
+        refuse(_FIELD, layout.communication_data_type, why, {"communication_data_type": None})
 
 
 def casts(layout: Any, recipe: Recipe) -> bool:

@@ -91,6 +91,18 @@ class ZeroLayout(Layout):
     # flat buffers (zero_allow_untested_optimizer). Managed memory was never seen with these, and Muon, whose
     # state DeepSpeed cuts in a way of its own in each stage, has no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
+    # AutoTP and experts end at stage 2, pipelines at stage 1.
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {"stage": 1},
+        "zero_2": {"stage": 2},
+        "zero_3": {"stage": 3},
+        "tensor": {"stage": 2, "tp": 2},
+        "pipeline": {"stage": 1, "pp": 2},
+        "expert": {"stage": 2, "ep": 2},
+        "cpu_offload": {"offload_optimizer": "cpu"},
+        "nvme_offload": {"offload_optimizer": "nvme"},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "stage": (0, 1, 2, 3),
         "tp": None,
@@ -176,21 +188,23 @@ class ZeroLayout(Layout):
         for field in ("offload_optimizer", "offload_params"):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:
-            refuse("Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", "stage=1")
+            refuse(
+                "Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", {"stage": 1}
+            )
         if self.pp > 1 and self.overlap_comm:
             why = "None or False with pp > 1: DeepSpeed reduces when backward has ended, and turns it off"
-            refuse("Layout.overlap_comm", True, why, "overlap_comm=None")
+            refuse("Layout.overlap_comm", True, why, {"overlap_comm": None})
         self._check_stage_3()
         check_options(self)
         check_communication(self)
         if self.tp > 1 and self.ep > 1:
-            refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", "ep=1")
+            refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", {"ep": 1})
         if self.offload_optimizer and self.stage == 0:
-            refuse("Layout.stage", self.stage, "1 to 3 with offload_optimizer", "stage=1")
+            refuse("Layout.stage", self.stage, "1 to 3 with offload_optimizer", {"stage": 1})
         if self.offload_optimizer == "nvme" and self.stage < 3:
-            refuse("Layout.offload_optimizer", "nvme", "None or 'cpu' below stage 3", "stage=3")
+            refuse("Layout.offload_optimizer", "nvme", "None or 'cpu' below stage 3", {"stage": 3})
         if self.offload_params and self.stage < 3:
-            refuse("Layout.offload_params", self.offload_params, "None below stage 3", "stage=3")
+            refuse("Layout.offload_params", self.offload_params, "None below stage 3", {"stage": 3})
 
     def _check_options(self) -> None:
         """DeepSpeed's own ranges (deepspeed/runtime/zero/config.py); "auto" belongs to other tools."""
@@ -204,7 +218,7 @@ class ZeroLayout(Layout):
                 "Layout.allgather_bucket_size",
                 self.allgather_bucket_size,
                 "an even number (DeepSpeed aligns what it gathers to 4 bytes)",
-                f"allgather_bucket_size={even}",
+                {"allgather_bucket_size": even},
             )
         flag("Layout.contiguous_gradients", self.contiguous_gradients)
         flag("Layout.pin_memory", self.pin_memory)
@@ -222,7 +236,7 @@ class ZeroLayout(Layout):
                 "Recipe.optimizer",
                 "lion",
                 "another on CPU ranks: DeepSpeed's FusedLion needs a GPU",
-                "optimizer='adamw'",
+                {"optimizer": "adamw"},
             )
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
@@ -232,7 +246,7 @@ class ZeroLayout(Layout):
                 "Layout.zero_hpz_partition_size",
                 self.zero_hpz_partition_size,
                 f"a divisor of the {data_parallel} ranks over which stage 3 cuts",
-                f"zero_hpz_partition_size={near}",
+                {"zero_hpz_partition_size": near},
             )
         if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
             self._check_buffers(architecture, recipe, data_parallel)
@@ -310,7 +324,7 @@ class ZeroLayout(Layout):
         elif recipe.method != "full":
             why = "it loses peft's adapters"
         if why:
-            refuse("Layout.tp", self.tp, f"1 here (DeepSpeed's AutoTP: {why})", "tp=1")
+            refuse("Layout.tp", self.tp, f"1 here (DeepSpeed's AutoTP: {why})", {"tp": 1})
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor.
@@ -324,7 +338,7 @@ class ZeroLayout(Layout):
                 "Layout.contiguous_gradients",
                 False,
                 "True with ep > 1 in stage 2 (DeepSpeed's own check)",
-                "contiguous_gradients=True",
+                {"contiguous_gradients": True},
             )
         size = self.offload_params_buffer_size
         if self.offload_params == "nvme" and size is not None:
@@ -334,7 +348,7 @@ class ZeroLayout(Layout):
                     "Layout.offload_params_buffer_size",
                     size,
                     f"None or at least {needed:,}, a rank's part of {architecture.name}'s largest tensor",
-                    f"offload_params_buffer_size={needed}",
+                    {"offload_params_buffer_size": needed},
                 )
 
     def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
@@ -345,9 +359,9 @@ class ZeroLayout(Layout):
         if failure is None:
             return
         plain = self._with_buffers(architecture, recipe, ranks, prefetch=0)
-        fix = "stage3_prefetch_bucket_size=0"
+        fix = {"stage3_prefetch_bucket_size": 0}
         if plain.num_params_buffers > self.num_params_buffers:
-            fix += f", offload_params_buffer_count={plain.num_params_buffers}"
+            fix["offload_params_buffer_count"] = plain.num_params_buffers
         if failure == "read twice":
             why = "0 here: DeepSpeed would read a tensor ahead twice, and asserts that it does not"
             refuse("Layout.stage3_prefetch_bucket_size", self.stage3_prefetch_bucket_size, why, fix)
@@ -365,7 +379,7 @@ class ZeroLayout(Layout):
             why = "'adamw', 'sgd', 'lion' in stage 0, which updates tensor by tensor"
         else:
             return
-        refuse("Recipe.optimizer", recipe.optimizer, why, "optimizer='adamw'")
+        refuse("Recipe.optimizer", recipe.optimizer, why, {"optimizer": "adamw"})
 
     def _check_stage_3(self) -> None:
         for field, why in (
@@ -374,7 +388,7 @@ class ZeroLayout(Layout):
         ):
             if self.stage == 3 and getattr(self, field) > 1:
                 needs_stage_3 = self.offload_params or self.offload_optimizer == "nvme"
-                fix = f"{field}=1" if needs_stage_3 else "stage=2"
+                fix = {field: 1} if needs_stage_3 else {"stage": 2}
                 refuse("Layout.stage", self.stage, f"0 to 2 with {field} > 1 ({why})", fix)
 
     @property

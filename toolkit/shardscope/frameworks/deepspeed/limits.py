@@ -59,7 +59,7 @@ def _check_processor(precision: str) -> None:
             precision,
             "'fp32', 'bf16', 'bf16-mixed' on CPU ranks of a processor without AVX512-FP16, as this one is: "
             "there DeepSpeed itself refuses fp16",
-            "precision='bf16-mixed'",
+            {"precision": "bf16-mixed"},
         )
 
 
@@ -72,7 +72,7 @@ def check_loss(plan: Plan) -> None:
             "chunked",
             "'full' in stage 3, which gathers a weight when its own module runs: in a chunked loss the "
             "head's does not. fsdp2 runs it",
-            "loss='full'",
+            {"loss": "full"},
         )
 
 
@@ -91,27 +91,27 @@ def _check_tensors(plan: Plan, layout: Any) -> None:
     """What DeepSpeed's AutoTP, over the plans that transformers has, does not run here."""
     arch, recipe = plan.architecture, plan.recipe
     if layout.pp > 1:
-        refuse("Layout.tp", layout.tp, "1 with pp > 1: DeepSpeed's stages were never cut here", "tp=1")
+        refuse("Layout.tp", layout.tp, "1 with pp > 1: DeepSpeed's stages were never cut here", {"tp": 1})
     if layout.offload_optimizer:
         why = "None with tp > 1: the two were never run together here"
-        refuse("Layout.offload_optimizer", layout.offload_optimizer, why, "offload_optimizer=None")
+        refuse("Layout.offload_optimizer", layout.offload_optimizer, why, {"offload_optimizer": None})
     if arch.model_type not in AUTOTP_TRAINED:
         refuse(
             "Architecture.model_type",
             arch.model_type,
             f"{', '.join(AUTOTP_TRAINED)} with tp > 1: AutoTP was seen to train no others here",
-            "tp=1",
+            {"tp": 1},
         )
     if layout.stage == 0 and recipe.precision != "fp32":
         why = "1 or 2 in half precision with tp > 1: in stage 0 DeepSpeed's norm was seen to be 20 % off"
-        refuse("Layout.stage", 0, why, "stage=1")
+        refuse("Layout.stage", 0, why, {"stage": 1})
     if recipe.recompute == "selective":
         refuse(
             "Recipe.recompute",
             "selective",
             "'none', 'full', 'offload' with tp > 1: AutoTP adds parts up in the memory of the product, which "
             "is kept (RowParallel.forward), and computed again it would be added twice",
-            "recompute='full'",
+            {"recompute": "full"},
         )
     for field in ("intermediate_size", "vocab_size"):
         if getattr(arch, field) % layout.tp:
@@ -119,7 +119,7 @@ def _check_tensors(plan: Plan, layout: Any) -> None:
                 "Layout.tp",
                 layout.tp,
                 f"a divisor of {arch.name}'s {field}={getattr(arch, field)}: parts are joined as equal ones",
-                "tp=1",
+                {"tp": 1},
             )
     check_recipe(recipe, AUTOTP_RECIPES)
 
@@ -130,19 +130,23 @@ def check_experts(plan: Plan) -> None:
     experts = arch.mixture_of_experts
     if arch.model_type != "mixtral":
         why = "mixtral with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; megatron runs others"
-        refuse("Architecture.model_type", arch.model_type, why, "ep=1")
+        refuse("Architecture.model_type", arch.model_type, why, {"ep": 1})
     if experts is not None and experts.num_experts_per_tok < 2:
         refuse(
             "Architecture.mixture_of_experts.num_experts_per_tok",
             experts.num_experts_per_tok,
             "2 or more with ep > 1: DeepSpeed multiplies one expert alone with its probability (top1gating), "
             "Mixtral with 1",
-            "ep=1",
+            {"ep": 1},
         )
     if plan.degrees.pp > 1:
-        refuse("Layout.ep", plan.degrees.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", "ep=1")
+        refuse(
+            "Layout.ep", plan.degrees.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", {"ep": 1}
+        )
     if recipe.method != "full":
-        refuse("Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", "ep=1")
+        refuse(
+            "Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", {"ep": 1}
+        )
 
 
 def check_whole(plan: Plan) -> None:
@@ -164,7 +168,7 @@ def check_whole(plan: Plan) -> None:
             "experts out (FP16_UnfusedOptimizer.step)"
         )
     if why:
-        refuse("Layout.stage", 0, why, "stage=1")
+        refuse("Layout.stage", 0, why, {"stage": 1})
 
 
 def check_pipeline(plan: Plan) -> None:
@@ -175,7 +179,7 @@ def check_pipeline(plan: Plan) -> None:
             "Recipe.loss",
             plan.recipe.loss,
             "'full' with pp > 1, where the loss is the schedule's and not the model's own",
-            "loss='full'",
+            {"loss": "full"},
         )
 
 

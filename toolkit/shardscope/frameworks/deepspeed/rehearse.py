@@ -67,14 +67,14 @@ def check_plan(plan: Plan) -> None:
     if layout.tp > 1 and (layout.pp > 1 or layout.ep > 1):
         field, what = ("pp", "stages") if layout.pp > 1 else ("ep", "experts of DeepSpeed's")
         why = f"1 with {field} > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no {what}"
-        refuse("Layout.tp", layout.tp, why, "tp=1")
+        refuse("Layout.tp", layout.tp, why, {"tp": 1})
     check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
         refuse(
             "Architecture.model_type",
             plan.architecture.model_type,
             f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
-            "tp=1",
+            {"tp": 1},
         )
     # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
     one_of("Recipe.kernels", plan.kernels, ("transformers",))
@@ -86,7 +86,7 @@ def check_plan(plan: Plan) -> None:
             "chunked",
             "'full' in a rehearsal of stage 3, which gathers a weight when its own module runs: in a chunked "
             "loss the head's does not",
-            "loss='full'",
+            {"loss": "full"},
         )
 
 

@@ -16,7 +16,7 @@ def check_predicted(layout: Any, why: str = _NOT_COUNTED) -> None:
     """Raise ``ValueError``, which says ``why``, for what is quantised."""
     for field in QUANTIZED:
         if getattr(layout, field):
-            refuse(f"Layout.{field}", True, f"False {why}", f"{field}=False")
+            refuse(f"Layout.{field}", True, f"False {why}", {field: False})
 
 
 def check_options(layout: Any) -> None:
@@ -26,9 +26,7 @@ def check_options(layout: Any) -> None:
         for field, off in (("zero_hpz_partition_size", 1), *((field, False) for field in QUANTIZED)):
             value = getattr(layout, field)
             if value != off:
-                refuse(
-                    f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", f"{field}={off}"
-                )
+                refuse(f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", {field: off})
     if size > 1 and layout.offload_params:
         why = "1 with offload_params: no formula counts second partitions in host memory"
-        refuse("Layout.zero_hpz_partition_size", size, why, "zero_hpz_partition_size=1")
+        refuse("Layout.zero_hpz_partition_size", size, why, {"zero_hpz_partition_size": 1})

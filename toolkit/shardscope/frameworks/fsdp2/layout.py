@@ -51,6 +51,20 @@ class Fsdp2Layout(Layout):
     joins_attention_by_heads: ClassVar[bool] = True
     """Torch's ring replaces the later half of the output with ``torch.cat`` on all ranks but the last, on
     which each part of keys meets all queries (``_partial_update``, torch 2.13)."""
+    # With reshard_after_forward=False parameters are still sharded between steps, as in ZeRO-3.
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {},
+        "zero_2": {},
+        "zero_3": {},
+        "hybrid": {"replicate": 2},
+        "tensor": {"tp": 2},
+        "sequence": {"tp": 2},
+        "pipeline": {"pp": 2},
+        "interleaved": {"pp": 2, "vpp": 2},
+        "context": {"cp": 2},
+        "cpu_offload": {"offload": "cpu"},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,
@@ -90,12 +104,14 @@ class Fsdp2Layout(Layout):
             self._check_reshard()
         one_of("Layout.offload", self.offload, (None, "cpu"))
         if self.vpp > 1 and self.pp == 1:
-            refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+            refuse("Layout.vpp", self.vpp, "1 while pp=1", {"vpp": 1})
         one_of("Layout.pipeline_schedule", self.pipeline_schedule, ("1F1B", "GPipe"))
         if self.runs_all_forwards_first and self.pp == 1:
-            refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' while pp=1", "pipeline_schedule='1F1B'")
+            refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' while pp=1", {"pipeline_schedule": "1F1B"})
         if self.runs_all_forwards_first and self.vpp > 1:
-            refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' with vpp > 1: GPipe has no chunks", "vpp=1")
+            refuse(
+                "Layout.pipeline_schedule", "GPipe", "'1F1B' with vpp > 1: GPipe has no chunks", {"vpp": 1}
+            )
 
     def _check_reshard(self) -> None:
         """A number of ranks; a strategy's name of FSDP1 is told what it is here."""
@@ -109,7 +125,7 @@ class Fsdp2Layout(Layout):
         try:
             check_degrees(self, "reshard_after_forward", low=2)
         except FieldError:
-            refuse(field, value, allowed, "reshard_after_forward=True")
+            refuse(field, value, allowed, {"reshard_after_forward": True})
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Degrees whose product is the cluster's GPUs; ``shard`` takes what is left."""
@@ -124,7 +140,7 @@ class Fsdp2Layout(Layout):
                 "Layout.shard",
                 shard,
                 f"{left}, so that shard x replicate x tp x pp x cp = {world} GPUs",
-                f"shard={left}",
+                {"shard": left},
             )
         reshard = self.reshard_after_forward
         if not isinstance(reshard, bool) and (shard * self.cp) % reshard:
@@ -132,7 +148,7 @@ class Fsdp2Layout(Layout):
                 "Layout.reshard_after_forward",
                 reshard,
                 f"True, False or a divisor of the {shard * self.cp} sharding ranks",
-                "reshard_after_forward=True",
+                {"reshard_after_forward": True},
             )
         return self.spread(shard)
 
@@ -170,14 +186,14 @@ class Fsdp2Layout(Layout):
                 "Recipe.global_batch_size",
                 recipe.global_batch_size,
                 f"at least a micro-batch for each of pp={degrees.pp} stages ({self.pipeline_schedule})",
-                f"global_batch_size={degrees.pp * per_step}",
+                {"global_batch_size": degrees.pp * per_step},
             )
         if degrees.vpp > 1 and number % max(1, number // degrees.pp):
             refuse(
                 "Recipe.global_batch_size",
                 recipe.global_batch_size,
                 f"micro-batches in equal rounds of about pp={degrees.pp} (ScheduleInterleaved1F1B)",
-                f"global_batch_size={-(-number // degrees.pp) * degrees.pp * per_step}",
+                {"global_batch_size": -(-number // degrees.pp) * degrees.pp * per_step},
             )
 
     @property

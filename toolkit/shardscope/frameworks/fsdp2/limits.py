@@ -78,7 +78,7 @@ def check_rope(config: Mapping[str, Any]) -> None:
                 f"any but {', '.join(map(repr, MOVING_ROPES))} with cp > 1: they choose frequencies by the "
                 "largest position that a rank is told (transformers' dynamic_rope_update), and each has a "
                 "part of the sequence",
-                "cp=1",
+                {"cp": 1},
             )
 
 
@@ -107,7 +107,7 @@ def check_parts(plan: Plan) -> None:
                 value,
                 f"{', '.join(map(repr, values))} with {' and '.join(f'{name} > 1' for name in cut)}: others "
                 "train whole models on whole sequences only",
-                ", ".join(f"{name}=1" for name in cut),
+                dict.fromkeys(cut, 1),
             )
 
 
@@ -119,17 +119,19 @@ def check_parallel(plan: Plan) -> None:
             "Architecture.model_type",
             arch.model_type,
             f"{', '.join(CUT_FAMILIES)} with tp > 1: DTensor cuts projections, not fused ones, nor experts",
-            "tp=1",
+            {"tp": 1},
         )
     if plan.recipe.method != "full":
-        refuse("Recipe.method", plan.recipe.method, "'full' with tp > 1: peft's adapters have no cut", "tp=1")
+        refuse(
+            "Recipe.method", plan.recipe.method, "'full' with tp > 1: peft's adapters have no cut", {"tp": 1}
+        )
     if arch.intermediate_size % tp:
         refuse(
             "Layout.tp",
             tp,
             f"a divisor of {arch.name}'s intermediate_size={arch.intermediate_size}: DTensor multiplies "
             "equal parts",
-            "tp=1",
+            {"tp": 1},
         )
 
 
@@ -142,7 +144,7 @@ def check_pipeline(plan: Plan) -> None:
             "Recipe.seq_len",
             recipe.seq_len,
             f"a multiple of tp={degrees.tp} with pp > 1: stages send equal parts of the sequence",
-            f"seq_len={max(1, recipe.seq_len // degrees.tp) * degrees.tp}",
+            {"seq_len": max(1, recipe.seq_len // degrees.tp) * degrees.tp},
         )
 
 
@@ -155,14 +157,14 @@ def check_context(plan: Plan) -> None:
                 f"Layout.{name}",
                 getattr(degrees, name),
                 "1 with cp > 1 to train with FSDP2: the two were never run together here",
-                f"{name}=1",
+                {name: 1},
             )
     if arch.model_type not in RING_FAMILIES:
         refuse(
             "Architecture.model_type",
             arch.model_type,
             f"{', '.join(RING_FAMILIES)} with cp > 1: others' attention was never seen in torch's ring",
-            "cp=1",
+            {"cp": 1},
         )
     if fused_attention(plan) == "none":
         refuse(
@@ -170,7 +172,7 @@ def check_context(plan: Plan) -> None:
             recipe.precision,
             f"fp16 or fp32 with cp > 1 on {plan.cluster.gpu.name}, whose fused attention takes no bf16: "
             "plain math has no ring",
-            "precision='fp16-mixed'",
+            {"precision": "fp16-mixed"},
         )
     if recipe.recompute == "offload":
         refuse(
@@ -178,7 +180,7 @@ def check_context(plan: Plan) -> None:
             recipe.recompute,
             "'none', 'selective', 'full' with cp > 1: what the ring saves are DTensors, whose storage is not "
             "theirs to send away (torch.Tensor.untyped_storage)",
-            "recompute='full'",
+            {"recompute": "full"},
         )
     if arch.sliding_window_layers and arch.sliding_window and recipe.seq_len >= arch.sliding_window:
         refuse(
@@ -186,5 +188,5 @@ def check_context(plan: Plan) -> None:
             recipe.seq_len,
             f"below {arch.name}'s sliding_window={arch.sliding_window} with cp > 1: torch's ring takes no "
             "mask",
-            "cp=1",
+            {"cp": 1},
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.validation import one_of
+from shardscope.validation import Fix, one_of
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
@@ -28,12 +28,13 @@ class Strategy(NamedTuple):
     """Whether anything is sharded at all."""
 
     @property
-    def as_layout(self) -> str:
-        """What ``Layout.fsdp2`` is told instead."""
+    def as_layout(self) -> Fix:
+        """The option of ``Layout.fsdp2`` with the same effect."""
         if not self.shards:
             return "Layout.ddp()"
-        told = f"reshard_after_forward={self.reshards}"
-        return f"{told} with replicate= the number of nodes" if self.is_hybrid else told
+        if self.is_hybrid:
+            return f"reshard_after_forward={self.reshards} with replicate= the number of nodes"
+        return {"reshard_after_forward": self.reshards}
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -87,4 +87,4 @@ def check_quantized(recipe: Recipe, layout: Any) -> None:
     for field, plain in (("tp", 1), ("offload", None)):
         value = getattr(layout, field)
         if value != plain:
-            refuse(f"Layout.{field}", value, f"{plain} over a base in NF4", f"{field}={plain}")
+            refuse(f"Layout.{field}", value, f"{plain} over a base in NF4", {field: plain})

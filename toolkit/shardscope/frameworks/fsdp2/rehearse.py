@@ -89,7 +89,7 @@ def check_rehearsed(plan: Plan) -> None:
     layout: Any = plan.layout
     if layout.cp > 1:
         why = "1 in a rehearsal: context parallelism sends keys while attention runs, which is a GPU kernel's"
-        refuse("Layout.cp", layout.cp, why, "cp=1")
+        refuse("Layout.cp", layout.cp, why, {"cp": 1})
     if layout.pp > 1:
         check_pipeline(plan)
         check_staged(plan)

@@ -29,10 +29,10 @@ def check_staged(plan: Plan) -> None:
     """Raise ``ValueError`` for stages that train, and are not played one at a time."""
     degrees = plan.degrees
     if degrees.vpp > 1:
-        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", "vpp=1")
+        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", {"vpp": 1})
     if degrees.tp > 1:
         why = "1 with pp > 1 in a rehearsal: what passes between stages is whole"
-        refuse("Layout.tp", degrees.tp, why, "tp=1")
+        refuse("Layout.tp", degrees.tp, why, {"tp": 1})
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]

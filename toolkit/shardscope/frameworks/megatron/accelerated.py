@@ -34,7 +34,7 @@ def check_plan(plan: Plan) -> None:
             "Layout.vpp",
             plan.degrees.vpp,
             "1 for a Script: Accelerate reads no interleaving from its environment",
-            "vpp=1",
+            {"vpp": 1},
         )
     check_carried(plan)
 

@@ -23,7 +23,7 @@ OTHERWISE: Mapping[str, tuple[object, str]] = {
 }
 """By name: the only value that the engine computes, and why."""
 
-OTHER_ENGINE = "layout=Layout.fsdp2()"
+OTHER_ENGINE = {"layout": "fsdp2"}
 
 
 def check_computed(config: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ def check_rehearsed(plan: Plan) -> None:
             "Recipe.precision",
             recipe.precision,
             "16 or 32 bits in a rehearsal: fp8 is Transformer Engine's, which needs CUDA",
-            'precision="bf16-mixed"',
+            {"precision": "bf16-mixed"},
         )
     experts = arch.mixture_of_experts
     if experts is not None and not arch.gated_mlp:
@@ -65,7 +65,7 @@ def check_rehearsed(plan: Plan) -> None:
             "plan.memory()",
         )
     if recipe.optimizer not in ("adamw", "sgd"):
-        refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
+        refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", {"optimizer": "adamw"})
 
 
 def transformer_config(plan: Plan) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def forward_backward(
             "batch",
             ", ".join(sorted(batch)),
             "input_ids and labels, and no others: a GPTModel of Megatron-core reads no more",
-            'batch={"input_ids": ..., "labels": ...}',
+            {"batch": {"input_ids": ..., "labels": ...}},
         )
     check_length(batch["input_ids"].shape[1])
     micros = micro_batches.split(batch, num_micro_batches)

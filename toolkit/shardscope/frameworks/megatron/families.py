@@ -29,5 +29,5 @@ def check_family(arch: Architecture) -> None:
             "Architecture.model_type",
             arch.model_type,
             f"a family of sequential pre-norm layers with Megatron: this one has {why}",
-            "layout=Layout.fsdp2()",
+            {"layout": "fsdp2"},
         )

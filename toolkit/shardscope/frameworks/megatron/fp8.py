@@ -91,14 +91,14 @@ def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int,
             "Recipe.precision",
             recipe.precision,
             f"another on {gpu.name}: Transformer Engine's fp8 runs on NVIDIA's Ada, Hopper and Blackwell",
-            'precision="bf16-mixed"',
+            {"precision": "bf16-mixed"},
         )
     if tokens % _ROWS:
         refuse(
             "Recipe.seq_len",
             recipe.seq_len,
             f"such that a rank has a multiple of {_ROWS} tokens with fp8, not {tokens}",
-            'precision="bf16-mixed"',
+            {"precision": "bf16-mixed"},
         )
     # Inputs and outputs are each other's columns: rows of a weight are columns of the next product's input.
     inner = [arch.intermediate_size, widths(arch).output]
@@ -110,5 +110,5 @@ def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int,
             tp,
             f"one that leaves multiples of {_COLUMNS} of {arch.name}'s widths "
             f"({', '.join(map(str, (arch.hidden_size, *inner)))}) with fp8",
-            'precision="bf16-mixed"',
+            {"precision": "bf16-mixed"},
         )

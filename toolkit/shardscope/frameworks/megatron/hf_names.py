@@ -50,7 +50,7 @@ def check_mapped(arch: Architecture) -> None:
             arch.model_type,
             f"{', '.join(map(repr, MAPPED_FAMILIES))} to train with Megatron-core: there is no "
             "mapping of this family's weights to its GPTModel",
-            "layout=Layout.fsdp2()",
+            {"layout": "fsdp2"},
         )
     if arch.attention_output_bias != arch.mlp_bias:
         refuse(
@@ -58,7 +58,7 @@ def check_mapped(arch: Architecture) -> None:
             arch.mlp_bias,
             f"{arch.attention_output_bias} like attention_output_bias to train with Megatron-core: its "
             "add_bias_linear gives both a bias, or neither",
-            "layout=Layout.fsdp2()",
+            {"layout": "fsdp2"},
         )
 
 

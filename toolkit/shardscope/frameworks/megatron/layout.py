@@ -66,6 +66,16 @@ class MegatronLayout(Layout):
         "exp_avg_dtype": "fp32",
         "exp_avg_sq_dtype": "fp32",
     })  # fmt: skip
+    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+        "data": {},
+        "zero_1": {"distributed_optimizer": True},
+        "tensor": {"tp": 2},
+        "sequence": {"tp": 2},  # sequence_parallel is on wherever tp > 1.
+        "pipeline": {"pp": 2},
+        "interleaved": {"pp": 2, "vpp": 2},
+        "context": {"cp": 2},
+        "expert": {"ep": 2},
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
@@ -122,9 +132,9 @@ class MegatronLayout(Layout):
             flag("Layout.sequence_parallel", self.sequence_parallel)
         self._check_optimizer()
         if self.sequence_parallel and self.tp == 1:
-            refuse("Layout.sequence_parallel", True, "False or None while tp=1", "sequence_parallel=None")
+            refuse("Layout.sequence_parallel", True, "False or None while tp=1", {"sequence_parallel": None})
         if self.vpp > 1 and self.pp == 1:
-            refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+            refuse("Layout.vpp", self.vpp, "1 while pp=1", {"vpp": 1})
         self._check_overlap()
 
     def _check_overlap(self) -> None:
@@ -136,14 +146,14 @@ class MegatronLayout(Layout):
                 "Layout.overlap_param_gather",
                 True,
                 "False unless overlap_grad_reduce=True and distributed_optimizer=True",
-                "overlap_grad_reduce=True",
+                {"overlap_grad_reduce": True},
             )
         if self.tp_comm_overlap and not self.splits_sequence:
             refuse(
                 "Layout.tp_comm_overlap",
                 True,
                 "False without sequence parallelism (tp > 1)",
-                "tp_comm_overlap=False",
+                {"tp_comm_overlap": False},
             )
 
     def _check_optimizer(self) -> None:
@@ -157,7 +167,7 @@ class MegatronLayout(Layout):
                 "Layout.use_precision_aware_optimizer",
                 True,
                 "False without the distributed optimizer",
-                "distributed_optimizer=True",
+                {"distributed_optimizer": True},
             )
         one_of("Layout.cross_entropy_fusion_impl", self.cross_entropy_fusion_impl, ("native", "te"))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -168,7 +178,7 @@ class MegatronLayout(Layout):
                     f"Layout.{name}",
                     kept,
                     "'fp32' unless use_precision_aware_optimizer=True",
-                    "use_precision_aware_optimizer=True",
+                    {"use_precision_aware_optimizer": True},
                 )
 
     @property
@@ -220,7 +230,7 @@ class MegatronLayout(Layout):
                 "Recipe.optimizer",
                 recipe.optimizer,
                 "'adamw' with distributed_optimizer=True (megatron-core's takes no other), 'sgd' without",
-                "optimizer='adamw'",
+                {"optimizer": "adamw"},
             )
         if recipe.attention == "eager" and degrees.cp > 1:
             refuse(
@@ -228,7 +238,7 @@ class MegatronLayout(Layout):
                 "eager",
                 f"None or 'flash' with cp={degrees.cp} (megatron-core's own attention asserts cp=1: "
                 "dot_product_attention.py)",
-                "attention=None",
+                {"attention": None},
             )
         if self.use_precision_aware_optimizer:
             self._check_precision_aware(recipe)
@@ -238,7 +248,7 @@ class MegatronLayout(Layout):
                 "Layout.etp",
                 self.etp,
                 f"1 with the biases of {architecture.name} (megatron-core's split experts have none)",
-                "etp=1",
+                {"etp": 1},
             )
 
     def _check_precision_aware(self, recipe: Recipe) -> None:
@@ -247,7 +257,7 @@ class MegatronLayout(Layout):
                 "Recipe.optimizer",
                 recipe.optimizer,
                 "'adamw' with use_precision_aware_optimizer=True",
-                "optimizer='adamw'",
+                {"optimizer": "adamw"},
             )
         if recipe.precision not in ("bf16-mixed", "bf16", "fp16-mixed"):
             refuse(
@@ -255,7 +265,7 @@ class MegatronLayout(Layout):
                 recipe.precision,
                 "'bf16-mixed', 'bf16' or 'fp16-mixed' with use_precision_aware_optimizer=True (with fp8 it "
                 "depends on the scaling: no formula)",
-                "precision='bf16-mixed'",
+                {"precision": "bf16-mixed"},
             )
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
@@ -291,26 +301,24 @@ class MegatronLayout(Layout):
                 abs(found[1] - degrees.vpp),
             ),
         )
-        changed = [
-            f"{name}={to}"
-            for name, to, was in (("pp", pp, degrees.pp), ("vpp", vpp, degrees.vpp))
-            if to != was
-        ]
+        changed = {
+            name: to for name, to, was in (("pp", pp, degrees.pp), ("vpp", vpp, degrees.vpp)) if to != was
+        }
         return FieldError(
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
             f"stages that divide {layers} layers, or {layers + 1} or {layers + 2} "
             "with loss and embedding counted as a layer each",
-            ", ".join(changed),
+            changed,
         )
 
     def _check_expert_tp(self, architecture: Architecture) -> None:
         if self.etp is None:
             return
         if architecture.mixture_of_experts is None:
-            refuse("Layout.etp", self.etp, f"None, for {architecture.name} has no experts", "etp=None")
+            refuse("Layout.etp", self.etp, f"None, for {architecture.name} has no experts", {"etp": None})
         if self.tp % self.etp:
-            refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", f"etp={gcd(self.etp, self.tp)}")
+            refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", {"etp": gcd(self.etp, self.tp)})
 
     def check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
         """Raise ``ValueError`` where a sequence cannot be cut, or must be for experts."""
@@ -319,16 +327,17 @@ class MegatronLayout(Layout):
                 "Layout.sequence_parallel",
                 False,
                 "True or None with experts and tp > 1 (megatron-core's MoELayer refuses to train otherwise)",
-                "sequence_parallel=True",
+                {"sequence_parallel": True},
             )
         tokens = recipe.seq_len // self.cp
         if self.splits_sequence and tokens % self.tp:
-            longer = f"seq_len={-(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp}"
+            divisor = gcd(tokens, self.tp)
+            longer = -(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp
             refuse(
                 "Layout.tp",
                 self.tp,
                 f"a divisor of the {tokens} tokens a rank sees (sequence parallel)",
-                f"tp={gcd(tokens, self.tp)}" if gcd(tokens, self.tp) > 1 else longer,
+                {"tp": divisor} if divisor > 1 else {"seq_len": longer},
             )
 
     def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
@@ -340,7 +349,7 @@ class MegatronLayout(Layout):
                 "Recipe.global_batch_size",
                 recipe.global_batch_size,
                 f"micro-batches in multiples of pp={degrees.pp} with the interleaved schedule",
-                f"global_batch_size={-(-micro_batches // degrees.pp) * degrees.pp * per_step}",
+                {"global_batch_size": -(-micro_batches // degrees.pp) * degrees.pp * per_step},
             )
 
     def check_fp8(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:

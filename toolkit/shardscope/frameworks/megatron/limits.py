@@ -61,7 +61,7 @@ def check_trainable(plan: Plan) -> None:
                 f"Layout.{name}",
                 True,
                 f"False to train here: {why}, which this engine does not call yet",
-                f"{name}=False",
+                {name: False},
             )
     arch = plan.architecture
     check_mapped(arch)
@@ -74,7 +74,7 @@ def check_trainable(plan: Plan) -> None:
             plan.recipe.seq_len,
             f"at most the window of {arch.sliding_window} tokens with Megatron-core, whose layers here "
             "attend to everything",
-            "layout=Layout.fsdp2()",
+            {"layout": "fsdp2"},
         )
     check_recipe(plan.recipe, TRAINED)
 
@@ -114,7 +114,7 @@ def _check_context(plan: Plan, cp: int) -> None:
             "fp32",
             "'bf16-mixed', 'fp16-mixed', 'bf16' with cp > 1 to train with Megatron-core: "
             f"{attention} 16 bits",
-            'precision="bf16-mixed"',
+            {"precision": "bf16-mixed"},
         )
 
 

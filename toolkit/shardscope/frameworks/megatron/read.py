@@ -29,7 +29,7 @@ from shardscope.frameworks.megatron.read_architecture import (
 )
 from shardscope.places import Keys
 from shardscope.recipe import Recipe
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -141,7 +141,9 @@ def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | N
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
     if not isinstance(arguments, Sequence) or not all(isinstance(word, str) for word in arguments):
-        refuse("arguments", arguments, "a file of arguments, or a list of words", "'megatron_arguments.txt'")
+        refuse(
+            "arguments", arguments, "a file of arguments, or a list of words", Value("megatron_arguments.txt")
+        )
     return _parsed("the arguments", [(0, word) for word in arguments]), None
 
 

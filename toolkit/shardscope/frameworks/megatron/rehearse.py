@@ -66,7 +66,7 @@ def rehearse(
             "Recipe.attention",
             "eager",
             "None or 'flash' with latent attention: megatron-core's DotProductAttention lacks its widths",
-            "attention=None",
+            {"attention": None},
         )
     with _REGIONS.in_place_of_compile():
         import megatron.core.models.gpt

@@ -13,7 +13,7 @@ from shardscope.frameworks.megatron.config_limits import (
     check_computed,
     rope_of,
 )
-from shardscope.validation import refuse
+from shardscope.validation import Value, refuse
 
 
 def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _routing(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "num_experts_per_tok", None) is None:
         return {}
     if getattr(hf_config, "output_router_logits", False):
-        refuse("config.output_router_logits", True, "False: no auxiliary loss is added here", "False")
+        refuse("config.output_router_logits", True, "False: no auxiliary loss is added here", Value(False))
     return {
         # Mixtral has no such field, and always makes the weights of the chosen ones sum to 1.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
