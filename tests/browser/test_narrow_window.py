@@ -52,6 +52,7 @@ def test_another_framework_is_named_before_it_makes_the_plan_fit(page: Any) -> N
     choose(page, "Framework", "Megatron-core")
     page.wait_for_function("() => document.querySelector('.ss-what').title.includes('Megatron')")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
+    page.locator(".jp-SideBar [title^='File Browser']").first.click()
     page.set_viewport_size({"width": 390, "height": 844})
     page.locator(".ss-fit-button").click()
     use = page.locator(".ss-notice button", has_text=re.compile("^Use "))
