@@ -219,9 +219,9 @@ FAULTS = {
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
     49: Fault(
         "HTML in a run folder that somebody else made: its name, its status, any text or name in its files",
-        "Text. A status that no run has, and a value of another type, make the folder a damaged one, which is "
-        "a row that says so. What is shown of a folder is escaped: in tables, charts, logs, errors, traces and "
-        "the pictures of saved notebooks. In a browser no handler runs.",
+        "Text. A status that no run has, and a value of another type, make the folder a damaged one, which "
+        "is a row that says so. What is shown of a folder is escaped: in tables, charts, logs, errors, "
+        "traces and the pictures of saved notebooks. In a browser no handler runs.",
     ),
     51: Fault(
         "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",
@@ -239,14 +239,14 @@ FAULTS = {
         "Nothing: the run's processes get standard streams of their own, and the lease is none of them.",
     ),
     55: Fault(
-        "A pipe, device, socket, link, circle of links, folder, sparse file of 10 GiB, no JSON, wrong types, huge "
-        "numbers or deep nesting in the place of any file of a run folder",
-        "Every call answers, or raises `ValueError` that names the file. Only regular files are opened, never "
-        "through a link and without waiting, and a bounded part is read. In `ss.runs()`, the Runs tab and a "
-        "comparison the folder is one row that says what is damaged, and hides no other. Stop and notes write "
-        "to no other file: a link in the place of `control.jsonl` is refused.",
-        "A link in the place of the run folder itself is followed: users keep runs on other disks. Hard links "
-        "are regular files.",
+        "A pipe, device, socket, link, circle of links, folder, sparse file of 10 GiB, no JSON, wrong "
+        "types, huge numbers or deep nesting in the place of any file of a run folder",
+        "Every call answers, or raises `ValueError` that names the file. Only regular files are opened, "
+        "never through a link and without waiting, and a bounded part is read. In `ss.runs()`, the Runs "
+        "tab and a comparison the folder is one row that says what is damaged, and hides no other. Stop "
+        "and notes write to no other file: a link in the place of `control.jsonl` is refused.",
+        "A link in the place of the run folder itself is followed: users keep runs on other disks. Hard "
+        "links are regular files.",
     ),
     56: Fault(
         "A thread, or a process that was forked twice, goes on after the task returned on every rank",
@@ -261,9 +261,10 @@ FAULTS = {
     ),
     58: Fault(
         "5,000 runs in a folder; runs of 100,000 steps on 16 ranks",
-        "Listed in a second or two and 50 MiB. A list keeps no metrics: what those of an ended run come to is "
-        "computed once and kept in `summary.json` of its folder, which never has a status and is not believed "
-        "when the files beside it have changed. The table shows the newest 200; `to_frame()` has all.",
+        "Listed in a second or two and 50 MiB. A list keeps no metrics: what those of an ended run come to "
+        "is computed once and kept in `summary.json` of its folder, which never has a status and is not "
+        "believed when the files beside it have changed. The table shows the newest 200; `to_frame()` has "
+        "all.",
         "The first `to_frame()` of runs without a summary reads all of their metrics once.",
     ),
     59: Fault(

@@ -14,8 +14,6 @@ from hostile_runs import plant_text_everywhere, write_full_run
 from written_runs import write_run
 
 EVIL = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
-    "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2><a href=javascript:wasRun=3>x</a>"
-)
 CELL = """
 import shardscope as ss
 from IPython.display import display
