@@ -253,9 +253,9 @@ FAULTS = {
         "A pipe, device, socket, link, circle of links, folder, sparse file of 10 GiB, no JSON, wrong "
         "types, huge numbers or deep nesting in the place of any file of a run folder",
         "Every call answers, or raises `ValueError` that names the file. Only regular files are opened, "
-        "never through a link and without waiting, and a bounded part is read. In `ss.runs()`, the Runs tab"
-        " and a comparison the folder is one row that says what is damaged, and hides no other. Stop and "
-        "notes write to no other file: a link in the place of `control.jsonl` is refused.",
+        "never through a link and without waiting, and a bounded part is read. In `ss.runs()`, the Runs "
+        "tab and a comparison the folder is one row that says what is damaged, and hides no other. Stop "
+        "and notes write to no other file: a link in the place of `control.jsonl` is refused.",
         "A link in the place of the run folder itself is followed: users keep runs on other disks. Hard "
         "links are regular files.",
     ),

@@ -13,9 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hostile_runs import plant_text_everywhere, write_full_run
 from written_runs import write_run
 
-EVIL = (
-    "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2><a href=javascript:wasRun=3>x</a>"
-)
+EVIL = "<img src=x onerror='window.wasRun = 1'>\"><svg onload=window.wasRun=2>"
 CELL = """
 import shardscope as ss
 from IPython.display import display
