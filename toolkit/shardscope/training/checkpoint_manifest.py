@@ -8,7 +8,6 @@ nothing: whoever copies a folder owns the copy. Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import json
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardscope.records.regular_files import open_to_read
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import read_json
 
@@ -84,7 +84,7 @@ def read_key() -> bytes:
     try:
         # Until its writer has written it, a new key is empty.
         for _ in range(20):
-            with _open_regular(path) as file:
+            with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
                 key = file.read(KEY_BYTES + 1)
             if key:
@@ -93,7 +93,7 @@ def read_key() -> bytes:
     except FileNotFoundError:
         raise UnsignedError(f"this user has no key yet ({path})") from None
     except OSError as error:
-        raise UnsignedError(f"the key {path} cannot be read: {error.strerror}") from error
+        raise UnsignedError(f"the key {path} cannot be read: {error.strerror or error}") from error
     if status.st_uid != os.geteuid():
         raise UnsignedError(f"the key {path} belongs to user {status.st_uid}: delete it")
     if mode := stat.S_IMODE(status.st_mode) & 0o077:
@@ -115,14 +115,14 @@ def read_or_create_key() -> bytes:
     except FileExistsError:
         return read_key()
     except OSError as error:
-        raise UnsignedError(f"the key {path} cannot be written: {error.strerror}") from error
+        raise UnsignedError(f"the key {path} cannot be written: {error.strerror or error}") from error
     key = secrets.token_bytes(KEY_BYTES)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(key)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise UnsignedError(f"the key {path} cannot be written: {error.strerror}") from error
+        raise UnsignedError(f"the key {path} cannot be written: {error.strerror or error}") from error
     return key
 
 
@@ -145,7 +145,7 @@ def sign_checkpoint(
     for name in _files_in(folder):
         if name in added or name == MANIFEST_FILE:
             continue
-        with _open_regular(folder / name) as file:
+        with open_to_read(folder / name) as file:
             ranges = pickled.get(name, _ranges_to_hash(folder / name, file))
             size = os.fstat(file.fileno()).st_size
             files[name] = {
@@ -160,7 +160,7 @@ def sign_checkpoint(
 def check_signed(checkpoint: Path) -> SignedRun:
     """Return the run of this user that saved ``checkpoint``. Raises :class:`UnsignedError` without proof."""
     try:
-        with _open_regular(checkpoint / MANIFEST_FILE) as file:
+        with open_to_read(checkpoint / MANIFEST_FILE) as file:
             content = file.read(MAX_MANIFEST_BYTES)
         record: dict[str, Any] = dict(json.loads(content))
         given = str(record.pop("hmac"))
@@ -178,12 +178,12 @@ def check_signed(checkpoint: Path) -> SignedRun:
             raise UnsignedError(f"{name} was added after it was saved")
     for name, entry in record["files"].items():
         try:
-            with _open_regular(checkpoint / name) as file:
+            with open_to_read(checkpoint / name) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != entry["bytes"] or _hash_ranges(file, entry["ranges"]) != entry["sha256"]:
                     raise UnsignedError(f"{name} was changed after it was saved")
         except OSError as error:
-            raise UnsignedError(f"{name} cannot be read: {error.strerror}") from error
+            raise UnsignedError(f"{name} cannot be read: {error.strerror or error}") from error
     return SignedRun(name=record["run"]["name"], created=record["run"]["created"])
 
 
@@ -236,12 +236,3 @@ def _hash_ranges(file: BinaryIO, ranges: Ranges) -> str:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open ``path`` for reading if it is a regular file, without waiting. Raises ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
