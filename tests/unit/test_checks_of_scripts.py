@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -615,6 +616,7 @@ def test_a_file_that_every_rank_writes(save: str) -> None:
         "def save(rank):\n    if rank != 0:\n        return\n    torch.save(x, path)\nsave(rank)\n",
         "@on_main_process\ndef save():\n    torch.save(x, path)\n",
         "torch.save(x, f'part-{rank}.pt')\n",
+        "def save(n):\n    torch.save(x, f'{n}.pt')\nsave(parallel_state.get_data_parallel_rank())\n",
         "dcp.save(state, checkpoint_id=path)\n",
         "model.save_pretrained(path, is_main_process=main, save_function=accelerator.save)\n",
     ],
@@ -726,6 +728,19 @@ def test_a_function_is_read_when_it_is_the_task() -> None:
     names = {finding.name for finding in PLAN.findings(task)}
     assert NAME in names
     assert NAME not in {finding.name for finding in PLAN.findings(ss.Pretrain())}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(tp=2), ss.Layout.zero(), ss.Layout.megatron(tp=2)],
+    ids=lambda layout: layout.description,
+)
+def test_our_own_exported_scripts_are_not_accused(layout: ss.Layout, tmp_path: Path) -> None:
+    needs("transformers")
+    plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
+    (script,) = [path for path in plan.export(tmp_path) if path.suffix == ".py"]
+    found = findings_in(script.read_text(encoding="utf-8"), plan)
+    assert [one.name for one in found if one.severity != "hint"] == []
 
 
 @pytest.mark.parametrize("source", ["", "def f(:\n", "%matplotlib inline\nFSDP(model)\n", "\x00", "é" * 100])

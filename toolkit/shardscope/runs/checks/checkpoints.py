@@ -86,12 +86,12 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
         leaving = (ast.Return, ast.Continue, ast.Raise)
         if any(line_of(inner) < line_of(node) and isinstance(inner.body[-1], leaving) for inner in guards):
             return True
+        if script.reads_rank(*one.decorator_list) or depth == MAX_DEPTH:
+            return depth < MAX_DEPTH
         calls = [call for call in script.calls(one.name) if not _is_of_a_library(script, call)]
-        return script.reads_rank(*one.decorator_list) or (
-            bool(calls)
-            and depth < MAX_DEPTH
-            and all(_is_on_one_rank(script, call, depth + 1) for call in calls)
-        )
+        # A function that is given the rank may write a file of that name.
+        told = [script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls]
+        return bool(told) and all(told)
     return False
 
 

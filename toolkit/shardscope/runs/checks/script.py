@@ -20,7 +20,7 @@ MAX_CHARACTERS = 2**20
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 RANK = re.compile(
-    r"((global|local|node|world|dist|ddp|dp|my|process)_)?(rank|RANK)(_id)?|get_(global_|local_|node_)?rank"
+    r"((global|local|node|world|dist|ddp|dp|my|process)_)?(rank|RANK)(_id)?|get_(\w+_)?rank"
     r"|(local_)?process_index|is_\w*(main|master|rank)\w*|\w*main_process\w*|(LOCAL_|NODE_)RANK"
 )
 """Names that hold or return a rank, or tell whether this is the first one."""
