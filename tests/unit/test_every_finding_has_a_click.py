@@ -1,4 +1,4 @@
-"""Each finding comes with what mends it: a plan, a task, a text, a question, or a line to note it at."""
+"""Each finding of a plan comes with its fix: a plan, a task or a question."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding, noted
+from shardscope.planner.preflight import Finding
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),
@@ -41,11 +41,7 @@ CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm
 
 def without_a_click(found: list[Finding]) -> list[str]:
     looked = [one.look() for one in found]
-    return [
-        one.name
-        for one in looked
-        if one.plan is None and one.task is None and one.source is None and one.question is None
-    ]
+    return [one.name for one in looked if one.plan is None and one.task is None and one.question is None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -70,32 +66,3 @@ def test_of_plans_that_people_make(layout: ss.Layout) -> None:
 @given(plan=plans())
 def test_of_any_plan(plan: ss.Plan) -> None:
     assert set(without_a_click(plan.findings())) <= BEYOND_MENDING
-
-
-def own_code(ctx: Any) -> None:
-    from torch.optim import AdamW
-    from torch.utils.data import DataLoader
-
-    optimizer = AdamW(ctx.model.parameters(), lr=0.3)
-    for batch in DataLoader(ctx.data, batch_size=4):
-        ctx.model(batch).backward()
-        optimizer.step()
-
-
-def test_of_a_function() -> None:
-    """A finding of its text has a mended one, or a line to note it at."""
-    import inspect
-
-    plan = ss.Plan(
-        ss.models["gpt2"],
-        ss.Cluster.parse("8xb200-sxm-180gb"),
-        ss.Recipe(seq_len=256, micro_batch_size=128, global_batch_size=2048),
-        ss.Layout.ddp(),
-    )
-    source = inspect.getsource(own_code)
-    found = plan.findings(own_code)
-    names = {one.name for one in found}
-    assert {"data-loading", "learning-rate-against-batch", "never-profiled"} <= names
-    for one in found:
-        if one.name in without_a_click([one]):
-            assert noted(source, one) is not None, one.name

@@ -14,8 +14,8 @@ from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
-from shardscope.own_code.script import names_engine
 from shardscope.runs.launch import launch
+from shardscope.runs.task_source import names_engine
 from shardscope.training.resume import check_loads
 
 L = Layout

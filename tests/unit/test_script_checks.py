@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 from tests.needs import needs
-from tests.unit.test_fsdp1_mended import CONFIG
 
 import shardscope as ss
 from shardscope_widgets import Studio
 from shardscope_widgets.checks.own_code import imports_behind
 from shardscope_widgets.checks.script import ScriptChecks
 
+CONFIG = """compute_environment: LOCAL_MACHINE
+fsdp_config:
+  fsdp_version: 1   # old
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_use_orig_params: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+num_processes: 8
+"""
 LOADER = "from torch.utils.data import DataLoader\nfor b in DataLoader(data):\n    b.backward()\n"
 
 
@@ -103,7 +111,7 @@ def test_a_name_from_a_file_is_never_markup(tmp_path: Path) -> None:
 
 OLD_STEP = """def train(ctx):
     from torch.optim import AdamW
-    optimizer = AdamW(ctx.model.parameters(), lr=0.3)
+    optimizer = AdamW(ctx.model.parameters(), lr=1e-4)
     for batch in ctx.batches:
         ctx.model(batch).backward()
         optimizer.step()
@@ -129,8 +137,8 @@ def test_a_function_of_the_notebook_is_checked_by_its_name(tmp_path: Path) -> No
     )
     view = reading("train", plan=plan, functions=defined(OLD_STEP, "train", tmp_path))
     assert not view.error.value
-    assert "learning-rate-against-batch" in [one.name for one in view.findings]
-    assert "train, line 3" in view.list.value
+    assert "gradients-never-zeroed" in [one.name for one in view.findings]
+    assert "train, line 6" in view.list.value
 
 
 IMPORTED = """from collections import OrderedDict as Kept

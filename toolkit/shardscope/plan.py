@@ -147,15 +147,15 @@ class Plan(JsonNoun):
     def findings(self, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
         """What runs, but badly, the worst first: each with the number behind it and the change that mends it.
 
-        What mends it is a changed plan, task or text; where that takes up to seconds to find, ``look()`` of
-        the finding does, and ``question`` asks for what only a person knows.
+        The suggested fix is a changed plan or task, or words; where finding it takes seconds, ``look()`` of
+        the finding does, and ``question`` asks for what only the user knows.
 
         ``task`` is what will be run of the plan (a ``Pretrain``, a function ``f(ctx)``, whose source is
         read): its learning rate, its data and its checkpoint are looked at, too. ``runs`` are earlier runs
         (:func:`shardscope.runs`), which tell whether anybody ever profiled this plan. A check of which a
         figure is not known finds nothing. Raises ``ValueError`` for ``runs`` that are none.
         """
-        from shardscope.planner.preflight import findings
+        from shardscope.runs.checks.findings import findings
 
         return findings(self, task, runs)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
-    from shardscope.planner.preflight.finding import Finding
 
 ReduceType = Literal["fp32", "bf16", "fp16"]
 
@@ -106,6 +104,3 @@ class Habits(Protocol):
 
     def overlaps(self, plan: Plan) -> Mapping[str, object]:
         """Options that are off and would let collectives of ``plan`` run beneath arithmetic."""
-
-    def in_script(self, script: Script) -> Iterator[Finding]:
-        """What of this framework a person's own script does badly, or in ways that are gone."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
 from shardscope.frameworks.registry import check_trained
-from shardscope.own_code.script import names_engine
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
@@ -32,6 +31,7 @@ from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
+from shardscope.runs.task_source import names_engine
 from shardscope.validation import Value, flag, refuse
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from html import escape
 from typing import Any
 
 import shardscope as ss
-from shardscope.own_code.script import Script
-from shardscope.planner.preflight import Finding, findings_in
+from shardscope.planner.preflight import Finding
+from shardscope.runs.checks.findings import findings_in
+from shardscope.runs.checks.script import Script
 from shardscope_widgets.checks.findings import list_html, row_html, worst_first
 from shardscope_widgets.checks.own_code import OwnCode, functions_here, read
 from shardscope_widgets.kit import controls

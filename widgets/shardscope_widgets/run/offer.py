@@ -12,9 +12,9 @@ from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
-from shardscope.own_code.script import names_engine
 from shardscope.planner.room import shortages
 from shardscope.planner.verdict import assess
+from shardscope.runs.task_source import names_engine
 from shardscope_widgets.kit.words import device_count
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,7 @@ from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_che
 from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
-    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
-    from shardscope.planner.preflight.finding import Finding
 
 
 def reduces_in(plan: Plan) -> ReduceType:
@@ -52,8 +50,3 @@ def unused(plan: Plan) -> Mapping[str, str]:
 def overlaps(plan: Plan) -> Mapping[str, object]:
     """None is off by itself."""
     return {}
-
-
-def in_script(script: Script) -> Iterator[Finding]:
-    """Nothing of it is gone."""
-    yield from ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,7 @@ from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
-    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
-    from shardscope.planner.preflight.finding import Finding
 
 
 def reduces_in(plan: Plan) -> ReduceType:
@@ -88,8 +86,3 @@ def overlaps(plan: Plan) -> Mapping[str, object]:
     layout: Any = plan.layout
     is_off = layout.stage in (1, 2) and layout.pp == 1 and not layout.overlap_comm
     return {"overlap_comm": True} if is_off else {}
-
-
-def in_script(script: Script) -> Iterator[Finding]:
-    """Nothing of it is gone."""
-    yield from ()

@@ -6,22 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.fsdp2.own_code.old_code import in_script
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_checkpoint
 from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-__all__ = [
-    "checkpoint",
-    "in_script",
-    "keeps_fp32_weights",
-    "padded_vocab_size",
-    "reduce_remedy",
-    "reduces_in",
-    "unused",
-]
 
 
 def reduces_in(plan: Plan) -> ReduceType:

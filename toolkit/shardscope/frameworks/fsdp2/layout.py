@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.fixes import checked
+from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -115,8 +116,6 @@ class Fsdp2Layout(Layout):
 
     def _check_reshard(self) -> None:
         """A number of ranks; a strategy's name of FSDP1 is told what it is here."""
-        from shardscope.frameworks.fsdp2.old_names import STRATEGIES  # It makes layouts itself.
-
         value = self.reshard_after_forward
         name = value.rpartition(".")[2].upper() if isinstance(value, str) else ""
         field, allowed = "Layout.reshard_after_forward", "True, False or a whole number of ranks from 2 on"

@@ -6,13 +6,9 @@ migration guide", and torch/distributed/fsdp/api.py; each right-hand name is tor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.validation import Fix, one_of
-
-if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
+from shardscope.validation import Fix
 
 
 class Strategy(NamedTuple):
@@ -82,10 +78,6 @@ REPLACED: dict[str, str] = {
 }
 """Arguments, methods and classes of FSDP1, and what to write instead."""
 
-OWN_METHODS = ("no_sync", "summon_full_params", "optim_state_dict", "set_state_dict_type", "state_dict_type")
-"""Of those the ones that a wrapped model or the class has: other libraries' objects have none of these names
-but no_sync, which DDP has, too."""
-
 CONFIG: dict[str, str] = {
     "fsdp_backward_prefetch": "nothing: leave it out",
     "fsdp_forward_prefetch": "nothing: FSDP2's plugin refuses it",
@@ -94,15 +86,3 @@ CONFIG: dict[str, str] = {
 }
 """Keys of accelerate's configuration that ``fsdp_version: 2`` has no use for
 (accelerate/utils/dataclasses.py)."""
-
-
-def translated(strategy: str, cluster: Cluster) -> Fsdp2Layout | None:
-    """The FSDP2 layout of a strategy by name; None where FSDP2 has none (NO_SHARD is DDP).
-
-    Raises ``ValueError`` listing the known names.
-    """
-    found = STRATEGIES[one_of("sharding_strategy", strategy, list(STRATEGIES))]
-    if not found.shards:
-        return None
-    replicate = cluster.num_nodes if found.is_hybrid else 1
-    return Fsdp2Layout(reshard_after_forward=found.reshards, replicate=replicate)

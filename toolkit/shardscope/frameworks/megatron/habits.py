@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,7 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
-    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
-    from shardscope.planner.preflight.finding import Finding
 
 
 def reduces_in(plan: Plan) -> ReduceType:
@@ -75,8 +73,3 @@ def overlaps(plan: Plan) -> Mapping[str, object]:
     layout: Any = plan.layout
     names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
     return {name: True for name in names if not getattr(layout, name)}
-
-
-def in_script(script: Script) -> Iterator[Finding]:
-    """Nothing of it is gone."""
-    yield from ()

@@ -1,4 +1,7 @@
-"""The preflight: what of a plan, a task or a script runs, but badly, and what mends it."""
+"""The preflight: what of a plan or a task runs, but badly, and the suggested fix.
+
+Scripts, functions and earlier runs are checked by ``shardscope.runs.checks``.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,21 @@ from shardscope.planner.preflight import (
     overlap,
     pipeline,
     precision,
-    profile,
     recomputation,
     room,
-    scripts,
     sharding,
     tensor_parallel,
     widths,
 )
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
-from shardscope.planner.preflight.notes import noted
-from shardscope.planner.preflight.scripts import findings_in
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.runs.run import Run
 
-__all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "findings", "findings_in", "noted"]
+__all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "check_runs", "findings"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     room.no_room,
@@ -56,12 +55,9 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     checkpoints.tied_checkpoints,
     checkpoints.resumed,
     learning_rate.rate_against_batch,
-    learning_rate.rate_in_script,
     learning_rate.short_warm_up,
     data.same_windows,
     loading.starved,
-    profile.never_profiled,
-    scripts.in_task,
 )
 """Every check; each looks at one thing."""
 
@@ -77,13 +73,13 @@ class Findings(list[Finding]):
 
 
 def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> Findings:
-    """See :meth:`shardscope.plan.Plan.findings`."""
-    case = Case(plan=plan, task=task, runs=_checked(runs))
+    """Return the findings of ``plan`` and of the fields of ``task``, the worst first."""
+    case = Case(plan=plan, task=task, runs=check_runs(runs))
     found = [finding for check in CHECKS for finding in check(case)]
     return Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
 
 
-def _checked(runs: object) -> tuple[Run, ...]:
+def check_runs(runs: object) -> tuple[Run, ...]:
     """``runs`` as Runs; None is none of them. Raises ``ValueError`` for anything else."""
     if runs is None:
         return ()

@@ -35,8 +35,6 @@ class Finding:
     """The mended plan; None where the change is one of a task, a script or the machine."""
     task: object = None
     """The mended task (``Pretrain(...)`` with another field); None where the change is none of its fields."""
-    source: str | None = None
-    """The mended text of the script or configuration; None where the change is not one of its words alone."""
     question: Question | None = None
     """What only a person knows, and what a plan is with the answer; None: nothing is asked."""
     way: Callable[[], Way | None] | None = field(default=None, repr=False, compare=False)

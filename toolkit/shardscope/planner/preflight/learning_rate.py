@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
-from shardscope.own_code.edits import mended, replaced
-from shardscope.own_code.script import Script, keywords, source_of
 from shardscope.planner.preflight.case import Case, changed_task
 from shardscope.planner.preflight.finding import Finding, Severity
 from shardscope.planner.preflight.usual_rates import TOO_HIGH, Usual, usual_rates
@@ -17,9 +14,6 @@ WARM_UP_STEPS = round(2 / (1 - BETA_2))
 """Steps of a linear warm-up without which AdamW's second moment is not settled: 2 / (1 - beta_2), Ma & Yarats
 2021 (arXiv:1910.04209)."""
 NAME = "learning-rate-against-batch"
-CALLED = {"AdamW": "adamw", "Adam": "adamw", "Lion": "lion"}
-"""Optimizers as a person's own code makes them, and whose rates are theirs. SGD's are nobody's here: no
-published run of a transformer of such a size has one to carry."""
 
 
 def rate_against_batch(case: Case) -> Iterator[Finding]:
@@ -39,41 +33,6 @@ def rate_against_batch(case: Case) -> Iterator[Finding]:
         change=f"learning_rate={usual.advised:g}",
         task=changed_task(case.task, learning_rate=usual.advised),
     )
-
-
-def rate_in_script(case: Case) -> Iterator[Finding]:
-    """The same of an optimizer that a person's own code makes with a number for its rate.
-
-    Whether it trains new weights or goes on from others, the code need not say: what is too high for new ones
-    is too high for both, and nothing is too low.
-    """
-    source = source_of(case.task)
-    if source is None:
-        return
-    script = Script(source=source, plan=case.plan)
-    for name, optimizer in CALLED.items():
-        for call in script.calls(name):
-            first = call.args[:2]
-            second = first[1] if len(first) == 2 and not isinstance(first[0], ast.Starred) else None
-            given = keywords(call).get("lr", second)
-            if not isinstance(given, ast.Constant) or not isinstance(given.value, int | float):
-                continue
-            if isinstance(given.value, bool):
-                continue
-            rate = float(given.value)
-            usual = usual_rates(case.plan, optimizer=optimizer, begins_from_weights=False)
-            if usual is None or rate <= usual.highest:
-                continue
-            yield Finding(
-                name=NAME,
-                severity=_severity(rate, usual),
-                why=f"Line {call.lineno}: for a model of the plan's size, {_why(rate, usual)}",
-                number=rate / usual.rate,
-                change=f"lr={usual.advised:g}",
-                source=mended(script, replaced(script, given, f"{usual.advised:g}")),
-                line=call.lineno,
-            )
-            return
 
 
 def _severity(rate: float, usual: Usual) -> Severity:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shardscope.own_code.script import source_of
-from shardscope.planner.preflight.case import Case, changed_task
+from shardscope.planner.preflight.case import changed_task
 from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.task_source import source_of
 
 if TYPE_CHECKING:
+    from shardscope.plan import Plan
     from shardscope.runs.run import Run
 
 
-def never_profiled(case: Case) -> Iterator[Finding]:
-    """No earlier run of this plan has a trace, and the task at hand records none."""
-    if _records(case.task):
+def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Finding]:
+    """Find a plan of which no earlier run has a trace, where the task records none either."""
+    if _records(task):
         return
-    mine = [run for run in case.runs if _plan_of(run) == case.plan]
-    if any(_has_trace(run) for run in mine) or (case.task is None and not mine):
+    mine = [run for run in runs if _plan_of(run) == plan]
+    if any(_has_trace(run) for run in mine) or (task is None and not mine):
         return
     number = len(mine)
     before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace" if mine else "No trace yet"
@@ -28,9 +29,7 @@ def never_profiled(case: Case) -> Iterator[Finding]:
         why=f"{before}: what the step waits for is predicted only, and nobody has seen it.",
         number=float(number),
         change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
-        task=changed_task(case.task, profile=True),
-        # Of a person's own code the first line is where it can be noted.
-        line=None if source_of(case.task) is None else 1,
+        task=changed_task(task, profile=True),
     )
 
 

@@ -1,0 +1,99 @@
+"""Saving in a script: a whole model gathered where its shards would do, and a file that every rank writes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from shardscope.memory.precision import FP32
+from shardscope.memory.words import gib
+from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
+
+SHARDED = (
+    "torch.distributed.checkpoint.save(get_model_state_dict(model), ...): a sharded checkpoint, which loads "
+    "over any number of ranks"
+)
+ON_RANK_0 = (
+    "if dist.get_rank() == 0: around the save (what gathers stays outside, for all ranks), or "
+    "torch.distributed.checkpoint.save, which writes a file for each rank"
+)
+SAVING_MODULES = ("torch", "np", "numpy", "pickle", "joblib")
+MAX_DEPTH = 5
+"""Functions around a save that are followed to their calls."""
+
+
+def check_gathered_state(script: Script) -> Iterator[Finding]:
+    """Find a checkpoint that is gathered whole: on every rank, or on rank 0 while the others wait."""
+    configs = script.calls("FullStateDictConfig")
+    on_one = bool(configs) and all(is_constant(keywords(one).get("rank0_only"), True) for one in configs)
+    for line in script.uses.get("FULL_STATE_DICT", ()):
+        yield _gathered(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
+    for call in script.calls("StateDictOptions"):
+        given = keywords(call)
+        # With broadcast_from_rank0 rank 0 reads a whole one and hands it out: that is no checkpoint.
+        is_load = is_constant(given.get("broadcast_from_rank0"), True)
+        if is_constant(given.get("full_state_dict"), True) and not is_load:
+            on_one = is_constant(given.get("cpu_offload"), True)
+            yield _gathered(script, call.lineno, "full_state_dict=True", "cpu_offload=True", on_one)
+
+
+def _gathered(script: Script, line: int, option: str, on_rank_0: str, on_one: bool) -> Finding:
+    size, num_bytes, room = "the whole model", None, None
+    if script.plan is not None:
+        # Weights in fp32 and, where the optimizer is saved, Adam's two moments.
+        each = FP32 * (3 if any("optim" in name and "state_dict" in name for name in script.uses) else 1)
+        num_bytes, room = (
+            script.plan.architecture.num_parameters * each,
+            script.plan.cluster.host_memory_bytes,
+        )
+        size = f"{gib(num_bytes)} GiB"
+    number = None if num_bytes is None else num_bytes / 2**30
+    if not on_one:
+        why = f"{option} without {on_rank_0} gathers {size} on every rank."
+        return at_line(
+            line, "checkpoint-gathered-on-every-rank", "danger", why, f"{on_rank_0}, or {SHARDED}", number
+        )
+    is_short = num_bytes is not None and room is not None and num_bytes > room
+    why = f"{option} gathers {size} in the host memory of rank 0 while all others wait."
+    severity = "danger" if is_short else "hint"
+    return at_line(line, "checkpoint-gathered-on-one-rank", severity, why, SHARDED, number)  # type: ignore[arg-type]
+
+
+def check_every_rank_saves(script: Script) -> Iterator[Finding]:
+    """Find a file that every rank writes to the same path."""
+    for call in script.calls("save", "save_pretrained", "save_file", "dump") if script.is_distributed else ():
+        # An Accelerator's save and torch.distributed.checkpoint's know their rank.
+        if script.name_of(call.func) in ("save", "dump") and not _is_of_a_library(script, call):
+            continue
+        # transformers' save_pretrained takes what tells it which rank writes.
+        is_told = {"save_function", "is_main_process"} & set(keywords(call))
+        if not is_told and not script.reads_rank(*call.args) and not _is_on_one_rank(script, call):
+            why = "every rank writes this file, at the same time and to the same path: it may end up damaged."
+            yield at_line(call.lineno, "every-rank-saves", "warning", why, ON_RANK_0)
+
+
+def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
+    """Whether the rank is asked around ``node``, before it in its function, or around all calls of that."""
+    for one in script.around(node):
+        if isinstance(one, ast.If | ast.IfExp) and script.reads_rank(one.test):
+            return True
+        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        guards = [
+            inner for inner in ast.walk(one) if isinstance(inner, ast.If) and script.reads_rank(inner.test)
+        ]
+        leaving = (ast.Return, ast.Continue, ast.Raise)
+        if any(line_of(inner) < line_of(node) and isinstance(inner.body[-1], leaving) for inner in guards):
+            return True
+        if script.reads_rank(*one.decorator_list) or depth == MAX_DEPTH:
+            return depth < MAX_DEPTH
+        calls = [call for call in script.calls(one.name) if not _is_of_a_library(script, call)]
+        # A function that is given the rank may write a file of that name.
+        told = [script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls]
+        return bool(told) and all(told)
+    return False
+
+
+def _is_of_a_library(script: Script, call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and script.name_of(call.func.value) in SAVING_MODULES

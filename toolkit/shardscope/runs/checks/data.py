@@ -1,0 +1,147 @@
+"""Data loading on several ranks: own samples for each data-parallel rank, in a new order each epoch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.checks.script import Script, at_line, is_constant, keywords
+
+LOADER, SAMPLER = "DataLoader", "DistributedSampler"
+SHARDING = re.compile(
+    r"\w*distributed\w*(sampler|readingservice)\w*|split\w*_by_node|sharding_filter|StreamingDataset"
+    r"|prepare_data_?loaders?|setup_dataloaders?|auto_dataloader|scatter(_object_list)?|device_specific"
+    r"|Lightning(Data)?Module|\w*Trainer",
+    re.IGNORECASE,
+)
+"""Functions and classes that give each rank its share of the data, or wrap a loader so that it does."""
+NOT_DATA = re.compile(r"\w*(model|net|optim|sched|crit|loss|accelerator)\w*|opt|lr", re.IGNORECASE)
+"""Names of what ``accelerator.prepare`` takes beside loaders."""
+HARMLESS = re.compile(
+    r"\w*device\w*|to|cuda|\w*print\w*|info|debug|warning|error|log|tqdm|trange|save\w*|init_process_group"
+    r"|\w*DataParallel|spawn|init|barrier",
+    re.IGNORECASE,
+)
+"""Functions to which a rank is given without selecting data by it."""
+READING = ("int", "str", "get", "getenv", "get_rank", "max", "min")
+"""Functions through which a rank is read."""
+ABOUT_SPEED = ("num_workers", "pin_memory", "batch_size", "prefetch_factor")
+SAMPLER_ARGUMENTS, SAMPLER_POSITIONS = ("sampler", "batch_sampler"), (3, 4)
+"""Of a DataLoader, by name and by position (torch/utils/data/dataloader.py)."""
+BLIND_SAMPLERS = ("RandomSampler", "SequentialSampler", "WeightedRandomSampler", "SubsetRandomSampler")
+"""torch's samplers that do not know the rank."""
+
+
+def check_sampler(script: Script) -> Iterator[Finding]:
+    """Find a DataLoader that gives all ranks the same samples."""
+    plan, loaders = script.plan, script.calls(LOADER)
+    if plan is not None and plan.degrees.data_parallel == 1:
+        return
+    # One loader with a sampler speaks for the others: an evaluation often has none on purpose.
+    if any(_has_sampler(script, call) for call in loaders) or _shards_data(script):
+        return
+    ranks = None if plan is None else plan.world_size
+    readers = "all ranks" if ranks is None else f"all {ranks} ranks"
+    for call in loaders:
+        why = f"this DataLoader has no sampler that knows its rank: {readers} read the same samples."
+        change = "sampler=DistributedSampler(dataset, num_replicas=..., rank=...)"
+        yield at_line(call.lineno, "ranks-read-the-same-data", "danger", why, change, ranks)
+
+
+def _has_sampler(script: Script, loader: ast.Call) -> bool:
+    """Whether a loader has a sampler that may know its rank, or arguments that the text does not show."""
+    given = [value for name, value in keywords(loader).items() if name in SAMPLER_ARGUMENTS]
+    given += [loader.args[place] for place in SAMPLER_POSITIONS if len(loader.args) > place]
+    assigned = {name: node.value for node, name in _assignments(script)}
+    values = [assigned.get(script.name_of(one), one) for one in given]
+    blind = [is_constant(one, None) or one in script.calls(*BLIND_SAMPLERS) for one in values]
+    return any(keyword.arg is None for keyword in loader.keywords) or not all(blind)
+
+
+def _shards_data(script: Script) -> bool:
+    """Whether ranks get data of their own in another way: a wrapped loader, or a selection by rank."""
+    arguments = {node.arg for node in script.nodes if isinstance(node, ast.keyword) and node.arg}
+    if any(SHARDING.fullmatch(name) for name in (arguments | set(script.uses)) - script.defined):
+        return True
+    prepared = [ast.unparse(one) for call in script.calls("prepare") for one in call.args]
+    if script.calls("shard") or not all(map(NOT_DATA.fullmatch, prepared)):
+        return True
+    assigned = [(node, name) for node, name in _assignments(script) if not HARMLESS.fullmatch(name)]
+    names = {name for node, name in assigned if script.reads_rank(node.value)}
+    # rank = dist.get_rank(); start = rank * share
+    names |= {name for node, name in assigned if names & set(map(script.name_of, ast.walk(node.value)))}
+    # torch.multiprocessing.spawn gives the first parameter of its function the rank.
+    started = {script.name_of(call.args[0]) for call in script.calls("spawn") if call.args}
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
+    names |= {one.args.args[0].arg for one in functions if one.name in started and one.args.args}
+    returning = {one.name for one in functions if any(isinstance(node, ast.Return) for node in ast.walk(one))}
+    return any(
+        (script.is_rank(node) or script.name_of(node) in names - {"self"})
+        and not isinstance(getattr(node, "ctx", None), ast.Store)
+        and not _is_harmless(script, node, script.defined - returning)
+        for node in script.nodes
+    )
+
+
+def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
+    """Yield assignments with the name of each target; of ``args.rank = ...`` also ``args``."""
+    for node in script.nodes:
+        if isinstance(node, ast.Assign):
+            targets = (inner for target in node.targets for inner in ast.walk(target))
+            yield from ((node, name) for name in map(script.name_of, targets) if name)
+
+
+def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
+    """Whether a read of the rank chooses a device, who prints or who waits, or only fills a variable.
+
+    ``own`` are the script's functions and classes that return nothing that could be a rank's data.
+    """
+    around, inside = list(script.around(node)), node
+    if any(getattr(one, "arg", None) in ABOUT_SPEED for one in around):
+        return True
+    for one in around:
+        if isinstance(one, ast.Call) and inside is not one.func:
+            name = script.name_of(one.func)
+            if name not in READING:
+                return HARMLESS.fullmatch(name) is not None or name in own
+        elif isinstance(one, ast.Subscript) and inside is one.slice and not isinstance(inside, ast.Constant):
+            return False
+        elif isinstance(one, ast.Compare):
+            # ``rank == 0`` is harmless; ``index % 8 == rank`` and a choice between two values are not.
+            computes = any(isinstance(part, ast.BinOp) for part in ast.walk(one))
+            return not computes and not any(isinstance(outer, ast.IfExp) for outer in around)
+        elif isinstance(one, ast.stmt):
+            return True
+        inside = one
+    return True
+
+
+def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
+    """Find a sampler that gives tensor-, context- or pipeline-parallel ranks different samples."""
+    plan = script.plan
+    if plan is None or plan.degrees.data_parallel == plan.world_size:
+        return
+    wanted = plan.degrees.data_parallel
+    for call in script.calls(SAMPLER):
+        given = keywords(call).get("num_replicas", call.args[1] if len(call.args) > 1 else None)
+        # Without the argument it is the world size (torch/utils/data/distributed.py).
+        if given is not None and not re.search(r"world_?size|num_processes", ast.unparse(given), re.I):
+            continue
+        why = (
+            f"this sampler divides the data by {plan.world_size} ranks, and the plan has {wanted} "
+            f"data-parallel ones: {plan.world_size // wanted} ranks of one sequence read different ones."
+        )
+        change = f"num_replicas={wanted}, rank=the rank among the data-parallel ranks"
+        number = plan.world_size / wanted
+        yield at_line(call.lineno, "sampler-over-all-ranks", "danger", why, change, number)
+
+
+def check_set_epoch(script: Script) -> Iterator[Finding]:
+    """Find a shuffling DistributedSampler that repeats the order of the first epoch."""
+    for call in script.calls(SAMPLER)[:1]:
+        if "set_epoch" not in script.uses and not is_constant(keywords(call).get("shuffle"), False):
+            why = "set_epoch is never called: every epoch has the order of the first."
+            change = "sampler.set_epoch(epoch) before each epoch"
+            yield at_line(call.lineno, "same-order-every-epoch", "hint", why, change)

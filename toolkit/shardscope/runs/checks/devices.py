@@ -1,0 +1,79 @@
+"""Devices and ranks in a script: numbers where each rank needs its own, and a GPU that is never chosen."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
+
+DEVICE = re.compile(r"(cuda|xpu):\d+")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+RANK_ARGUMENTS = {
+    "init_process_group": ("rank", "world_size"),
+    "DistributedSampler": ("rank",),
+}
+CHOOSING = ("set_device", "set_device_index", "Accelerator", "Trainer", "initialize", "local_rank")
+"""What gives a rank its GPU: torch's functions, libraries, the variable."""
+THIS_RANKS_DEVICE = 'torch.device("cuda", int(os.environ["LOCAL_RANK"]))'
+THIS_RANK = 'dist.get_rank() and dist.get_world_size(), or int(os.environ["RANK"]), which torchrun sets'
+SET_DEVICE = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group'
+
+
+def check_fixed_device(script: Script) -> Iterator[Finding]:
+    """Find a GPU by its number: all ranks of a node would share it."""
+    lines: dict[int, str] = {}
+    for node in script.nodes if script.is_distributed else ():
+        numbers: list[ast.expr] = []
+        if isinstance(node, ast.Call) and script.name_of(node.func) in ("cuda", "set_device"):
+            numbers = node.args
+        elif isinstance(node, ast.keyword) and node.arg == "device_ids" and isinstance(node.value, ast.List):
+            numbers = node.value.elts
+        named = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if DEVICE.fullmatch(named) or any(is_constant(number, *range(64)) for number in numbers[:1]):
+            lines.setdefault(line_of(node), ast.unparse(node))
+    for line, words in lines.items():
+        why = (
+            f"{words} is one GPU for all ranks of a node: they share its memory, and NCCL refuses two ranks "
+            "on one GPU."
+        )
+        yield at_line(line, "device-hard-coded", "danger", why, THIS_RANKS_DEVICE)
+
+
+def check_fixed_rank(script: Script) -> Iterator[Finding]:
+    """Find a rank or a world size that is a number in the text, not what the launcher set."""
+    lines: dict[int, str] = {}
+    for node in script.nodes:
+        if isinstance(node, ast.Call):
+            for name in RANK_ARGUMENTS.get(script.name_of(node.func), ()):
+                value = keywords(node).get(name)
+                if isinstance(value, ast.Constant) and type(value.value) is int and value.value >= 0:
+                    lines[value.lineno] = f"{name}={value.value}"
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                is_variable = isinstance(target, ast.Subscript) and script.name_of(target.value) == "environ"
+                if is_variable and is_constant(target.slice, *RANK_VARIABLES):  # type: ignore[attr-defined]
+                    lines[node.lineno] = ast.unparse(node)
+    for line, words in lines.items():
+        why = f"{words} is the same on every rank, whatever the launcher set."
+        yield at_line(line, "rank-hard-coded", "danger", why, THIS_RANK)
+
+
+def check_set_device(script: Script) -> Iterator[Finding]:
+    """Find CUDA ranks that never choose a GPU: all of a node's compute on its first one."""
+    for call in script.calls("init_process_group")[:1]:
+        backend = keywords(call).get("backend", call.args[0] if call.args else None)
+        named = "cuda" in script.uses or any(is_constant(node, "cuda") for node in script.nodes)
+        placed = script.calls("cuda", "to", "device")
+        if (
+            is_constant(backend, "gloo", "mpi")
+            or not (named or is_constant(backend, "nccl"))
+            or "device_id" in keywords(call)
+            or any(name in script.uses for name in CHOOSING)
+            or any(script.reads_rank(*one.args, *one.keywords) for one in placed)
+        ):
+            return
+        why = "a process group on GPUs, and no rank chooses its own: all ranks of a node use GPU 0."
+        yield at_line(call.lineno, "device-never-set", "danger", why, SET_DEVICE)

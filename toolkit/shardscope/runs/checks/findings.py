@@ -1,0 +1,62 @@
+"""All findings of a plan and of what will be run of it; and the findings in a script's text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardscope.planner import preflight
+from shardscope.planner.preflight.finding import SEVERITIES, Finding
+from shardscope.runs.checks import checkpoints, data, devices, fsdp1, optimizer, precision, profile
+from shardscope.runs.checks.script import MAX_CHARACTERS, Script
+from shardscope.runs.task_source import source_of
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.runs.run import Run
+
+CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
+    data.check_sampler,
+    data.check_sampler_over_all_ranks,
+    data.check_set_epoch,
+    precision.check_loss_scaling,
+    fsdp1.check_fsdp1,
+    checkpoints.check_gathered_state,
+    checkpoints.check_every_rank_saves,
+    devices.check_fixed_device,
+    devices.check_fixed_rank,
+    devices.check_set_device,
+    optimizer.check_zero_grad,
+)
+"""Every check of a script; each yields findings with their lines."""
+
+
+def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
+    """Return the findings of a plan, its task and earlier runs: :meth:`shardscope.plan.Plan.findings`."""
+    earlier = preflight.check_runs(runs)
+    found = [*preflight.findings(plan, task, earlier), *profile.check_profiled(plan, task, earlier)]
+    source = source_of(task)
+    if source is not None:
+        found += _check(Script(source=source, plan=plan))
+    return preflight.Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
+
+
+def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
+    """Return what ``source``, a training script or the text of an accelerate configuration, does badly.
+
+    It is read, never run. Each finding names its line and what to write instead; with ``plan`` also what it
+    costs. The worst come first. Raises ``ValueError`` for what is no text, or is longer than a mebibyte.
+    """
+    if not isinstance(source, str) or len(source) > MAX_CHARACTERS:
+        refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
+    found = _check(Script(source=source, plan=plan))
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
+
+
+def _check(script: Script) -> Iterator[Finding]:
+    for check in CHECKS:
+        # Text that nests deeper than Python's recursion limit is not checked further.
+        with suppress(RecursionError):
+            yield from check(script)

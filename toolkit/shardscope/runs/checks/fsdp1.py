@@ -1,0 +1,150 @@
+"""A guide from PyTorch's first FSDP to FSDP2: every use in a script or an accelerate configuration.
+
+The two places where migrations go wrong, mixed precision and optimizer state, are warnings of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardscope.frameworks.fsdp2.old_names import CONFIG, REPLACED, STRATEGIES
+from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.checks.script import Script, at_line, is_constant, keywords
+
+OLD_CLASS, PLUGIN = "FullyShardedDataParallel", "FullyShardedDataParallelPlugin"
+PLUGIN_KEEPS = ("auto_wrap_policy", "cpu_offload", "ignored_modules")
+"""Arguments that version 2 of Accelerate's plugin still takes (accelerate/utils/dataclasses.py)."""
+STRATEGY_ARGUMENTS = ("fsdp", "sharding_strategy", "reshard_after_forward")
+"""Arguments of transformers and Accelerate that name a strategy as text: ``fsdp="full_shard auto_wrap"``."""
+OPTIMIZER_STATE = re.compile(r"(?!(get|set)_)(\w+_)?optim(izer)?_state_dict(_to_load)?")
+"""FSDP1's functions of optimizer state: ``optim_state_dict``, ``full_optim_state_dict``, ..."""
+LINE = re.compile(r"^\s*(?P<key>fsdp_(?!config\b)\w+)\s*:\s*['\"]?(?P<value>\w+)['\"]?\s*(?:#.*)?$")
+"""One key of accelerate's YAML."""
+BY_CONFIG_VALUE = {str(number): name for number, name in enumerate(STRATEGIES, 1)} | {
+    name.strip("_"): name for name in STRATEGIES
+}
+"""Strategies by accelerate's number and name of each."""
+
+PRECISION_WHY = (
+    "MixedPrecision held for everything inside the wrapped model. FSDP2's policy holds for the one "
+    "fully_shard call that it is given to: layers without it are gathered and reduced in their own type. "
+    "Buffers keep theirs (there is no buffer_dtype). The optimizer updates the shards in the type in which "
+    "the model was loaded: in bf16 small updates are lost."
+)
+PRECISION_CHANGE = (
+    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) in every "
+    "fully_shard call, the layers' and the model's, over a model that was loaded in fp32"
+)
+STATE_WHY = (
+    "FSDP1 keeps the optimizer's state for flat parameters, FSDP2 for DTensors of the model's own: neither "
+    "loads the other's. And an optimizer that was made before fully_shard updates tensors that the model no "
+    "longer has."
+)
+STATE_CHANGE = (
+    "Make the optimizer after fully_shard; save with get_optimizer_state_dict(model, optimizer), load with "
+    "set_optimizer_state_dict. Of an FSDP1 checkpoint: gather it once with FSDP1 (FSDP.optim_state_dict under"
+    " FULL_STATE_DICT) and load that with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+)
+
+
+def check_fsdp1(script: Script) -> Iterator[Finding]:
+    """Find every use of FSDP1, each with its replacement."""
+    matches = [(number, LINE.match(text)) for number, text in enumerate(script.source.splitlines(), 1)]
+    lines = [(number, match["key"], match["value"]) for number, match in matches if match]
+    # ``key: value`` is Python as well: an annotation.
+    is_python = script.tree is not None and not all(
+        isinstance(one, ast.AnnAssign) for one in script.tree.body
+    )
+    if lines and not is_python:
+        yield from _in_config(lines)
+        return
+    yield from _in_calls(script)
+    yield from _strategies(script)
+    if OLD_CLASS in script.uses:
+        yield from _in_names(script)
+        yield from _optimizer_state(script)
+    for call in script.calls("MixedPrecision"):
+        yield at_line(call.lineno, "fsdp1-mixed-precision", "warning", PRECISION_WHY, PRECISION_CHANGE)
+
+
+def _replace(name: str, line: int, change: str) -> Finding:
+    words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", "-", name.removeprefix("fsdp_").strip("_")).lower()
+    return at_line(line, f"fsdp1-{words}", "hint", f"{name} is FSDP1's.", change)
+
+
+def _in_calls(script: Script) -> Iterator[Finding]:
+    """Calls of the class and of Accelerate's plugin, and their arguments."""
+    for call in script.calls(OLD_CLASS, PLUGIN):
+        is_class = script.name_of(call.func) == OLD_CLASS
+        if is_class:
+            why = (
+                f"{OLD_CLASS} is PyTorch's first FSDP, which flattens parameters; FSDP2 shards each by "
+                "itself, so that frozen ones, adapters and tensor parallelism work with it."
+            )
+            change = "fully_shard(layer) for each decoder layer, then fully_shard(model)"
+            yield at_line(call.lineno, "fsdp1", "hint", why, change)
+        elif not is_constant(keywords(call).get("fsdp_version"), 2):
+            why = "without fsdp_version=2 Accelerate's plugin is PyTorch's first FSDP."
+            yield at_line(call.lineno, "fsdp1", "hint", why, f"{PLUGIN}(fsdp_version=2, ...)")
+        for name, value in keywords(call).items():
+            if name in REPLACED and name != "mixed_precision" and (is_class or name not in PLUGIN_KEEPS):
+                yield _replace(name, value.lineno, REPLACED[name])
+
+
+def _in_names(script: Script) -> Iterator[Finding]:
+    """Methods and classes of FSDP1, at each use."""
+    for node in script.nodes:
+        name = script.name_of(node)
+        # A variable may be named as an argument is; torch.nn.utils has a function of a method's name.
+        is_variable = isinstance(node, ast.Name) and node.id not in script.aliases
+        is_torchs = isinstance(node, ast.Attribute) and "nn.utils" in ast.unparse(node.value)
+        if name in REPLACED and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
+            yield _replace(name, node.lineno, REPLACED[name])  # type: ignore[attr-defined]
+    for line in script.uses.get("BACKWARD_POST", ()):
+        why = "FSDP2 has no BACKWARD_POST, which gathered later and held less."
+        change = "module.set_modules_to_backward_prefetch([]) where memory is short"
+        yield at_line(line, "fsdp1-backward-post", "hint", why, change)
+
+
+def _strategies(script: Script) -> Iterator[Finding]:
+    """Strategies as members of the enumeration, or as text."""
+    found = [(line, name) for name in STRATEGIES for line in script.uses.get(name, ())]
+    for keyword in script.nodes:
+        if isinstance(keyword, ast.keyword) and keyword.arg in STRATEGY_ARGUMENTS:
+            texts = (node.value for node in ast.walk(keyword.value) if isinstance(node, ast.Constant))
+            words = (word for text in texts for word in str(text).upper().split())
+            found += [(keyword.value.lineno, word) for word in words if word in STRATEGIES]
+    for line, name in found:
+        yield _replace(name, line, STRATEGIES[name].words)
+
+
+def _optimizer_state(script: Script) -> Iterator[Finding]:
+    """The functions of optimizer state, and the optimizer's own ``state_dict``."""
+    for node in script.nodes:
+        name = script.name_of(node)
+        owner = script.name_of(node.value) if isinstance(node, ast.Attribute) else ""
+        is_own = name in ("state_dict", "load_state_dict") and re.fullmatch(r"\w*optim\w*|opt", owner, re.I)
+        if is_own or OPTIMIZER_STATE.fullmatch(name):
+            yield at_line(node.lineno, "fsdp1-optimizer-state", "warning", STATE_WHY, STATE_CHANGE)  # type: ignore[attr-defined]
+
+
+def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
+    """Accelerate's YAML: its version, and keys of version 1."""
+    version = [(line, value) for line, key, value in lines if key == "fsdp_version"]
+    if not version or version[0][1] == "1":
+        line = version[0][0] if version else lines[0][0]
+        why = "without fsdp_version: 2 Accelerate runs PyTorch's first FSDP."
+        yield at_line(line, "fsdp1", "hint", why, "fsdp_version: 2 (`accelerate to-fsdp2` rewrites the file)")
+    for line, key, value in lines:
+        if (
+            key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+            and value.upper() in BY_CONFIG_VALUE
+        ):
+            name = BY_CONFIG_VALUE[value.upper()]
+            yield _replace(name, line, STRATEGIES[name].words)
+        elif key in CONFIG:
+            yield _replace(key, line, CONFIG[key])
+        elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
+            yield _replace(key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT, which no rank gathers whole")

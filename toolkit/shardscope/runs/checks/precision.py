@@ -1,0 +1,86 @@
+"""Half precision in a script: backward in fp16 without a loss scaler."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardscope.planner.preflight.finding import Finding
+from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
+
+SCALERS = re.compile(
+    r"\w*(GradScaler|LossScaler|NativeScaler)\w*|(\w+_)?scaler|\w*loss_scal\w*|scale_loss|FP16_?Optimizer"
+    r"|Trainer|initialize|engine",
+    re.IGNORECASE,
+)
+"""Names of what scales a loss: torch's, apex's, the user's own; and of what does so by itself: transformers'
+Trainer, ``deepspeed.initialize``, ``ctx.engine``."""
+SCALING_PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+MIXED_PRECISION_POSITION = 2
+"""Of ``mixed_precision`` among the arguments of ``Accelerator``."""
+SMALLEST = 2.0**-24
+"""The smallest number of fp16."""
+
+
+def check_loss_scaling(script: Script) -> Iterator[Finding]:
+    """Find a backward in fp16 whose small gradients become zero."""
+    line = min(_half_lines(script), default=None)
+    if line is not None and "backward" in script.uses and not _scales(script):
+        why = (
+            f"gradients in fp16 without a loss scale become zero below {SMALLEST:.1g} (Micikevicius et al. "
+            "2018, section 3.2)."
+        )
+        change = "torch.amp.GradScaler around backward and step, or bfloat16"
+        yield at_line(line, "fp16-without-loss-scaling", "danger", why, change, SMALLEST)
+
+
+def _half_lines(script: Script) -> Iterator[int]:
+    """Yield the lines that make something fp16 that is trained."""
+    backward = [(script.scope(call), call.lineno) for call in script.calls("backward")]
+    for node in script.nodes:
+        if not _is_fp16(script, node) or any(_is_apart(script, one) for one in script.around(node)):
+            continue
+        # A model that is halved after training is only saved or evaluated so.
+        last = max((line for scope, line in backward if scope is script.scope(node)), default=line_of(node))
+        if line_of(node) <= last:
+            yield line_of(node)
+
+
+def _is_fp16(script: Script, node: ast.AST) -> bool:
+    """``model.half()``, ``torch.float16``, ``float16`` imported from torch."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "half"
+    if isinstance(node, ast.Attribute):
+        return script.name_of(node.value) == "torch" and node.attr in ("float16", "half")
+    return isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half")
+
+
+def _is_apart(script: Script, node: ast.AST) -> bool:
+    """Whether fp16 inside ``node`` is compared, chosen beside bf16, saved, or the type of a 4-bit product."""
+    if isinstance(node, ast.IfExp):
+        return "bfloat16" in ast.unparse(node)
+    if isinstance(node, ast.Call):
+        return script.name_of(node.func).startswith("save")
+    return isinstance(node, ast.Compare) or getattr(node, "arg", None) == "bnb_4bit_compute_dtype"
+
+
+def _scales(script: Script) -> bool:
+    """Whether something scales the loss, or may."""
+    given = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
+    if any(SCALERS.fullmatch(name) for name in (set(script.uses) | given) - script.defined):
+        return True
+    made = script.calls("Accelerator")
+    # One that is made elsewhere has a precision that this text does not show.
+    is_hidden = not made and "Accelerator" in script.uses
+    return is_hidden or "mixed_precision" in script.uses or any(map(_may_scale, made))
+
+
+def _may_scale(accelerator: ast.Call) -> bool:
+    """Whether an Accelerator makes a scaler: for ``fp16``, or for a precision that the text does not show."""
+    given, place = keywords(accelerator), MIXED_PRECISION_POSITION
+    if len(given) < len(accelerator.keywords) or any(name in given for name in SCALING_PLUGINS):
+        return True
+    by_position = accelerator.args[place] if len(accelerator.args) > place else None
+    precision = given.get("mixed_precision", by_position)
+    return precision is not None and not is_constant(precision, None, "no", "bf16", "fp8")

@@ -1,0 +1,141 @@
+"""A training script or function as a syntax tree: its calls, its imports, what stands around a node."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from shardscope.planner.preflight.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MAX_CHARACTERS = 2**20
+"""Longer than any script that a user wrote."""
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+RANK = re.compile(
+    r"((global|local|node|world|dist|ddp|dp|my|process)_)?(rank|RANK)(_id)?|get_(\w+_)?rank"
+    r"|(local_)?process_index|is_\w*(main|master|rank)\w*|\w*main_process\w*|(LOCAL_|NODE_)RANK"
+)
+"""Names that hold or return a rank, or tell whether this is the first one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Source code, and the plan that it will train where that is known."""
+
+    source: str
+    """Python, or the lines of an accelerate configuration."""
+    plan: Plan | None = None
+
+    @cached_property
+    def tree(self) -> ast.Module | None:
+        """The syntax tree; None for text that is not Python. A nested function's text is dedented first."""
+        for text in (self.source, textwrap.dedent(self.source)):
+            try:
+                return ast.parse(text)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+        return None
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node, in the order of the text where nodes have a line."""
+        found = [] if self.tree is None else list(ast.walk(self.tree))
+        return sorted(found, key=line_of)
+
+    @cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Local name -> what was imported under it: ``FSDP`` -> ``FullyShardedDataParallel``."""
+        return {
+            alias.asname or alias.name: alias.name.rpartition(".")[2]
+            for node in self.nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+
+    @cached_property
+    def defined(self) -> set[str]:
+        """Functions and classes that the script defines."""
+        return {node.name for node in self.nodes if isinstance(node, DEFINITIONS)}
+
+    def name_of(self, node: ast.AST) -> str:
+        """Return the imported name of a name or attribute, "" for other nodes."""
+        if isinstance(node, ast.Attribute):
+            return node.attr
+        return self.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Every name and attribute outside imports, under its imported name, and its lines."""
+        found: dict[str, list[int]] = {}
+        for node in self.nodes:
+            if name := self.name_of(node):
+                found.setdefault(name, []).append(line_of(node))
+        return found
+
+    def calls(self, *names: str) -> list[ast.Call]:
+        """Return the calls of these names, however they were imported, in the order of the text."""
+        return [
+            node for node in self.nodes if isinstance(node, ast.Call) and self.name_of(node.func) in names
+        ]
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what ``node`` stands in, innermost first."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def scope(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost function or class around ``node``; None: the module itself."""
+        return next((one for one in self.around(node) if isinstance(one, DEFINITIONS)), None)
+
+    def reads_rank(self, *nodes: ast.AST) -> bool:
+        """Whether a rank is read in ``nodes``: ``rank``, ``os.environ["RANK"]``, ``dist.get_rank()``."""
+        return any(self.is_rank(inner) for one in nodes for inner in ast.walk(one))
+
+    def is_rank(self, node: ast.AST) -> bool:
+        """Whether ``node`` is the name of a rank: of a variable, a function, an environment variable."""
+        text = node.value if isinstance(node, ast.Constant) else self.name_of(node)
+        return isinstance(text, str) and RANK.fullmatch(text) is not None
+
+    @cached_property
+    def is_distributed(self) -> bool:
+        """Whether it runs on several ranks by its own text, or is the function of a task (``ctx``)."""
+        makers = ("init_process_group", "DistributedDataParallel", "fully_shard", "Accelerator")
+        named = any(name in self.uses for name in (*makers, "FullyShardedDataParallel", "get_rank"))
+        return named or self.plan is not None or any(getattr(node, "arg", "") == "ctx" for node in self.nodes)
+
+
+def line_of(node: ast.AST) -> int:
+    """Return the first line of a node, 0 for nodes without one."""
+    return int(getattr(node, "lineno", 0))
+
+
+def keywords(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call by name."""
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+
+def is_constant(node: ast.AST | None, *values: object) -> bool:
+    """Whether ``node`` is one of these literals."""
+    return isinstance(node, ast.Constant) and node.value in values
+
+
+def at_line(
+    line: int, name: str, severity: Severity, why: str, change: str, number: float | None = None
+) -> Finding:
+    """Return a finding about a line."""
+    return Finding(
+        name=name, severity=severity, why=f"Line {line}: {why}", number=number, change=change, line=line
+    )

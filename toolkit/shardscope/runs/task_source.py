@@ -1,0 +1,40 @@
+"""The source text of a task that is the user's own function or script."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+
+from shardscope.runs.checks.script import Script
+
+
+def source_of(task: object) -> str | None:
+    """Return the source text of the user's function or script; None for other tasks and unknown sources."""
+    if callable(read := getattr(task, "source_text", None)):
+        text: str | None = read()
+        return text
+    while isinstance(task, functools.partial):
+        task = task.func
+    if not inspect.isfunction(task) and not inspect.ismethod(task):
+        return None
+    try:
+        return inspect.getsource(task)
+    except (OSError, TypeError):
+        return None
+
+
+def names_engine(task: object) -> bool:
+    """Whether the user's function reads ``engine`` off one of its parameters, as ``ctx.engine``."""
+    source = source_of(task)
+    if source is None or "engine" not in source:
+        return False
+    nodes = Script(source=source).nodes
+    given = {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "engine"
+        and isinstance(node.value, ast.Name)
+        and node.value.id in given
+        for node in nodes
+    )
