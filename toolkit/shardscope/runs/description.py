@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json
+from shardscope.runs.os_errors import describe_os_error
+from shardscope.runs.records import read_present_json
 from shardscope.validation import real_number, whole_number
 
 MAX_WORLD_SIZE = 16_384
@@ -14,8 +15,11 @@ MAX_WORLD_SIZE = 16_384
 
 def read_description(folder: RunFolder) -> dict[str, Any]:
     """``run.json``, with the values a handle relies on checked. Raises ``ValueError`` in words."""
-    # Not read before it is known to be a file: opening a pipe would wait for ever.
-    record = read_json(folder.run_json) if folder.run_json.is_file() else None
+    try:
+        # Not read before it is known to be a file: opening a pipe would wait for ever.
+        record = read_present_json(folder.run_json) if folder.run_json.is_file() else None
+    except OSError as error:
+        raise ValueError(f"{folder.run_json} cannot be read now: {describe_os_error(error)}.") from error
     if record is None:
         raise ValueError(
             f"{folder.run_json} is damaged: it is no JSON object. "

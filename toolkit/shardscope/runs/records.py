@@ -14,9 +14,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardscope.runs.os_errors import is_absent
 from shardscope.runs.processes import start_of
 from shardscope.runs.redaction import redactor
 
+MAX_INT_DIGITS = 300
+"""An integer with fewer digits is within float range, which ends at 1.8e308."""
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -81,12 +84,33 @@ def delete_halves(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The record in ``path``, or None if it is missing, half written or no JSON object."""
+    """The record in ``path``, or None if it is missing, unreadable, half written or no JSON object."""
     try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_present_json(path)
+    except OSError:
+        return None
+
+
+def read_present_json(path: Path) -> dict[str, Any] | None:
+    """The same for decisions that depend on absence. Raises ``OSError`` where the file cannot be read now."""
+    try:
+        record = parse_json(path.read_bytes())
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse one JSON value; an integer beyond float range becomes an infinity, as 1e400 does."""
+    return json.loads(text, parse_int=_bounded_int)
+
+
+def _bounded_int(text: str) -> int | float:
+    return int(text) if len(text) < MAX_INT_DIGITS or math.isfinite(float(text)) else float(text)
 
 
 def finite_or_special(value: Any) -> Any:
@@ -105,10 +129,13 @@ class LineTail:
         self.path = path
         self.num_malformed = 0
         self.offset = 0
+        self.unreadable: OSError | None = None
+        """Why the last read returned nothing, where the file may be there all the same."""
 
     def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """New complete records, oldest first, not reading past byte ``up_to`` if it is given."""
         try:
+            self.unreadable = None
             size = self.path.stat().st_size
             if size < self.offset:  # Replaced by a shorter file: somebody restored or copied the folder.
                 self.offset = 0
@@ -118,14 +145,15 @@ class LineTail:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(end - self.offset)
-        except OSError:
+        except OSError as error:
+            self.unreadable = None if is_absent(error) else error
             return []
         complete = data.rfind(b"\n") + 1
         self.offset += complete
         records = []
         for line in data[:complete].splitlines():
             try:
-                record = json.loads(line.decode(errors="replace"))
+                record = parse_json(line.decode(errors="replace"))
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict):

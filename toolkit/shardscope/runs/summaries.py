@@ -200,7 +200,11 @@ def _number(value: Any) -> float | None:
 
 def _is_run(path: Path) -> bool:
     try:
-        return path.is_dir() and ((path / "run.json").exists() or (path / "status.jsonl").exists())
+        return (
+            path.name[0] != "."
+            and path.is_dir()
+            and ((path / "run.json").exists() or (path / "status.jsonl").exists())
+        )
     except OSError:  # Another user's folder, or a link in a circle.
         return False
 
