@@ -131,7 +131,7 @@ def unwritable(path: Path, error: OSError) -> OSError:
     """The same kind of ``OSError``, in words that name the folder or what is used up, and what to do."""
     shortage = describe_shortage(error)
     if shortage is not None:
-        words = f"{shortage[:1].upper()}{shortage[1:]}, which the run in {path} needs."
+        words = f"The run in {path} needs more than there is: {shortage}."
     else:
         cause = error.strerror or error
         words = f"The run folder {path} cannot be written: {cause}. Give folder= a place that can."
