@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardscope.runs.folder import FINAL, RunFolder, Status
-from shardscope.runs.records import finite_or_special, read_json, read_tail_text
+from shardscope.runs.records import finite_or_special, parse_json, read_json, read_tail_text
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run
 
@@ -186,7 +185,7 @@ def _last_metrics(path: Path) -> dict[str, Any]:
     # A line without its newline is still being written; the first one may have been cut.
     for line in reversed(text[: text.rfind("\n") + 1].splitlines()):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
