@@ -231,9 +231,9 @@ FAULTS = {
     53: Fault(
         "The kernel has no free file descriptor, or a run folder cannot be read for a while",
         "The last known status, and in its reason that there is no news and why. A run is lost only where "
-        "its folder, its supervisor's record or its supervisor is absent (ENOENT, ENOTDIR). A supervisor does "
-        "not end a run whose folder it cannot reach, and waits 10 s for a rank's record before it counts the "
-        "rank as failed.",
+        "its folder, its supervisor's record or its supervisor is absent (ENOENT, ENOTDIR). A supervisor "
+        "does not end a run whose folder it cannot reach, and waits 10 s for a rank's record before it "
+        "counts the rank as failed.",
     ),
     54: Fault(
         "The kernel has descriptor 0, 1 or 2 closed",
