@@ -161,15 +161,15 @@ def break_path(name: str, number: int, patch: pytest.MonkeyPatch) -> None:
     """Have every access to files and folders of that name fail by the error ``number``."""
 
     def failing(function: Any) -> Any:
-        def access(path: Path, *arguments: Any, **options: Any) -> Any:
-            if path.name == name:
+        def access(path: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path).name == name:
                 raise OSError(number, os.strerror(number))
             return function(path, *arguments, **options)
 
         return access
 
-    for method in ("open", "read_bytes", "stat"):
-        patch.setattr(Path, method, failing(getattr(Path, method)))
+    for place, function in ((Path, "open"), (Path, "read_bytes"), (Path, "stat"), (os, "open")):
+        patch.setattr(place, function, failing(getattr(place, function)))
 
 
 def test_fault_53_a_supervisor_waits_for_records_that_it_cannot_read(
