@@ -73,7 +73,7 @@ def test_fault_53_a_run_trains_on_while_its_kernel_has_no_free_descriptor(
         assert run.wait(1.0) == "running"
         assert run.reason.startswith("1 rank at work; no news: ")
         assert "no free file descriptor" in run.reason
-        with pytest.raises((ValueError, OSError), match="no free file descriptor|Too many open files"):
+        with pytest.raises((ValueError, OSError), match=r"no free file descriptor|Too many open files"):
             Run(run._folder)
         with pytest.raises(OSError, match="no free file descriptor") as caught:
             run.stop()
