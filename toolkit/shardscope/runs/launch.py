@@ -116,7 +116,8 @@ class _Begun:
 
     def __init__(self, parent: Path, name: str | None) -> None:
         self.parent, self.name = parent, name
-        self.wanted = parent / (name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S"))
+        stem = name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S")
+        self.wanted = (parent / stem).absolute()
         # No run has a hidden name, and lists leave it out.
         self.folder = RunFolder(parent / f".launch-{os.getpid()}-{secrets.token_hex(4)}")
         self.supervisor: subprocess.Popen[bytes] | None = None
