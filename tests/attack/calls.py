@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import anywidget
 import ipywidgets as widgets
 from tests.attack.mutations import TAG
 
@@ -25,7 +26,6 @@ from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
 from shardscope.training.checkpoint_folders import checkpoint_by_name, checkpoints_of
 from shardscope_widgets import RunView
-from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.run.runs_view import RunsView
 
 DRAW_SECONDS = 2.0
@@ -80,6 +80,13 @@ def check_html(html: object) -> None:
         parser.close()
 
 
+def check_plain(text: str | None) -> None:
+    """Raise :class:`WrongError` if ``text`` has a character that a terminal obeys."""
+    odd = {letter for letter in text or "" if ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0} - {"\n", "\t"}
+    if odd:
+        raise WrongError(f"control characters: {sorted(odd)}")
+
+
 # ---- a handle
 
 
@@ -124,9 +131,7 @@ def follow(run: Run) -> None:
 
 def read_logs(run: Run) -> None:
     for rank in range(min(run.world_size, 4)):
-        text = run.logs(rank)
-        if any(ord(letter) < 32 and letter not in "\n\t" for letter in text):
-            raise WrongError("control characters are in run.logs()")
+        check_plain(run.logs(rank))
 
 
 # ---- lists
@@ -231,8 +236,9 @@ def _view(make: Callable[[], Any]) -> Any:
     try:
         yield view
         for part in _parts(view):
-            if isinstance(part, widgets.HTML | Clickable):
-                check_html(part.value)
+            # Those of ours set it as the HTML of an element.
+            if isinstance(part, widgets.HTML | anywidget.AnyWidget):
+                check_html(getattr(part, "value", None))
         check_html((view._repr_mimebundle_() or {}).get("text/html"))
     finally:
         view.close()
@@ -265,8 +271,8 @@ def _of_run(use_run: Callable[[Run], object]) -> Callable[[Use], None]:
 CALLS: dict[str, Callable[[Use], None]] = {
     "Run.attach": attach,
     "run.status": _of_run(lambda run: run.status),
-    "run.reason": _of_run(lambda run: run.reason),
-    "run.error": _of_run(lambda run: run.error),
+    "run.reason": _of_run(lambda run: check_plain(run.reason)),
+    "run.error": _of_run(lambda run: check_plain(run.error)),
     "run.history": _of_run(lambda run: run.history),
     "properties of the run": _of_run(read_properties),
     "run.plan": _of_run(lambda run: run.plan),

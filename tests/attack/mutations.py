@@ -254,6 +254,18 @@ def add_failure(draw: random.Random, path: Path, around: Surroundings) -> str | 
     return _append(path, file, record, f"a record with a value that is {words}")
 
 
+def add_output(draw: random.Random, path: Path, around: Surroundings) -> str | None:
+    file = path / draw.choice(("logs/rank-0.log", "logs/rank-1.log", "logs/launcher.log", "supervisor.log"))
+    text = draw.choice(
+        (*HOSTILE_TEXTS, "\x1b]0;x\x07\x1bc", "\x9b2J\x85", "\x1b[\x1b[31m1m", "\r\b\v\0", "\u202e")
+    )
+    if file.is_symlink() or not file.is_file():
+        return None
+    with file.open("a") as opened:
+        opened.write(f"{text}\n" * draw.choice((1, 100)))
+    return f"{_name(file, path)} ends in {ascii(text)}"
+
+
 def change_ranks(draw: random.Random, path: Path, around: Surroundings) -> str | None:
     sizes: tuple[Any, ...] = (0, -1, 1, 3, 16_384, 16_385, 10**9, True, 2.5, "2", [2], RawJson("1e400"))
 
@@ -447,7 +459,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     flip_bytes, truncate, replace_encoding, append_long_line, append_many_lines, nest_deeply,
     replace_value, replace_value, replace_value, replace_run_json_value, replace_run_json_value,
     replace_plan_value, change_keys, change_keys, add_status, add_status, add_metrics, add_metrics,
-    add_failure, change_ranks, change_times, *[replace_by_special] * 8,
+    add_failure, add_output, change_ranks, change_times, *[replace_by_special] * 8,
     swap_files, delete_files, plant_pickles, plant_pickles, plant_trace, plant_code, name_files, claim_resume,
 )  # fmt: skip
 
