@@ -263,7 +263,7 @@ def add_output(draw: random.Random, path: Path, around: Surroundings) -> str | N
         return None
     with file.open("a") as opened:
         opened.write(f"{text}\n" * draw.choice((1, 100)))
-    return f"{_name(file, path)} ends in {ascii(text)}"
+    return f"{_name(file, path)} ends in {text!a}"
 
 
 def change_ranks(draw: random.Random, path: Path, around: Surroundings) -> str | None:
