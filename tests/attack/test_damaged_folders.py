@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc, 
 NUM_FOLDERS = 40
 
 
-def test_fault_61_damaged_run_folders_are_survived(tmp_path: Path) -> None:
+def test_fault_55_damaged_run_folders_are_survived(tmp_path: Path) -> None:
     """Every public call answers or raises ``ValueError``, executes nothing and hides no other run."""
     record_runs(tmp_path / "recorded")
     outcomes = list(attack(list(range(NUM_FOLDERS)), 1, tmp_path / "recorded"))
