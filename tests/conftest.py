@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.stash[FOLDER] = tempfile.mkdtemp(prefix="shardscope-tests-")
     os.environ["SHARDSCOPE_DATA_HOME"] = config.stash[FOLDER]
+    # The key of this user's checkpoints.
+    os.environ["XDG_STATE_HOME"] = config.stash[FOLDER]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

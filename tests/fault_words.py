@@ -223,6 +223,17 @@ FAULTS = {
         "is a row that says so. What is shown of a folder is escaped: in tables, charts, logs, errors, "
         "traces and the pictures of saved notebooks. In a browser no handler runs.",
     ),
+    50: Fault(
+        "A stranger's checkpoint, whose pickles run code, lies beside the user's runs under the name of one, "
+        "and a task has `resume=True`",
+        "Not taken. Where Shardscope picks, here and in the Runs tab, it takes only checkpoints with an HMAC "
+        "under the user's own key (`~/.local/state/shardscope/checkpoint.key`). Others, older ones without a "
+        "manifest too, are named with the reason, and with the path by which they are taken all the same. "
+        "Named so, a checkpoint is loaded with care: a pickle that asks for more than tensors, plain values "
+        "and the classes of its format is refused, by the name of file and class.",
+        "The HMAC covers pickles, position and random states, and the size of every file, not the values of "
+        "tensors. No test here saves with DeepSpeed in fp16 or on NVMe.",
+    ),
     51: Fault(
         "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",
         "The true end. Supervisor and launcher reset the signal, and a run is finished only where each rank "

@@ -6,22 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
-from shardscope.training.checkpoint_folders import (
-    checkpoint_path,
-    checkpoints_of,
-    earlier_checkpoint,
-    forget_older,
-    newest_checkpoint,
-)
+from shardscope.training.checkpoint_choice import choose_for_rank, newest_checkpoint
+from shardscope.training.checkpoint_folders import checkpoint_path, checkpoints_of, forget_older
 
 
 def checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
     path = checkpoint_path(run, steps)
-    path.mkdir(parents=True)
     if whole:
-        (path / "position.json").write_text(json.dumps({"num_steps_done": steps}))
+        return write_checkpoint(path, {"num_steps_done": steps})
+    path.mkdir(parents=True)
     return path
 
 
@@ -66,15 +62,15 @@ def test_a_run_goes_on_from_the_latest_of_its_name(tmp_path: Path) -> None:
     checkpoint(run_folder(tmp_path, "a-b", "a-b", 3.0), 50)
     (tmp_path / "a-broken").mkdir()
     now = run_folder(tmp_path, "a-3", "a", 4.0)
-    assert earlier_checkpoint(now) is None
+    assert choose_for_rank(now).checkpoint is None
     old = checkpoint(first, 30)
-    assert earlier_checkpoint(now) == old
+    assert choose_for_rank(now).checkpoint == old
     newer = checkpoint(second, 20)
-    assert earlier_checkpoint(now) == newer, "the latest run, not the most steps"
+    assert choose_for_rank(now).checkpoint == newer, "the latest run, not the most steps"
     own = checkpoint(now, 5)
-    assert earlier_checkpoint(now) == own
+    assert choose_for_rank(now).checkpoint == own
     unnamed = run_folder(tmp_path, "2026", None, 5.0)
-    assert earlier_checkpoint(unnamed) is None
+    assert choose_for_rank(unnamed).checkpoint is None
 
 
 def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tests.needs import needs
 needs("torch")
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe  # noqa: E402
+from shardscope.training.checkpoint_manifest import MANIFEST_FILE  # noqa: E402
 from shardscope.training.position import position_of, read_position, write_position  # noqa: E402
 
 
@@ -68,3 +69,15 @@ def test_one_of_before_is_opened(tmp_path: Path) -> None:
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it has no position\.json"):
         read_position(tmp_path, plan_of(LAYOUTS["ddp"]))
+
+
+def test_fault_50_a_checkpoint_that_cannot_be_signed_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(LAYOUTS["ddp"])
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
+    write_position(tmp_path, position_of(engine_of(plan)))
+    assert read_position(tmp_path, plan)["num_steps_done"] == 2
+    assert not (tmp_path / MANIFEST_FILE).exists()
+    words = capsys.readouterr().out
+    assert "is not signed, so only its path resumes from it: the key /proc/no/such/folder/" in words

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.needs import needs_installed
+from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
@@ -28,12 +29,10 @@ def plan_of(ranks: int, layout: Layout, **recipe: Any) -> Plan:
 
 def saved(folder: Path, plan: Plan, asked_name: str | None = None, **position: Any) -> Path:
     """A checkpoint as a run of ``plan`` leaves it, as far as a kernel reads it."""
-    path = folder / "checkpoints" / "step-000002"
-    path.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     described = {"plan": json.loads(plan.to_json()), "asked_name": asked_name, "created": 1.0}
     (folder / "run.json").write_text(json.dumps(described))
-    (path / "position.json").write_text(json.dumps({"num_steps_done": 2, **position}))
-    return path
+    return write_checkpoint(folder / "checkpoints" / "step-000002", {"num_steps_done": 2, **position})
 
 
 LOADS = {

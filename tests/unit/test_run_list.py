@@ -260,6 +260,8 @@ def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> No
     write_run("unsaved", "stopped", number=1)
     write_run("mine", "failed", number=2, is_own_task=True, checkpoint=5)
     write_run("done", number=3, checkpoint=40)
+    stranger = write_run("stranger", "stopped", number=4, checkpoint=20)
+    (stranger / "checkpoints" / "step-000020" / "manifest.json").unlink()
     view = RunsView()
     table = view.table.value
 
@@ -270,6 +272,7 @@ def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> No
     assert "aria-disabled" not in button("saved") != ""
     assert "aria-disabled" in button("unsaved") and "no complete checkpoint" in button("unsaved")
     assert "aria-disabled" in button("mine") and "your own code" in button("mine")
+    assert "aria-disabled" in button("stranger") and "step-000020: it has no manifest" in button("stranger")
     assert button("done") == ""
     press(view, "resume", "mine")
     assert (

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.saved_checkpoints import write_checkpoint
+
 import shardscope as ss
 from shardscope.runs.asked import asked_of
 from shardscope.runs.folder import RunFolder
@@ -79,9 +81,8 @@ def write_run(
             append_line(folder.events(rank), metrics(step, rank, began))
         folder.log(rank).write_text(f"rank {rank} is up\n" + ("" if is_living else "rank is done\n"))
     if checkpoint is not None:
-        path = checkpoint_path(folder.path, checkpoint)
-        path.mkdir(parents=True)
-        (path / "position.json").write_text(json.dumps({"num_steps_done": checkpoint, "seed": task.seed}))
+        position = {"num_steps_done": checkpoint, "seed": task.seed}
+        write_checkpoint(checkpoint_path(folder.path, checkpoint), position)
     if has_trace:
         for rank in range(plan.world_size):
             with gzip.open(folder.trace(rank), "wt") as file:

@@ -165,7 +165,9 @@ class Engine(ABC):
 
         All ranks together, after ``setup``. A relative ``path`` is one in this run's own folder
         (``ctx.folder``). The number of ranks, and DDP or FSDP2, may differ from those that saved. Raises
-        ``FileNotFoundError`` if there is no whole checkpoint, ``PermissionError`` if it is another user's.
+        ``FileNotFoundError`` if there is no whole checkpoint, ``PermissionError`` if it is another user's,
+        ``ValueError`` if it asks for more than tensors, plain values and the classes of its format, and no
+        manifest proves that a launch of this user saved it.
         """
 
     @abstractmethod

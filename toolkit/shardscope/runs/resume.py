@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,12 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.records import read_json
-from shardscope.training.checkpoint_folders import (
-    POSITION_FILE,
-    checkpoint_in,
-    earlier_checkpoint,
-    newest_checkpoint,
-)
+from shardscope.training.checkpoint_choice import choose_for_resume
+from shardscope.training.checkpoint_folders import POSITION_FILE
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -29,7 +26,8 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
     """Launch a run that continues ``run`` from its newest complete checkpoint, and return it.
 
     Plan, task and the total number of steps stay the same, so the new run trains the steps that are left. It
-    gets a folder of its own beside the first one. ``outlive_kernel=None`` keeps the choice of the first
+    gets a folder of its own beside the first one. Only a checkpoint that a launch of this user saved is
+    taken, with a warning where there are newer ones. ``outlive_kernel=None`` keeps the choice of the first
     launch; ``force`` launches although GPU memory is short, as in :func:`shardscope.launch`.
 
     Raises ``ValueError`` with the reason if the run cannot be resumed.
@@ -38,9 +36,11 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
 
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
-        task = _resuming_task(run, description)
+        task, notice = _resuming_task(run, description)
     except _CannotResumeError as error:
         refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
+    if notice:
+        warnings.warn(f"{run.name}: {notice}", RuntimeWarning, stacklevel=2)
     name = description.get("asked_name")
     if outlive_kernel is None:
         outlive_kernel = description.get("outlive_kernel") is True
@@ -69,18 +69,6 @@ def why_not_resumable(run: Run) -> str | None:
     return None
 
 
-def checkpoint_to_resume(folder: Path, description: Mapping[str, Any]) -> Path | None:
-    """Return the newest complete checkpoint of the run in ``folder``, or the one that it started from."""
-    own = newest_checkpoint(folder)
-    if own is not None:
-        return own
-    asked = description.get("asked")
-    before = asked.get("resume") if isinstance(asked, Mapping) else None
-    if before is True:
-        return earlier_checkpoint(folder)
-    return checkpoint_in(Path(before)) if isinstance(before, str) else None
-
-
 class _CannotResumeError(Exception):
     """``reason`` is a clause without its end, ``fix`` the nearest fix."""
 
@@ -89,15 +77,22 @@ class _CannotResumeError(Exception):
         self.reason, self.fix = reason, fix
 
 
-def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
-    """Return the task of ``run`` with its newest checkpoint as ``resume``."""
+def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, str]:
+    """Return the task of ``run`` with its newest checkpoint as ``resume``, and what was not taken."""
     if run.status not in FINAL:
         raise _CannotResumeError(f"the run is {run.status}", "stop it first")
     if run.status == "finished":
         raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
     # Checked before the checkpoint: a function that saved nothing would not be resumable with one either.
     kind = _task_class(description)
-    checkpoint = checkpoint_to_resume(run.folder, description)
+    choice = choose_for_resume(run.folder, description)
+    checkpoint = choice.checkpoint
+    if checkpoint is None and choice.not_taken:
+        newest = choice.not_taken[0]
+        raise _CannotResumeError(
+            f"your own launches on this machine saved no checkpoint of it ({newest.path.name}: {newest.why})",
+            f"if you trust it, launch a task with resume={str(newest.path)!r}",
+        )
     if checkpoint is None:
         raise _CannotResumeError("the run saved no complete checkpoint", "launch it again")
     done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
@@ -105,7 +100,7 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
         raise _CannotResumeError(
             f"all {run.num_steps:,} steps are done", "launch a task with resume= and a larger num_steps"
         )
-    return kind(**{**_arguments(kind, description), "resume": checkpoint})
+    return kind(**{**_arguments(kind, description), "resume": checkpoint}), choice.notice
 
 
 def _task_class(description: Mapping[str, Any]) -> type[TextTask]:

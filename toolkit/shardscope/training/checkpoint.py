@@ -1,7 +1,7 @@
 """Checkpoints of DDP and FSDP2 in one format: torch.distributed.checkpoint, under the model's own names.
 
 Both engines write the same keys, so what DDP saved FSDP2 loads, over any number of ranks. The metadata of the
-format is a pickle: checkpoints are opened only where this user's own run wrote them.
+format and its items are pickles: ``checkpoint_pickles.py`` checks them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoint_pickles import CheckedReader, checked_loading, is_own, pickled_items
 from shardscope.training.position import read_position, write_position
 from shardscope.validation import refuse
 
@@ -47,7 +48,7 @@ def save(
         random_state.write(aside)
         dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
         if dist.get_rank() == 0:
-            write_position(aside, position)
+            write_position(aside, position, pickled_items(aside))
 
 
 def begin(
@@ -75,7 +76,7 @@ def begin(
         try:
             written.result()
             if dist.get_rank() == 0:
-                write_position(aside, position)
+                write_position(aside, position, pickled_items(aside))
                 replace(aside, path)
             whole.set_result(None)
         except BaseException as error:
@@ -93,8 +94,8 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
     """Read ``path`` into ``model`` and ``optimizer`` of ``plan``; return its position.
 
     Random states go on where they were if as many ranks saved them. Raises as :func:`read_position` does, and
-    ``ValueError`` if another kind of optimizer saved it, or if it was saved with pipeline stages and
-    ``model`` is none, or the other way round.
+    ``ValueError`` if another kind of optimizer saved it, if it was saved with pipeline stages and ``model``
+    is none, or the other way round, or if it asks for a class that a stranger's checkpoint may not have.
     """
     only_trained = plan.recipe.has_adapters
     position = read_position(path, plan)
@@ -116,7 +117,10 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
     state = _state(model, optimizer, only_trained)
-    dcp.load(state, checkpoint_id=str(path))
+    own = is_own(path)
+    reader = CheckedReader(path, own=own)
+    with checked_loading(own=own):
+        dcp.load(state, storage_reader=reader)
     options = StateDictOptions(
         strict=not only_trained,
         ignore_frozen_params=only_trained,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.training.aside import check_own
 from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.checkpoint_manifest import Ranges, UnsignedError, run_of, sign_checkpoint
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -29,9 +31,23 @@ def position_of(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def write_position(folder: Path, position: dict[str, Any]) -> None:
-    """Last of all: who finds it takes the checkpoint for whole."""
-    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
+def write_position(
+    folder: Path, position: dict[str, Any], pickled: Mapping[str, Ranges] | None = None
+) -> None:
+    """Complete the checkpoint in ``folder``, which has all other files: sign it, then write its position.
+
+    The position comes last of all: who finds it takes the checkpoint for whole. ``pickled`` is that of
+    :func:`sign_checkpoint`. A checkpoint that cannot be signed is saved without its manifest.
+    """
+    content = json.dumps(position).encode()
+    try:
+        sign_checkpoint(folder, run_of(folder.parent.parent), pickled or {}, {POSITION_FILE: content})
+    except UnsignedError as error:
+        print(
+            f"the checkpoint in {folder.parent} is not signed, so only its path resumes from it: {error}",
+            flush=True,
+        )
+    (folder / POSITION_FILE).write_bytes(content)
 
 
 def read_position(path: Path, plan: Plan) -> dict[str, Any]:

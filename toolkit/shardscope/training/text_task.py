@@ -6,6 +6,7 @@ Where the first weights come from, and how text becomes tokens, is each task's o
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.training.checkpoint_folders import checkpoint_by_name, checkpoint_in, earlier_checkpoint
+from shardscope.training.checkpoint_choice import (
+    Choice,
+    check_any_taken,
+    choose_by_name,
+    choose_for_rank,
+    named_checkpoint,
+)
 from shardscope.training.plain_text import check_is_plain_text
 from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT
@@ -68,8 +75,9 @@ class TextTask(ABC):
     written; None: all."""
     resume: bool | Path = False
     """Go on from a checkpoint. True: the newest whole one of this run or, if it has none, of the latest run
-    that was launched by the same name; from the start if there is none. A path: that checkpoint, or the
-    newest of that run folder (a name alone may be a run in ``./runs``); a :class:`Run` does too."""
+    that was launched by the same name; from the start if there is none. Only checkpoints that this user's
+    launches on this machine saved are taken so. A path: that checkpoint, or the newest of that run folder (a
+    name alone may be a run in ``./runs``), whoever saved it; a :class:`Run` does too."""
     export: bool = False
     """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
     them; of adapters these alone, as peft does."""
@@ -136,7 +144,7 @@ class TextTask(ABC):
     @property
     def resume_from(self) -> Path | None:
         """The checkpoint that a ``resume`` by path stands for now; None where it names none."""
-        return None if isinstance(self.resume, bool) else checkpoint_in(self.resume)
+        return None if isinstance(self.resume, bool) else named_checkpoint(self.resume)
 
     def __call__(self, ctx: Any) -> None:
         """Train on this rank; called by the launcher with the process group up."""
@@ -199,16 +207,24 @@ class TextTask(ABC):
         import torch
         import torch.distributed as dist
 
-        found = [earlier_checkpoint(ctx.folder) if self.resume is True else self.resume_from]
+        found: list[Any] = [None]
+        if ctx.rank == 0:
+            choice = choose_for_rank(ctx.folder) if self.resume is True else None
+            found = [self.resume_from if choice is None else choice]
         # Rank 0 decides: another run may be writing, or forgetting, just now.
         dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        if isinstance(found[0], Choice):
+            if found[0].notice:
+                print(found[0].notice, flush=True)
+            check_any_taken(found[0], self._field("resume"))
+            found = [found[0].checkpoint]
         if found[0] is None:
             print("nothing to go on from yet: this is the start", flush=True)
             return
-        warnings = self._check_loads(found[0], ctx.plan)
+        notices = self._check_loads(found[0], ctx.plan)
         ctx.engine.load(found[0])
         print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
-        for words in warnings:
+        for words in notices:
             print(words, flush=True)
 
     def _check_loads(self, checkpoint: Path, plan: Plan) -> list[str]:
@@ -229,9 +245,12 @@ class TextTask(ABC):
         there now."""
         if self.resume is not True or name is None:
             return
-        found = checkpoint_by_name(folder, name)
-        if found is not None:
-            self._check_loads(found, plan)
+        choice = choose_by_name(folder, name)
+        check_any_taken(choice, self._field("resume"))
+        if choice.notice:
+            warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
+        if choice.checkpoint is not None:
+            self._check_loads(choice.checkpoint, plan)
 
     def _check_text(self) -> None:
         if self.text is None:
@@ -252,7 +271,7 @@ class TextTask(ABC):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", "True")
         path = Path(named).expanduser().absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
-        found = next((folder for folder in candidates if checkpoint_in(folder) is not None), None)
+        found = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)
         if found is None:
             what = "this folder has none" if path.is_dir() else "there is no such folder"
             allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"

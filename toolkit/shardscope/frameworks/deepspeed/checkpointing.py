@@ -1,7 +1,7 @@
 """Checkpoints in DeepSpeed's own format, and whole weights out of its parts.
 
-DeepSpeed writes a file for each rank and pickles in it, so only a folder that this user's own run wrote is
-opened. What one number of ranks at one stage wrote, only the same number at the same stage reads back.
+DeepSpeed writes a file for each rank and pickles in it, which ``checked_files.py`` reads with care.
+What one number of ranks at one stage wrote, only the same number at the same stage reads back.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) 
     """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON."""
     with written_aside(path) as aside:
         _save(aside, engine, only_trained)
+        dist.barrier()  # Rank 0 signs what all have written.
         if dist.get_rank() == 0:
             write_position(aside, position)
 
@@ -95,12 +96,16 @@ def _save(aside: Path, engine: Any, only_trained: bool) -> None:
 def load(path: Path, plan: Plan, engine: Any, own: dict[str, Any]) -> dict[str, Any]:
     """Read ``path`` into DeepSpeed's engine; return its position, which fits this run's ``own``.
 
-    Raises as :func:`read_position` does, and ``ValueError`` for one of another stage or number of ranks.
+    Raises as :func:`read_position` does, and ``ValueError`` for one of another stage or number of ranks, or
+    one that asks for a class that a stranger's may not have.
     """
+    # DeepSpeed must know its accelerator before its classes are imported.
+    from shardscope.frameworks.deepspeed.checked_files import checked_files
+
     only_trained = plan.recipe.has_adapters
     position = read_position(path, plan)
     _check_fits(path, position, own)
-    with _own_settings(engine.optimizer):
+    with _own_settings(engine.optimizer), checked_files(engine, path):
         engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
     random_state.restore(path)
     return position

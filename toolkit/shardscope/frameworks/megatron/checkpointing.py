@@ -1,8 +1,8 @@
 """Checkpoints of Megatron-core in its own format, ``megatron.core.dist_checkpointing``.
 
 Weights and the optimizer's state are written under the whole model's names and sizes, so ranks of other
-degrees (tp, pp, vpp, ep, data-parallel) read what they hold of them. The format pickles: checkpoints are
-opened only where this user's own run wrote them.
+degrees (tp, pp, vpp, ep, data-parallel) read what they hold of them. The format pickles, and
+``training/checkpoint_pickles.py`` checks it before megatron-core reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from shardscope.frameworks.megatron.weights_load import unwrapped
 from shardscope.runs.processes import die_with_parent
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoint_pickles import (
+    CheckedReader,
+    checked_loading,
+    is_own,
+    load_file,
+    pickled_items,
+)
 from shardscope.training.position import read_position, write_position
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
     with written_aside(path) as aside:
         _write(aside, chunks, optimizer, beside=False)
         if dist.get_rank() == 0:
-            write_position(aside, position)
+            write_position(aside, position, pickled_items(aside))
 
 
 class Writing:
@@ -67,7 +74,7 @@ class Writing:
         if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
             return
         if dist.get_rank() == 0:
-            write_position(self._aside, self._position)
+            write_position(self._aside, self._position, pickled_items(self._aside))
             replace(self._aside, self._path)
         dist.barrier()
         self.is_done = True
@@ -77,13 +84,11 @@ def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[
     """Read ``path`` into ``chunks`` and ``optimizer``; return its position. Other degrees may have saved it.
 
     Random states go on where they were if ranks of the same degrees saved them. Raises as
-    :func:`read_position` does.
+    :func:`read_position` does, and ``ValueError`` if it asks for a class that a stranger's may not have.
     """
-    from megatron.core import dist_checkpointing
-
     position = read_position(path, plan)
     _make_state(optimizer)
-    found = dist_checkpointing.load(_state(chunks, optimizer, loading=True), str(path))
+    found = _load_checked(path, _state(chunks, optimizer, loading=True))
     for number, chunk in enumerate(chunks):
         unwrapped(chunk).load_state_dict(found[f"model{number}"])
     _load_optimizer(optimizer, found["optimizer"])
@@ -91,6 +96,26 @@ def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[
     random_state.restore(path)
     random_tracker.restore(path)
     return position
+
+
+def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Read the checkpoint through megatron-core, every pickle of it checked."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import common
+    from megatron.core.dist_checkpointing.strategies import torch as sharded
+
+    own = is_own(path)
+    if not own:
+        # Read here for the error that names the file and the class; megatron-core reads it again.
+        load_file(path / common.COMMON_STATE_FNAME, (), "cpu")
+    reader = CheckedReader(path, own=own)
+    get_reader, sharded._get_filesystem_reader = sharded._get_filesystem_reader, lambda *_, **__: reader
+    try:
+        with checked_loading(own=own):
+            found: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    finally:
+        sharded._get_filesystem_reader = get_reader
+    return found
 
 
 def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) -> Any:

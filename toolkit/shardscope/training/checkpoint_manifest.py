@@ -1,0 +1,247 @@
+"""Proof that this user's own launch saved a checkpoint: a manifest with an HMAC-SHA256 under this user's key.
+
+The key is ``$XDG_STATE_HOME/shardscope/checkpoint.key`` (``~/.local/state`` by default): 32 random bytes that
+only this user can read. The manifest has the size of every file, and a SHA-256 of all that is not tensors:
+pickles, position, random states. Gigabytes of tensors are not read. That this user owns a folder proves
+nothing: whoever copies a folder owns the copy. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import read_json
+
+MANIFEST_FILE = "manifest.json"
+KEY_BYTES = 32
+MAX_MANIFEST_BYTES = 64 * 2**20
+"""A file has a line of 200 bytes; thousands of ranks have a few files each."""
+TENSOR_SUFFIXES = frozenset({".distcp", ".swp"})
+"""Files of tensors alone, but for the pickles whose places the caller of :func:`sign_checkpoint` knows."""
+_PURPOSE = b"shardscope checkpoint manifest 1\n"
+_CHUNK_BYTES = 2**20
+
+Ranges = Sequence[tuple[int, int]]
+"""Parts of a file: offset and length."""
+
+
+class UnsignedError(Exception):
+    """A checkpoint without proof that this user's launch saved it. The message is a clause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedRun:
+    """The run that saved a checkpoint, as its ``run.json`` described it then."""
+
+    name: str | None
+    """The name that it was launched by."""
+    created: float | None
+
+
+def run_of(folder: Path) -> SignedRun:
+    """Return the run in ``folder`` as its ``run.json`` describes it; nothing proves that."""
+    record = read_json(RunFolder(folder).run_json) or {}
+    name, created = record.get("asked_name"), record.get("created")
+    return SignedRun(
+        name=name if isinstance(name, str) else None,
+        created=created if isinstance(created, float) else None,
+    )
+
+
+# ---- the key
+
+
+def key_path() -> Path:
+    """Return where this user's key lies, by the XDG Base Directory Specification 0.8.
+
+    Raises :class:`UnsignedError` if this user has no home.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        # The specification: a relative path there is invalid, and ignored.
+        home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise UnsignedError("this user has no home folder; set XDG_STATE_HOME") from None
+    return home / "shardscope" / "checkpoint.key"
+
+
+def read_key() -> bytes:
+    """Read this user's key. Raises :class:`UnsignedError` if there is none that only this user can read."""
+    path = key_path()
+    try:
+        # Until its writer has written it, a new key is empty.
+        for _ in range(20):
+            with _open_regular(path) as file:
+                status = os.fstat(file.fileno())
+                key = file.read(KEY_BYTES + 1)
+            if key:
+                break
+            time.sleep(0.05)
+    except FileNotFoundError:
+        raise UnsignedError(f"this user has no key yet ({path})") from None
+    except OSError as error:
+        raise UnsignedError(f"the key {path} cannot be read: {error.strerror}") from error
+    if status.st_uid != os.geteuid():
+        raise UnsignedError(f"the key {path} belongs to user {status.st_uid}: delete it")
+    if mode := stat.S_IMODE(status.st_mode) & 0o077:
+        raise UnsignedError(
+            f"the key {path} has mode {stat.S_IMODE(status.st_mode):04o}, and others may have read it "
+            f"({mode:03o}): delete it, and the next checkpoint makes a new one of mode 0600"
+        )
+    if len(key) != KEY_BYTES:
+        raise UnsignedError(f"the key {path} is damaged: it should have {KEY_BYTES} bytes. Delete it")
+    return key
+
+
+def read_or_create_key() -> bytes:
+    """Read this user's key; make one if there is none. Raises :class:`UnsignedError`."""
+    path = key_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return read_key()
+    except OSError as error:
+        raise UnsignedError(f"the key {path} cannot be written: {error.strerror}") from error
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UnsignedError(f"the key {path} cannot be written: {error.strerror}") from error
+    return key
+
+
+# ---- manifests
+
+
+def sign_checkpoint(
+    folder: Path, run: SignedRun, pickled: Mapping[str, Ranges], added: Mapping[str, bytes]
+) -> None:
+    """Write the manifest of a checkpoint whose files are all in ``folder``, but for those ``added`` after it.
+
+    ``pickled``: where files of tensors hold pickles, by their path in the checkpoint. Raises
+    :class:`UnsignedError` if this user has no key and can have none, ``OSError`` if a file cannot be read.
+    """
+    key = read_or_create_key()
+    files: dict[str, Any] = {
+        name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _sha256(content)}
+        for name, content in added.items()
+    }
+    for name in _files_in(folder):
+        if name in added or name == MANIFEST_FILE:
+            continue
+        with _open_regular(folder / name) as file:
+            ranges = pickled.get(name, _ranges_to_hash(folder / name, file))
+            size = os.fstat(file.fileno()).st_size
+            files[name] = {
+                "bytes": size,
+                "ranges": [*map(list, ranges)],
+                "sha256": _hash_ranges(file, ranges),
+            }
+    record = {"version": 1, "run": {"name": run.name, "created": run.created}, "files": files}
+    (folder / MANIFEST_FILE).write_text(json.dumps({**record, "hmac": _hmac(key, record)}), encoding="utf-8")
+
+
+def check_signed(checkpoint: Path) -> SignedRun:
+    """Return the run of this user that saved ``checkpoint``. Raises :class:`UnsignedError` without proof."""
+    try:
+        with _open_regular(checkpoint / MANIFEST_FILE) as file:
+            content = file.read(MAX_MANIFEST_BYTES)
+        record: dict[str, Any] = dict(json.loads(content))
+        given = str(record.pop("hmac"))
+        expected = _hmac(read_key(), record)
+    except FileNotFoundError:
+        raise UnsignedError(f"it has no {MANIFEST_FILE}") from None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        raise UnsignedError(f"its {MANIFEST_FILE} cannot be read") from None
+    # Nothing else in it is used before this: from here on this user wrote it.
+    if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
+        raise UnsignedError(f"its {MANIFEST_FILE} was not signed by this user's key ({key_path()})")
+    # An added file could be one that a framework prefers, or that it finds by a pattern.
+    for name in _files_in(checkpoint):
+        if name not in record["files"] and name != MANIFEST_FILE:
+            raise UnsignedError(f"{name} was added after it was saved")
+    for name, entry in record["files"].items():
+        try:
+            with _open_regular(checkpoint / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry["bytes"] or _hash_ranges(file, entry["ranges"]) != entry["sha256"]:
+                    raise UnsignedError(f"{name} was changed after it was saved")
+        except OSError as error:
+            raise UnsignedError(f"{name} cannot be read: {error.strerror}") from error
+    return SignedRun(name=record["run"]["name"], created=record["run"]["created"])
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return everything in ``folder`` that is no folder, links to folders too, relative to it."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        names += [Path(parent, name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(names)
+
+
+def _hmac(key: bytes, record: Any) -> str:
+    content = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+    return hmac.new(key, _PURPOSE + content, hashlib.sha256).hexdigest()
+
+
+def _ranges_to_hash(path: Path, file: BinaryIO) -> Ranges:
+    """Return which parts of ``file`` are not tensors; all of it unless its format says where these lie."""
+    if path.suffix in TENSOR_SUFFIXES:
+        return []
+    size = os.fstat(file.fileno()).st_size
+    if path.suffix != ".pt" or not zipfile.is_zipfile(file):
+        return [(0, size)]
+    # torch.save's archive: pickles are records of their own, and tensors are those of the folder "data". The
+    # directory at its end is hashed too, so no other record can be put in a pickle's place.
+    with zipfile.ZipFile(file) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+        return [
+            *(
+                (record.header_offset, end - record.header_offset)
+                for record, end in zip(records, ends, strict=True)
+                if "/data/" not in record.filename
+            ),
+            (archive.start_dir, size - archive.start_dir),
+        ]
+
+
+def _hash_ranges(file: BinaryIO, ranges: Ranges) -> str:
+    digest = hashlib.sha256()
+    for offset, length in ranges:
+        file.seek(offset)
+        left = length
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open ``path`` for reading if it is a regular file, without waiting. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
