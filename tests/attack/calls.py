@@ -17,14 +17,11 @@ import ipywidgets as widgets
 from tests.attack.mutations import TAG
 
 import shardscope as ss
-from shardscope.runs import resume
 from shardscope.runs.compare import Runs
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_now import free_now
-from shardscope.runs.records import read_json
+from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
-from shardscope.training.checkpoint_folders import checkpoint_by_name, checkpoints_of
 from shardscope_widgets import RunView
 from shardscope_widgets.run.runs_view import RunsView
 
@@ -179,17 +176,13 @@ def _check_good(found: Iterable[Run]) -> None:
         raise WrongError(f"another run is {good.status} with {len(good.metrics())} lines of metrics")
 
 
-def pick_checkpoint(use: Use) -> None:
-    """As ``resume=True`` of a launch by the good run's name does, and Resume in the Runs tab."""
-    for name in (GOOD, use.path.name):
-        checkpoint_by_name(use.parent, name)
-    checkpoints_of(use.path)
-    resume.checkpoint_to_resume(use.path, read_json(RunFolder(use.path).run_json) or {})
-    if use.run is not None:
-        resume.why_not_resumable(use.run)
+def pick_checkpoint(run: Run) -> None:
+    """As Resume in the Runs tab does."""
+    why_not_resumable(run)
 
 
 def check_resume(use: Use) -> None:
+    """As a launch by the good run's name does, which the damaged one may claim."""
     plan = _good_plan(use)
     ss.Pretrain(num_steps=20, resume=True).check_launch(plan, use.parent, GOOD)
 
@@ -293,7 +286,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "compare": compare,
     "RunSummaries": summarize,
     "free_now": list_free,
-    "pick a checkpoint": pick_checkpoint,
+    "resume in the Runs tab": _of_run(pick_checkpoint),
     "Pretrain(resume=True)": check_resume,
     "Pretrain(resume=folder)": resume_from_path,
     "RunView": lambda use: None if use.run is None else show_run(use),
