@@ -79,8 +79,8 @@ def check_html(html: object) -> None:
 
 
 def check_plain(text: str | None) -> None:
-    """Raise :class:`WrongError` if ``text`` has a character that a terminal obeys."""
-    odd = {letter for letter in text or "" if ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0} - {"\n", "\t"}
+    """Raise :class:`WrongError` if ``text`` has a control character; progress bars keep their "\\r"."""
+    odd = {letter for letter in text or "" if ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0} - {*"\n\t\r"}
     if odd:
         raise WrongError(f"control characters: {sorted(odd)}")
 
