@@ -534,12 +534,13 @@ def _change_record(
     number = draw.randrange(len(lines))
     try:
         record = json.loads(lines[number])
-    except (ValueError, RecursionError):
+        words = change(record)
+        encoded = _encode(record).encode(errors="surrogatepass")
+    except (ValueError, RecursionError):  # It was damaged before.
         return None
-    words = change(record)
     if words is None:
         return None
-    lines[number] = _encode(record).encode(errors="surrogatepass")
+    lines[number] = encoded
     file.write_bytes(b"\n".join(lines) + b"\n")
     return f"in {_name(file, path)}, {words}"
 
