@@ -1,7 +1,7 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
 # environment first. The others: test-browser (every browser test), test-nvme (DeepSpeed's real files),
 # test-resume, test-faults, test-kernels, soak
-# (launches with faults leave nothing), check (ruff, mypy), bench (ratios), parity
+# (launches with faults leave nothing), attack (damaged run folders do nothing), check (ruff, mypy), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
 # measured runs), same-numbers (no prediction has changed), env, clean.
 
@@ -15,6 +15,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 SEED ?= 0
 LAUNCHES ?= 200
+FOLDERS ?= 2000
 
 NOTEBOOK ?= notebooks/00_studio.ipynb
 # JupyterLab refuses to run as root unless told that this is meant (containers).
@@ -23,7 +24,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -61,6 +62,12 @@ test-resume: $(STAMP)
 # Every fault of docs/reliability.md, those that take minutes too.
 test-faults: $(STAMP) browser
 	SHARDSCOPE_FAULTS=all SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests -k test_fault_ -m "not gpu"
+
+# Every attack that once succeeded, faults 49 to 61, and FOLDERS run folders that are damaged by SEED.
+attack: $(STAMP)
+	SHARDSCOPE_FAULTS=all SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests -m "not gpu" \
+	  -k "test_fault_49 or test_fault_5 or test_fault_60 or test_fault_61"
+	$(BIN)/python -m tests.attack --seed $(SEED) --folders $(FOLDERS)
 
 # Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
 test-kernels: $(STAMP)

@@ -245,6 +245,13 @@ FAULTS = {
         "Finished, with all output up to then in the log; a task that fails is reported with its own "
         "exception. Under `torchrun` a rank without `flush` exits with 120, and the job fails.",
     ),
+    53: Fault(
+        "The kernel has no free file descriptor, or a run folder cannot be read for a while",
+        "The last known status, and in its reason that there is no news and why. A run is lost only where "
+        "its folder, its supervisor's record or its supervisor is absent (ENOENT, ENOTDIR). A supervisor "
+        "does not end a run whose folder it cannot reach, and waits 10 s for a rank's record before it "
+        "counts the rank as failed.",
+    ),
     54: Fault(
         "The kernel has descriptor 0, 1 or 2 closed",
         "Nothing: the run's processes get standard streams of their own, and the lease is none of them.",
@@ -297,10 +304,17 @@ FAULTS = {
         "`run.metrics()` returns every line, and so takes the memory for them. The disk fills: fault 23.",
     ),
     61: Fault(
+        "Ctrl-C inside `launch`, or an exception after its supervisor was started; several launches of one "
+        "name at the same instant; no memory, threads, descriptors or interpreter for a launch; integers "
+        "beyond float range in a run folder; "
         "`sys.exit(0)` in mid-task; a limit on the size of files (EFBIG); a second supervisor on a folder; "
         "the loopback interface is down; a task prints control sequences, names a metric as a spreadsheet's "
         "formula, or sets a token in mid-run and lets it out in logs and in names of metrics",
-        "Failed: the rank called `sys.exit(0)` before its task returned; of a `Script`, it is the end. "
+        "Ctrl-C is raised when the launch is undone: no folder and no process is left, whichever line it "
+        "meets; the same for any other exception. One of several launches gets the name, whichever process "
+        "it comes from; the others raise `ValueError`. The error names what is used up, or the interpreter, "
+        "and does not blame the folder. `ss.runs()` and comparisons go on without such an integer. For "
+        "`sys.exit(0)`, failed: the rank called it before its task returned; of a `Script`, it is the end. "
         "Output beyond the limit is lost, as on a full disk, and the run goes on. A second supervisor exits "
         "with an error message and changes nothing. "
         "A machine that cannot connect to itself is said so at once, with the fix. `run.logs()`, errors "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from shardscope.runs.records import (
     write_json,
 )
 from shardscope.runs.run import Run, runs
+from shardscope.runs.summaries import RunSummaries
+from shardscope.runs.supervisor import Supervisor
 
 
 def test_a_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
@@ -121,6 +126,106 @@ def test_fault_25_a_clock_that_is_set_ends_no_run(
     assert command["command"] == "stop"
     append_line(run.folder / "status.jsonl", {"time": time.time(), "status": "stopped", "reason": "asked"})
     assert (run.status, run.reason) == ("stopped", "asked")
+
+
+OTHER_THAN_ABSENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.ESTALE)
+
+
+@pytest.mark.parametrize("number", OTHER_THAN_ABSENT)
+@pytest.mark.parametrize("unreadable", ["supervisor.json", "stat", "run"])
+def test_fault_53_what_cannot_be_read_is_not_absent(
+    unreadable: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor's record, its supervisor in /proc, its folder."""
+    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    run = _run(tmp_path, me)
+    assert run.status == "running"
+    with monkeypatch.context() as patch:
+        break_path(unreadable, number, patch)
+        assert run.status == "running" and run.wait(0.1) == "running"
+        assert run.reason.startswith("r; no news: ")
+    assert (run.status, run.reason) == ("running", "r")
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
+def test_fault_53_what_is_absent_is_lost(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    run = _run(tmp_path, me)
+    break_path("stat", number, monkeypatch)
+    assert run.status == "lost"
+
+
+def break_path(name: str, number: int, patch: pytest.MonkeyPatch) -> None:
+    """Have every access to files and folders of that name fail by the error ``number``."""
+
+    def failing(function: Any) -> Any:
+        def access(path: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path).name == name:
+                raise OSError(number, os.strerror(number))
+            return function(path, *arguments, **options)
+
+        return access
+
+    for place, function in ((Path, "open"), (Path, "read_bytes"), (Path, "stat"), (os, "open")):
+        patch.setattr(place, function, failing(getattr(place, function)))
+
+
+def test_fault_53_a_supervisor_waits_for_records_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them a finished run would be reported as failed."""
+    run = _run(tmp_path, None)
+    write_json(run._folder.rank(0), {"exit": "finished"})
+    supervisor = Supervisor(run._folder, None)
+    with monkeypatch.context() as patch:
+        break_path("rank-0.json", errno.EMFILE, patch)
+        timer = threading.Timer(0.5, patch.undo)
+        timer.start()
+        assert supervisor._read_markers() == [{"exit": "finished"}]
+    run._folder.rank(0).unlink()
+    assert supervisor._read_markers() == [{}]
+
+
+@pytest.mark.parametrize("number", OTHER_THAN_ABSENT)
+def test_fault_53_a_supervisor_that_cannot_reach_its_folder_goes_on(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path, None)
+    supervisor = Supervisor(run._folder, None)
+    with monkeypatch.context() as patch:
+        break_path("run", number, patch)
+        patch.setattr(os, "utime", lambda path: Path(path).parent.stat())
+        supervisor._heartbeat()
+    assert supervisor.phase == "run"
+    shutil.rmtree(run.folder)
+    supervisor._heartbeat()
+    assert supervisor.phase == "terminate"
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_fault_61_integers_beyond_float_range(digits: int, tmp_path: Path) -> None:
+    """In metrics and in run.json: the run, and every other one, is listed and compared all the same."""
+    huge = "9" * digits
+    for name in ("good", "huge"):
+        folder = RunFolder(tmp_path / name)
+        folder.create()
+        number = huge if name == "huge" else "1"
+        folder.run_json.write_text(f'{{"world_size": 1, "created": 1.0, "num_steps": {number}}}')
+        append_line(folder.status, {"time": 1.0, "status": "finished", "reason": ""})
+        lines = [f'{{"step": {n}, "rank": 0, "time": {n}, "loss": {number}}}\n' for n in range(3)]
+        folder.events(0).write_text("".join(lines))
+    whole = runs(tmp_path)
+    assert whole[0].name == "good" and "good" in whole._repr_html_()
+    summaries = {summary.name: summary for summary in RunSummaries(tmp_path).read()}
+    assert set(summaries) == {"good", "huge"}
+    assert summaries["good"].loss == 1.0 and summaries["good"].num_steps == 1
+    # Such a number is an infinity, or its line or its folder counts as damaged.
+    assert summaries["huge"].num_steps is None and summaries["huge"].loss in (None, math.inf)
+    for run in whole[1:]:
+        assert whole.compare("good", run)._repr_html_()
+        assert all(line["loss"] == math.inf for line in run.metrics())
 
 
 def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
         patch.setattr(launch_module, "write_task", full)
         studio.launch.button.click()
     assert "cannot be written: No space left on device" in said(studio)
-    assert not list((here / "runs").iterdir()), "the name is free, and so is the room"
+    assert not (here / "runs").exists(), "the name is free, and so is the room"
 
 
 def test_fault_23_a_disk_that_is_full_right_after_the_launch_hides_no_run(

@@ -254,8 +254,7 @@ def test_tokens_a_second_stand_beside_their_prediction(tmp_path: Path) -> None:
 
 
 def asked(task: object) -> Any:
-    folder = RunFolder(Path("never-made"))
-    return launch._description(folder, plan_of(), task, "cpu", False)["asked"]
+    return launch._description(plan_of(), task, "cpu", False)["asked"]
 
 
 def test_run_json_keeps_what_our_tasks_were_asked_and_no_text(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.folder import STATUSES, RunFolder
+from shardscope.runs.os_errors import describe_shortage
 from shardscope.runs.records import load_json
 from shardscope.validation import real_number, whole_number
 
@@ -27,8 +27,6 @@ FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),
 })  # fmt: skip
 """Folders whose files are read, each of which is a regular one."""
-SHORT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What this process or machine lacks, and no fault of a folder."""
 
 
 def check_kinds(folder: RunFolder, *, inside: bool = False) -> None:
@@ -64,7 +62,7 @@ def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
         data = load_json(folder.run_json, MAX_DESCRIPTION_BYTES)
         return data, _checked_description(parse_object(data))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno in SHORT_OF:
+        if isinstance(error, OSError) and describe_shortage(error):
             raise
         raise _damaged(folder, "run.json", error) from error
 

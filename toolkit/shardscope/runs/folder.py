@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardscope.runs.os_errors import describe_shortage
 from shardscope.runs.records import append_line
 from shardscope.validation import Value, refuse
 
@@ -155,16 +156,11 @@ class RunFolder:
         return {int(rank): path for rank, path in numbers if rank.isdecimal() and rank.isascii()}
 
     def create(self) -> None:
-        """Make the folder, 0700. Raises ``FileExistsError``, or another ``OSError`` in words."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700)
-            for name in self.SUBFOLDERS:
-                (self.path / name).mkdir(mode=0o700)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise unwritable(self.path, error) from error
+        """Make the folder, 0700, and those above it. Raises ``OSError``."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700)
+        for name in self.SUBFOLDERS:
+            (self.path / name).mkdir(mode=0o700)
 
     @property
     def is_on_full_disk(self) -> bool:
@@ -188,8 +184,11 @@ def checked_path(field: str, value: object) -> Path:
 
 
 def unwritable(path: Path, error: OSError) -> OSError:
-    """The same kind of ``OSError``, in words that name the folder and what to do."""
-    words = (
-        f"The run folder {path} cannot be written: {error.strerror or error}. Give folder= a place that can."
-    )
+    """The same kind of ``OSError``, in words that name the folder or what is used up, and what to do."""
+    shortage = describe_shortage(error)
+    if shortage is not None:
+        words = f"The run in {path} needs more than there is: {shortage}."
+    else:
+        cause = error.strerror or error
+        words = f"The run folder {path} cannot be written: {cause}. Give folder= a place that can."
     return type(error)(error.errno, words)

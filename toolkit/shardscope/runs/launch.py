@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
 import platform
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
@@ -25,7 +31,7 @@ from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
 from shardscope.runs.lazy_functions import refuse_lazy_function
-from shardscope.runs.lease import hold_until_end, open_lease, release
+from shardscope.runs.lease import hold_until_end, open_lease, release, stop_supervisor
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
 MAX_NAME_LENGTH = 100
+MAX_RUNS_OF_A_NAME = 10_000
 
 
 def launch(
@@ -80,19 +87,120 @@ def launch(
     if tight:
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
-    run_folder = _make_folder(parent, name)
+    description = _description(plan, task, device, outlive_kernel)
+    description |= {"asked_name": name, "gpus": [card.index for card in cards]}
+    begun = _Begun(parent, name)
     try:
-        description = _description(run_folder, plan, task, device, outlive_kernel)
-        asked = {"asked_name": name, "gpus": [card.index for card in cards]}
-        write_json(run_folder.run_json, {**description, **asked}, as_is=("sys_path", "pythonpath", "machine"))
-        write_task(run_folder, payload)
-        run_folder.set_status("starting", "; ".join(filter(None, ("the supervisor is coming up", tight))))
-        _start_supervisor(run_folder, outlive_kernel)
-    except OSError as error:
+        with _late_interrupt():
+            begun.create()
+            write_task(begun.folder, payload)
+            reason = "; ".join(filter(None, ("the supervisor is coming up", tight)))
+            begun.folder.set_status("starting", reason)
+            begun.publish(description)
+            begun.supervisor = _start_supervisor(begun.folder, outlive_kernel)
+            return Run(begun.folder)
+    except BaseException as error:
         # There is no run: the name is free for the next one, and the room for others.
-        shutil.rmtree(run_folder.path, ignore_errors=True)
-        raise unwritable(run_folder.path, error) from error
-    return Run(run_folder)
+        with _late_interrupt():
+            begun.undo()
+        if isinstance(error, OSError) and not isinstance(error, _NoRunError):
+            raise unwritable(begun.wanted, error) from error
+        raise
+
+
+class _NoRunError(OSError):
+    """A launch that failed, in words that name the cause."""
+
+
+class _Begun:
+    """What a launch has made so far: a folder, which gets its name when it is whole, and a supervisor."""
+
+    def __init__(self, parent: Path, name: str | None) -> None:
+        self.parent, self.name = parent, name
+        stem = name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S")
+        self.wanted = (parent / stem).absolute()
+        # No run has a hidden name, and lists leave it out.
+        self.folder = RunFolder(parent / f".launch-{os.getpid()}-{secrets.token_hex(4)}")
+        self.supervisor: subprocess.Popen[bytes] | None = None
+        self._new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
+
+    def create(self) -> None:
+        """Make the folder. Raises ``OSError``."""
+        try:
+            self.folder.create()
+        except FileExistsError as error:  # The parent; that name nobody has.
+            words = f"folder is {self.parent}, which is a file; runs need a folder."
+            raise _NoRunError(errno.ENOTDIR, words) from error
+
+    def publish(self, description: dict[str, Any]) -> None:
+        """Give the folder its name or, if an ended run has it, the name with a number.
+
+        A folder is never renamed to one that has something in it: of several launches with one name that
+        come at the same instant, from whatever processes and machines, one gets it.
+        """
+        for number in range(1, MAX_RUNS_OF_A_NAME):
+            suffix = "" if number == 1 else f"-{number}"
+            named = RunFolder(self.wanted.with_name(f"{self.wanted.name}{suffix}"))
+            if not os.path.lexists(named.path):
+                record = {**description, "name": named.path.name}
+                write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine"))
+                try:
+                    self.folder.path.rename(named.path)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                        raise
+                else:
+                    self.folder = named
+                    return
+            if self.name is not None and _is_alive(named):
+                raise ValueError(
+                    f"launch.name is {self.name!r}, which a run still has in {named.path}; allowed: "
+                    f"another name, or none. Nearest fix: run.stop() of that run, which "
+                    f"ss.Run.attach({str(named.path)!r}) gives."
+                )
+        raise _NoRunError(
+            errno.EEXIST, f"{self.parent} holds {number:,} runs named {self.wanted.name}; give another name."
+        )
+
+    def undo(self) -> None:
+        """Stop the supervisor and delete the folder, and those that were made for it."""
+        if self.supervisor is not None:
+            stop_supervisor(self.supervisor)
+        shutil.rmtree(self.folder.path, ignore_errors=True)
+        self._delete_without_descriptors()
+        for path in self._new_parents:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def _delete_without_descriptors(self) -> None:
+        """Delete what is in the folder of a run that never ran: rmtree has to open the folders."""
+        folder = self.folder
+        with contextlib.suppress(OSError):
+            for file in (folder.task, folder.status, folder.run_json, folder.supervisor_log):
+                file.unlink(missing_ok=True)
+            for name in folder.SUBFOLDERS:
+                (folder.path / name).rmdir()
+            folder.path.rmdir()
+
+
+@contextlib.contextmanager
+def _late_interrupt() -> Iterator[None]:
+    """Keep Ctrl-C until the end of this block, and raise it there.
+
+    Between two lines it would leave a run that nobody has a handle on. Only the main thread is interrupted.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    frames: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: frames.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if frames:
+            before(signal.SIGINT, frames[0])
 
 
 def _check_plan(plan: object) -> None:
@@ -206,28 +314,6 @@ def _checked_name(name: str | None) -> str | None:
     return name
 
 
-def _make_folder(parent: Path, name: str | None) -> RunFolder:
-    """A new run folder in ``parent``: the name itself or, if an ended run has it, the name with a number."""
-    stem = name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S")
-    for number in range(1, 10_000):
-        folder = RunFolder(parent / (stem if number == 1 else f"{stem}-{number}"))
-        try:
-            folder.create()
-            return folder
-        except FileExistsError as error:
-            if not parent.is_dir():
-                raise NotADirectoryError(
-                    f"folder is {parent}, which is a file; runs need a folder."
-                ) from error
-            if name is not None and _is_alive(folder):
-                raise ValueError(
-                    f"launch.name is {name!r}, which a run still has in {folder.path}; allowed: "
-                    f"another name, or none. Nearest fix: run.stop() of that run, which "
-                    f"ss.Run.attach({str(folder.path)!r}) gives."
-                ) from error
-    raise FileExistsError(f"{parent} holds 10,000 runs named {stem}; give another name.")
-
-
 def _is_alive(folder: RunFolder) -> bool:
     if not folder.status.exists():
         return False
@@ -237,10 +323,11 @@ def _is_alive(folder: RunFolder) -> bool:
         return False
 
 
-def _description(
-    folder: RunFolder, plan: Plan, task: object, device: str, outlive_kernel: bool
-) -> dict[str, Any]:
-    """What ``run.json`` keeps. No environment variables, and of a task no words: either may hold tokens."""
+def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) -> dict[str, Any]:
+    """What ``run.json`` keeps, but for its name.
+
+    No environment variables, and of a task no words: either may hold tokens.
+    """
     versions = {"python": platform.python_version()}
     for package in ("shardscope", "torch", "accelerate", "transformers", "deepspeed", "megatron-core"):
         try:
@@ -249,7 +336,6 @@ def _description(
             continue
     return {
         "shardscope_run": 1,
-        "name": folder.path.name,
         "created": time.time(),
         "machine": this_machine(),
         "plan": json.loads(plan.to_json()),
@@ -268,8 +354,13 @@ def _description(
     }
 
 
-def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
-    """Start it in a session of its own: an interrupt of the kernel is not its business."""
+def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Popen[bytes]:
+    """Start it in a session of its own: an interrupt of the kernel is not its business.
+
+    Raises ``OSError``; no supervisor is left then.
+    """
+    if not sys.executable:
+        raise _NoRunError(errno.ENOENT, "This Python does not know its own executable (sys.executable).")
     read_end, write_end = (None, None) if outlive_kernel else open_lease()
     inherited = () if read_end is None else (read_end,)
     try:
@@ -290,15 +381,27 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
                 pass_fds=inherited,
                 start_new_session=True,
             )
-    except BaseException:
+    except BaseException as error:
         if write_end is not None:
             release(write_end)
+        # subprocess names the file that it could not execute.
+        if isinstance(error, OSError) and error.filename == sys.executable:
+            raise _NoRunError(
+                error.errno,
+                f"Python cannot be started from {sys.executable}: {error.strerror}. Its environment was "
+                "moved, deleted or replaced; restart the kernel from one that exists.",
+            ) from error
         raise
     finally:
         if read_end is not None:
             os.close(read_end)
     hold_until_end(supervisor, write_end, folder)
-    if not folder.supervisor.exists():
-        started = start_of(supervisor.pid)
-        record = {"pid": supervisor.pid, "started": started, "machine": this_machine()}
-        write_json(folder.supervisor, record, as_is=("machine",))
+    try:
+        if not folder.supervisor.exists():
+            started = start_of(supervisor.pid)
+            record = {"pid": supervisor.pid, "started": started, "machine": this_machine()}
+            write_json(folder.supervisor, record, as_is=("machine",))
+    except BaseException:
+        stop_supervisor(supervisor)
+        raise
+    return supervisor

@@ -7,6 +7,7 @@ thread that holds one outlives the supervisor, and so tidies up after one that w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -21,6 +22,11 @@ from shardscope.runs.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
 """How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""
+
+DESCRIPTOR_SECONDS = 600.0
+"""How long to wait for a free descriptor before tidying up without one, which does little."""
+STOP_SECONDS = 10.0
+"""How long a supervisor that is stopped at once may take; it needs less than one second."""
 
 
 @dataclass
@@ -55,24 +61,64 @@ def release(write_end: int) -> None:
 
 
 def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
-    """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie."""
+    """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie.
+
+    Raises ``OSError`` where no thread can be started; the supervisor is stopped, and the lease closed, then.
+    """
 
     def wait() -> None:
         well = ended_well(supervisor.pid)
+        _wait_for_descriptor()
         if well is None:
             well = _has_final_status(folder)
-        # A process that has its number by now is another one, with a session of its own.
-        if (
-            not well and start_of(supervisor.pid) is None
-        ):  # What ranks had started is in its session, and ranks themselves die with it.
-            end_session(supervisor.pid)
+        if not well:
+            _end_session_of_ended(supervisor.pid)
         supervisor.wait()
         if write_end is not None:
             release(write_end)
         if not well:
             tidy(folder)
 
-    threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True).start()
+    thread = threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True)
+    try:
+        thread.start()
+    except BaseException as error:
+        stop_supervisor(supervisor)
+        if write_end is not None:
+            release(write_end)
+        if isinstance(error, RuntimeError):  # "can't start new thread", which tells no more.
+            raise OSError(errno.EAGAIN, "no thread can be started") from error
+        raise
+
+
+def stop_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
+    """Have the supervisor end its run, and kill both if it does not; harmless when it has ended."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        _end_session_of_ended(supervisor.pid)
+        supervisor.wait()
+
+
+def _end_session_of_ended(pid: int) -> None:
+    """Kill what ranks had started, which is in the session of their supervisor; ranks die with it."""
+    with contextlib.suppress(OSError):
+        # A process that has its number by now is another one, with a session of its own.
+        if start_of(pid) is None:
+            end_session(pid)
+
+
+def _wait_for_descriptor() -> None:
+    """Wait until this process can open a file again: tidying up needs some."""
+    deadline = time.monotonic() + DESCRIPTOR_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            return
+        except OSError:
+            time.sleep(0.2)
 
 
 def _has_final_status(folder: RunFolder) -> bool:

@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+from shardscope.runs.os_errors import is_absent
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -20,14 +22,20 @@ PR_SET_CHILD_SUBREAPER = 36
 def start_of(pid: int) -> float | None:
     """When process ``pid`` started, or None if it is gone or a zombie; with the pid it names one process.
 
+    Raises ``OSError`` where that cannot be read now: a process without a free descriptor sees nobody die.
+
     On Linux in clock ticks since boot, from ``/proc/<pid>/stat``: psutil's ``create_time`` moves when the
     wall clock is set (proc(5), fields 3 and 22).
     """
     if sys.platform == "linux":
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
+        except ProcessLookupError:  # It ended between open() and read().
             return None
+        except OSError as error:
+            if is_absent(error):
+                return None
+            raise
         return None if fields[0] in (b"Z", b"X") else float(fields[19])
     import psutil
 
@@ -39,7 +47,7 @@ def start_of(pid: int) -> float | None:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Whether the very process that had ``pid`` and began at ``started`` still runs."""
+    """Whether the very process that had ``pid`` and began at ``started`` still runs. Raises ``OSError``."""
     return start_of(pid) == started
 
 

@@ -138,8 +138,8 @@ def _leave_process_group() -> None:
 def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
     marker = read_json(folder.rank(rank)) if more else None
     pid = os.getpid()
-    first = {"pid": pid, "started": start_of(pid), "port": os.environ.get("MASTER_PORT")}
     try:
+        first = {"pid": pid, "started": start_of(pid), "port": os.environ.get("MASTER_PORT")}
         keep_json(folder.rank(rank), {**(marker or first), **more})
     except OSError as error:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import (
+    NotRegularFileError,
     check_regular,
     is_hole,
     open_new,
@@ -24,6 +25,7 @@ from shardscope.records.regular_files import (
     open_to_read,
     skip_hole,
 )
+from shardscope.runs.os_errors import is_absent
 from shardscope.runs.processes import start_of
 from shardscope.runs.redaction import redactor
 
@@ -102,8 +104,20 @@ def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The record in ``path``, or None if it is missing, no regular file, half written or no JSON object."""
     try:
+        return read_present_json(path)
+    except OSError:
+        return None
+
+
+def read_present_json(path: Path) -> dict[str, Any] | None:
+    """The same for decisions that depend on absence. Raises ``OSError`` where the file cannot be read now."""
+    try:
         return parse_object(load_json(path))
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):  # Among them what is no regular file.
+        return None
+    except OSError as error:
+        if not is_absent(error):
+            raise
         return None
 
 
@@ -144,6 +158,8 @@ class LineTail:
         self.offset = 0
         self.num_restarts = 0
         """How often the file was shorter than what had been read of it, and so was read anew."""
+        self.unreadable: OSError | None = None
+        """Why the last read returned nothing, where the file may be there all the same."""
 
     def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """New complete records, oldest first, not reading past byte ``up_to`` if it is given."""
@@ -156,6 +172,7 @@ class LineTail:
 
     def pieces(self, up_to: int | None = None) -> Iterator[bytes]:
         """The same as bytes: whole lines, some megabytes at a time."""
+        self.unreadable = None
         try:
             with open_to_read(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -163,8 +180,8 @@ class LineTail:
                     self.offset = 0
                     self.num_restarts += 1
                 yield from self._pieces(file, size if up_to is None else min(size, up_to))
-        except OSError:
-            return  # What was read up to then counts.
+        except OSError as error:  # What was read up to then counts.
+            self.unreadable = None if is_absent(error) or isinstance(error, NotRegularFileError) else error
 
     def _pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
         rest = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from shardscope.runs.damage import (
 from shardscope.runs.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
 from shardscope.runs.logged_memory import LoggedMemory
+from shardscope.runs.os_errors import describe_os_error, is_absent
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
     MAX_LINES_BYTES,
@@ -31,6 +33,7 @@ from shardscope.runs.records import (
     finite_or_special,
     read_json,
     read_lines,
+    read_present_json,
     read_tail_text,
     write_json,
 )
@@ -386,11 +389,23 @@ class Run:
             self._read_status()
             if self._last["status"] in FINAL:
                 return self._last
-            gone = self._why_supervisor_is_gone()
+            try:
+                gone = self._why_supervisor_is_gone()
+            except OSError as error:
+                return self._unseen(error)
             if gone is None:
-                return self._last
+                return (
+                    self._last
+                    if self._statuses.unreadable is None
+                    else self._unseen(self._statuses.unreadable)
+                )
             self._read_status()  # It may have ended in good order just before we looked.
             return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": gone}
+
+    def _unseen(self, error: OSError) -> dict[str, Any]:
+        """The last known status, with the reason why nobody knows whether it still is the one."""
+        words = f"no news: the run's files or processes cannot be read now, {describe_os_error(error)}"
+        return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), words)))}
 
     def _check_status(self) -> None:
         """Read status.jsonl for the first time. Raises ``ValueError`` if it is damaged."""
@@ -409,11 +424,12 @@ class Run:
                 self._last = {"reason": "", **record}
 
     def _why_supervisor_is_gone(self) -> str | None:
-        if not self.folder.is_dir():
+        """None if it is not. Raises ``OSError`` where that cannot be seen now."""
+        if not _is_folder(self.folder):
             return "its folder is gone"
-        record = read_json(self._folder.supervisor) or {}
+        record = read_present_json(self._folder.supervisor) or {}
         pid = record.get("pid")
-        if record.get("started") is None or not isinstance(pid, int):
+        if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
             since = self._last.get("time")
             waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
@@ -432,8 +448,10 @@ class Run:
         """Judged by our own monotonic clock: the clocks of two machines need not agree."""
         try:
             beat = self._folder.supervisor.stat().st_mtime
-        except OSError:
-            return True
+        except OSError as error:
+            if is_absent(error):
+                return True
+            raise
         if beat != self._heartbeat[0]:
             self._heartbeat = (beat, time.monotonic())
         return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
@@ -442,6 +460,16 @@ class Run:
 def _is_transition(record: dict[str, Any]) -> bool:
     status = record.get("status")
     return isinstance(status, str) and status in STATUSES
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder. Raises ``OSError`` where nobody can tell."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if is_absent(error):
+            return False
+        raise
 
 
 def _looks(timeout: float | None) -> Iterator[float]:

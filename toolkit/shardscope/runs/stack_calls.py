@@ -44,7 +44,10 @@ class StackCalls:
         """The process of ``rank``; None if it is gone, or has not told."""
         marker = read_json(self.folder.rank(rank)) or {}
         pid = marker.get("pid")
-        return pid if isinstance(pid, int) and start_of(pid) == marker.get("started") else None
+        try:
+            return pid if isinstance(pid, int) and start_of(pid) == marker.get("started") else None
+        except OSError:  # It can be asked at the next look.
+            return None
 
     def write_into_logs(self, what: str, answers: Mapping[int, str]) -> None:
         """``what``, and where each rank stands, into its log."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.records.json_values import is_number
-from shardscope.runs.damage import SHORT_OF, check_kinds, short_words
+from shardscope.runs.damage import check_kinds, short_words
 from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.os_errors import describe_shortage
 from shardscope.runs.records import finite_or_special, parse_lines, read_tail
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run
@@ -163,7 +164,8 @@ def run_folders(parent: Path) -> Iterator[Path]:
         except OSError:  # A link in a circle, or into another user's folder.
             continue
         path = Path(entry.path)
-        if is_folder and is_run(path):
+        # A launch under way has a hidden folder.
+        if is_folder and entry.name[0] != "." and is_run(path):
             yield path
 
 
@@ -189,7 +191,7 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
         run = Run(folder) if run is None else run
         return RunSummary(name=path.name, run=run, status=run.status, reason=run.reason, created=run.created)
     except Exception as error:  # One damaged folder must not hide the others.
-        if isinstance(error, OSError) and error.errno in SHORT_OF:
+        if isinstance(error, OSError) and describe_shortage(error):
             raise
         damage = short_words(folder, error)
         return RunSummary(name=path.name, run=None, damage=damage, created=_modified(path) / 1e9)

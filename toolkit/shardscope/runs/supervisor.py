@@ -23,10 +23,19 @@ from shardscope.runs import processes
 from shardscope.runs.beside import LOOK_SECONDS, Beside
 from shardscope.runs.causes import Failure, all_failures, died_untimely
 from shardscope.runs.environment import launcher_environment
+from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder, Status
 from shardscope.runs.left_behind import LeftBehind
 from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.records import LineTail, delete_halves, read_json, read_lines, write_json
+from shardscope.runs.os_errors import describe_shortage, is_absent
+from shardscope.runs.records import (
+    LineTail,
+    delete_halves,
+    read_json,
+    read_lines,
+    read_present_json,
+    write_json,
+)
 from shardscope.runs.stopping import who_asked
 from shardscope.runs.story import Story, tell
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
@@ -41,6 +50,8 @@ HANG_GRACE_SECONDS = 120.0
 """The same for ranks that seem to hang. That is a guess: they may be saving in a way that we do not know."""
 FAILURE_GRACE_SECONDS = 3.0
 """How long torch elastic may take to end the other ranks after one died; left alone it takes 30 s."""
+MARKER_PATIENCE_SECONDS = 10.0
+"""How long the final status waits for records of ranks that exist and cannot be read."""
 FINISH_SECONDS = 1.0
 """How long the final status waits for what is written beside it; what is left then comes after it."""
 
@@ -85,7 +96,10 @@ class Supervisor:
         write_json(self.folder.supervisor, record, as_is=("machine",))
         self._obey_control()  # A stop that came first needs no launcher at all.
         if self.stop_reason is None:
-            self._start_launcher()
+            try:
+                self._start_launcher()
+            except OSError as error:
+                self._record_missing_launcher(error)
         while self.launcher is not None and self.launcher.poll() is None:
             self._tick()
             self._sleep()
@@ -111,6 +125,13 @@ class Supervisor:
                 pass_fds=(self.secrets.for_launcher,),
             )
         self.secrets.keep_reading_end()
+
+    def _record_missing_launcher(self, error: OSError) -> None:
+        """Write the reason why there is no launcher, as a launcher itself would."""
+        record = exception_record(error)
+        cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
+        record["summary"] = f"was not started: {cause}"
+        write_json(self.folder.launcher_error, record)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -228,8 +249,8 @@ class Supervisor:
     def _heartbeat(self) -> None:
         try:
             os.utime(self.folder.supervisor)
-        except OSError:
-            if not self.folder.path.exists():
+        except OSError as error:
+            if is_absent(error) and not self.folder.path.exists():
                 # Without its folder nobody could see or stop the run any more.
                 self._terminate("the run folder is gone")
 
@@ -296,7 +317,7 @@ class Supervisor:
         ended = self.phase in ("terminate", "kill") and not self.a_rank_died
         return decide_status(
             Evidence(
-                markers=[read_json(self.folder.rank(rank)) or {} for rank in range(self.world_size)],
+                markers=self._read_markers(),
                 failures=failures,
                 launcher_code=None if self.launcher is None else self.launcher.returncode,
                 stop_reason=None if self.returned_first else self.stop_reason,
@@ -306,6 +327,20 @@ class Supervisor:
                 killer=self._killer(),
             )
         )
+
+    def _read_markers(self) -> list[dict[str, Any]]:
+        """Return each rank's record. One that cannot be read now is waited for: without it the run failed."""
+        markers: list[dict[str, Any]] = []
+        deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
+        while len(markers) < self.world_size:
+            try:
+                markers.append(read_present_json(self.folder.rank(len(markers))) or {})
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    self._say(f"the record of rank {len(markers)} cannot be read: {error}")
+                    markers.append({})
+                time.sleep(POLL_SECONDS)
+        return markers
 
     def _killer(self) -> str:
         """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""

@@ -59,8 +59,10 @@ def resumed(case: Case) -> Iterator[Finding]:
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
-    position = _read(Path(path) / "position.json")
-    if isinstance(position, dict):
+    from shardscope.runs.records import read_json  # Not above: planning needs nothing of runs.
+
+    position = read_json(Path(path) / "position.json")
+    if position is not None:
         yield from _other_base(case, position)
         yield from _other_order(case, position)
     before = _plan_of(Path(path))
@@ -276,9 +278,10 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
 def _plan_of(path: Path) -> Plan | None:
     """The plan of the run whose checkpoint ``path`` is; None where that is not known."""
     from shardscope.plan import Plan
+    from shardscope.runs.records import read_json  # Not above: planning needs nothing of runs.
 
-    record = _read(path.parent.parent / "run.json")
-    if not isinstance(record, dict) or not isinstance(record.get("plan"), dict):
+    record = read_json(path.parent.parent / "run.json")
+    if record is None or not isinstance(record.get("plan"), dict):
         return None
     try:
         return Plan.from_json(json.dumps(record["plan"]))
@@ -287,13 +290,7 @@ def _plan_of(path: Path) -> Plan | None:
 
 
 def _steps_done(path: Path) -> int | None:
-    record = _read(path / "position.json")
-    found = record.get("num_steps_done") if isinstance(record, dict) else None
+    from shardscope.runs.records import read_json
+
+    found = (read_json(path / "position.json") or {}).get("num_steps_done")
     return found if isinstance(found, int) else None
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

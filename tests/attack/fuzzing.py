@@ -1,0 +1,228 @@
+"""Tries: each damages a copy of a recorded run, has a worker open it, and looks for what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.attack.mutations import HOSTILE_TEXTS, Surroundings, mutate
+from tests.attack.recorded_runs import NAMES, make_living
+
+CALL_SECONDS = 2.0
+HANG_SECONDS = 8.0
+"""When a call counts as one that never ends; a machine that has other things to do may be slow."""
+START_SECONDS = 120.0
+GOOD = "good"
+MADE_BY_READERS = frozenset({"summary.json"})
+"""Files that reading a run may add to its folder."""
+
+
+@dataclass
+class Outcome:
+    """One try."""
+
+    number: int
+    damage: list[str]
+    wrong: list[str] = field(default_factory=list)
+    """Calls that failed, each with how; empty if the folder was survived."""
+
+
+class Worker:
+    """The process that opens folders, started again whenever it had to be killed."""
+
+    def __init__(self, home: Path, warm_up: Path) -> None:
+        """``warm_up``: a run in good order, on which every call is made before the first that counts."""
+        self.home = home
+        self.warm_up = warm_up
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+
+    def open(self, folder: Path, calls: list[str]) -> Iterator[tuple[str, str | None]]:
+        """Make ``calls`` on ``folder``. Yield the name of each, and what is wrong with it."""
+        self._start()
+        self._request(folder, calls)
+        current = "the worker"
+        while True:
+            answer = self._answer(HANG_SECONDS)
+            if answer is None:
+                died = None if self._process is None else self._process.poll()
+                how = "it hangs" if died is None else f"the process ended with code {died}"
+                self.close()
+                yield current, how
+                return
+            if "begin" in answer:
+                current = answer["begin"]
+            elif "end" in answer:
+                wrong = answer["wrong"]
+                if wrong is None and answer["seconds"] > CALL_SECONDS:
+                    wrong = f"it takes {answer['seconds']:.1f} s"
+                yield current, wrong
+            else:
+                return
+
+    def close(self) -> None:
+        """Kill it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process, self._rest = None, b""
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
+        environment = {
+            **os.environ,
+            "HOME": str(self.home),
+            "SHARDSCOPE_DATA_HOME": str(self.home),
+            "XDG_STATE_HOME": str(self.home / "state"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.attack.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
+        self._request(self.warm_up, self.calls)
+        answer: dict[str, Any] | None = {}
+        while answer is not None and "folder" not in answer:
+            answer = self._answer(START_SECONDS)
+            if answer is None or answer.get("wrong"):
+                raise RuntimeError(f"a run in good order is not survived: {answer}")
+
+    def _request(self, folder: Path, calls: list[str]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"folder": str(folder), "calls": calls}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def calls(self) -> list[str]:
+        """Names of all calls."""
+        from tests.attack.calls import CALLS  # Not above: it imports every view.
+
+        return list(CALLS)
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        """The next line; None if none came in time, or the process ended."""
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                return None
+            piece = os.read(self._process.stdout.fileno(), 2**16)
+            if not piece:
+                self._process.wait()
+                return None
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def attack(numbers: list[int], seed: int, recorded: Path, kept: Path | None = None) -> Iterator[Outcome]:
+    """Make the tries of these numbers. ``kept``: where folders that were not survived are copied to."""
+    with tempfile.TemporaryDirectory(prefix="shardscope-attack-") as place:
+        worker = Worker(Path(place) / "home", Path(place) / "warm-up" / "runs" / "stopped")
+        worker.home.mkdir()
+        for name in ("stopped", GOOD):
+            shutil.copytree(recorded / "stopped", worker.warm_up.with_name(name))
+        try:
+            for number in numbers:
+                yield _try(number, seed, recorded, Path(place) / str(number), worker, kept)
+                shutil.rmtree(Path(place) / str(number))
+        finally:
+            worker.close()
+
+
+def _try(number: int, seed: int, recorded: Path, place: Path, worker: Worker, kept: Path | None) -> Outcome:
+    damaged, around, damage = _prepare(number, seed, recorded, place)
+    outcome = Outcome(number, damage)
+    before = _look_outside(place, damaged)
+    late: list[tuple[str, str]] = []
+    calls = worker.calls
+    while calls:
+        left = calls
+        for name, wrong in worker.open(damaged, calls):
+            # A call that was killed is not made again; attaching is, for those after it.
+            left = left[left.index(name) + 1 :] if name in left else []
+            if wrong is not None and ("hangs" in wrong or "takes" in wrong):
+                late.append((name, wrong))
+            elif wrong is not None:
+                outcome.wrong.append(f"{name}: {wrong}")
+        calls = ["Run.attach", *left] if left and not any(name == "Run.attach" for name, _ in late) else left
+    changed = _changes(before, _look_outside(place, damaged))
+    outcome.wrong += [f"outside of the folder, {change}" for change in changed]
+    if around.canary.exists():
+        outcome.wrong.append("code of the folder was executed")
+    # The machine may have been busy: what was late is tried once more, on the folder as it was.
+    for name, wrong in late:
+        shutil.rmtree(place)
+        damaged, around, _ = _prepare(number, seed, recorded, place)
+        again = dict(worker.open(damaged, list(dict.fromkeys(["Run.attach", name]))))
+        if again.get(name, wrong) is not None:
+            outcome.wrong.append(f"{name}: {again.get(name, wrong)}")
+    if outcome.wrong and kept is not None:
+        _keep(number, seed, recorded, kept)
+    return outcome
+
+
+def _prepare(number: int, seed: int, recorded: Path, place: Path) -> tuple[Path, Surroundings, list[str]]:
+    """Copy two recorded runs to ``place``, damage one. Return it, what is around it, and the damage."""
+    draw = random.Random(f"{seed} {number}")
+    kind = draw.choice(NAMES)
+    hostile = draw.choice(HOSTILE_TEXTS).replace("/", "")
+    damaged = place / "runs" / draw.choice(("victim", "victim", "victim", f"{GOOD}-2", "a b", "-rf", hostile))
+    shutil.copytree(recorded / "stopped", place / "runs" / GOOD)
+    shutil.copytree(recorded / kind, damaged)
+    if kind == "living":
+        make_living(damaged)
+    around = Surroundings(place / "outside", place / "canary")
+    around.folder.mkdir()
+    around.precious.write_text('{"world_size": 2, "status": "the user\'s own file"}\n')
+    (around.folder / "rank-0.jsonl").write_text('{"step": 0, "rank": 0, "time": 1.0, "loss": 7.0}\n')
+    return damaged, around, [f"a run that is {kind}", *mutate(draw, damaged, around)]
+
+
+def _look_outside(place: Path, damaged: Path) -> dict[str, tuple[Any, ...]]:
+    """Every file in ``place`` that is not the damaged run's, with its content."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for folder, inside, names in os.walk(place):
+        inside[:] = [name for name in inside if Path(folder, name) != damaged]
+        for name in (*inside, *names):
+            path = Path(folder, name)
+            status = path.lstat()
+            data = path.read_bytes() if name in names and path.is_file() else b""
+            found[str(path)] = (status.st_mode, hashlib.sha256(data).hexdigest())
+    return found
+
+
+def _changes(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) -> list[str]:
+    changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+    return [
+        f"{Path(path).name} {'changed' if path in before and path in after else 'came or went'}"
+        for path in sorted(changed)
+        if Path(path).name not in MADE_BY_READERS and Path(path).name != "canary"
+    ]
+
+
+def _keep(number: int, seed: int, recorded: Path, kept: Path) -> None:
+    """Make the damaged folder once more, where it stays."""
+    place = kept / f"{seed}-{number}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    _prepare(number, seed, recorded, place)

@@ -1,0 +1,91 @@
+"""Real runs of two CPU ranks, recorded once and small enough to be copied thousands of times."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.processes import start_of, this_machine
+
+SECONDS = 180.0
+MAX_EVENTS = 200
+"""Kept of each rank's trace."""
+MAX_WEIGHTS_BYTES = 4096
+"""Kept of each file with tensors: nothing that only lists runs reads them."""
+NAMES = ("stopped", "failed", "living")
+
+
+def record_runs(folder: Path) -> None:
+    """Launch a run that saves, profiles and is stopped, and one that fails; derive a living one.
+
+    Runs that are there already are used again, so one try of a seed can be repeated.
+    """
+    if all((folder / name / "run.json").is_file() for name in NAMES):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    plan = ss.Plan(
+        ss.Architecture.of_size("2m"),
+        ss.Cluster.parse("2xcpu"),
+        ss.Recipe(seq_len=64, global_batch_size=2),
+        ss.Layout.ddp(),
+    )
+    launched = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(launched, ignore_errors=True)
+    _record(plan, ss.Pretrain(num_steps=8, save_every=8, profile=True), launched, "stopped", "finished")
+    _record(plan, ss.Pretrain(num_steps=8, text=_text_that_goes(launched)), launched, "failed", "failed")
+    # As if it had been stopped after its last step: what was finished is not resumed.
+    _replace_last_status(launched / "stopped", "stopped", "run.stop() was called")
+    shutil.copytree(launched / "stopped", launched / "living")
+    _replace_last_status(launched / "living", "running", "2 ranks at work")
+    launched.rename(folder)
+
+
+def make_living(path: Path) -> None:
+    """Make this process the supervisor of the run in ``path``."""
+    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    RunFolder(path).supervisor.write_text(json.dumps(me) + "\n")
+
+
+def _record(plan: ss.Plan, task: ss.Pretrain, folder: Path, name: str, status: str) -> None:
+    run = ss.launch(plan, task, name=name, folder=folder)
+    if task.text is not None:
+        task.text.unlink()
+    ended = run.wait(SECONDS)
+    if ended != status:
+        raise RuntimeError(f"the run to record is {ended}, not {status}: {run.reason}\n{run.error}")
+    _trim(run.folder)
+
+
+def _text_that_goes(folder: Path) -> Path:
+    """Return a text for a task whose ranks will not find it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "text.txt"
+    text.write_text("Call me Ishmael. " * 2000)
+    return text
+
+
+def _trim(path: Path) -> None:
+    for trace in (path / "traces").glob("*.json.gz"):
+        record = json.loads(gzip.decompress(trace.read_bytes()))
+        record["traceEvents"] = record["traceEvents"][:MAX_EVENTS]
+        trace.write_bytes(gzip.compress(json.dumps(record).encode()))
+    # Nobody reads these to show a run: damage to them would be wasted.
+    (path / "metrics.csv").unlink(missing_ok=True)
+    shutil.rmtree(path / "tensorboard", ignore_errors=True)
+    for file in path.rglob("*"):
+        if file.name.startswith("random-rank-"):
+            file.unlink()
+        elif file.is_file() and file.stat().st_size > 2**18:
+            os.truncate(file, MAX_WEIGHTS_BYTES)
+
+
+def _replace_last_status(path: Path, status: str, reason: str) -> None:
+    file = RunFolder(path).status
+    *before, last = file.read_text().splitlines()
+    record = {**json.loads(last), "status": status, "reason": reason}
+    file.write_text("\n".join([*before, json.dumps(record)]) + "\n")

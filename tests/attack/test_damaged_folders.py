@@ -1,0 +1,26 @@
+"""Damaged run folders, as `make attack` draws thousands of them: some of each test run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.attack.__main__ import describe
+from tests.attack.fuzzing import attack
+from tests.attack.recorded_runs import record_runs
+from tests.needs import needs
+
+needs("torch")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc, and makes special files")
+
+NUM_FOLDERS = 40
+
+
+def test_fault_55_damaged_run_folders_are_survived(tmp_path: Path) -> None:
+    """Every public call answers or raises ``ValueError``, executes nothing and hides no other run."""
+    record_runs(tmp_path / "recorded")
+    outcomes = list(attack(list(range(NUM_FOLDERS)), 1, tmp_path / "recorded"))
+    assert len(outcomes) == NUM_FOLDERS
+    assert not [describe(outcome) for outcome in outcomes if outcome.wrong]

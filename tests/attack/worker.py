@@ -1,0 +1,90 @@
+"""The process that opens damaged folders: ``python -m tests.attack.worker``. It may hang, and is killed then.
+
+Reads one JSON object per line, ``{"folder": ..., "calls": [...]}``, and makes these calls. Writes a line
+before and after each: ``{"begin": name}``, ``{"end": name, "wrong": words or null, "seconds": ...}``, and
+``{"folder": ...}`` when it is through with the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_MORE_BYTES = 2**31
+"""Address space that all calls may take, beyond that of the imported packages."""
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    # Nothing else may write there.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    from tests.attack.calls import CALLS, Use
+
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_MORE_BYTES,) * 2)
+
+    def tell(**what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        use = Use(Path(request["folder"]))
+        os.chdir(use.parent.parent)  # Views show ./runs.
+        threading.excepthook = use.note_thread_error
+        for name in request["calls"]:
+            tell(begin=name)
+            began, waited, worked = time.monotonic(), _waited(), time.process_time()
+            wrong = _wrong(CALLS[name], use)
+            if use.thread_errors:
+                wrong = wrong or use.thread_errors[0]
+                use.thread_errors.clear()
+            # Without the time in which other processes had the core.
+            alone = time.monotonic() - began - (_waited() - waited)
+            tell(end=name, wrong=wrong, seconds=max(alone, time.process_time() - worked))
+        tell(folder=request["folder"])
+
+
+def _wrong(call: Callable[[Any], None], use: Any) -> str | None:
+    """Return what is wrong with the call; None if it answers or raises ``ValueError``."""
+    try:
+        call(use)
+    except ValueError:
+        return None
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if f"{os.sep}tests{os.sep}" not in frame.filename] or list(frames)
+        with contextlib.suppress(IndexError):
+            where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}"
+            return f"{type(error).__name__}: {str(error)[:200]}{where}"
+        return type(error).__name__
+    return None
+
+
+def _waited() -> float:
+    """Return the seconds in which a thread of this process could run and had no core (Linux; 0 elsewhere)."""
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # The thread has ended.
+            total += int(file.read_text().split()[1])
+    return total / 1e9
+
+
+def _address_space() -> int:
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[0]) * resource.getpagesize() if status.exists() else 2**34
+
+
+if __name__ == "__main__":
+    main()
