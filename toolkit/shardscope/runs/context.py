@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.records.regular_files import open_descriptor
 from shardscope.runs.commands import CommandFeed, PollTable
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.profiling import Profile
@@ -180,8 +179,8 @@ class Context:
         line = encode(event)
         try:
             if self._events is None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                self._events = open_descriptor(self._folder.events(self.rank), flags)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._events = os.open(self._folder.events(self.rank), flags, 0o600)
             # One write per line, no buffer of ours: a rank that is killed loses nothing it logged.
             whole = b"\n" + line if self._line_is_broken else line
             self._line_is_broken = os.write(self._events, whole) != len(whole)
