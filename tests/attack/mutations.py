@@ -525,7 +525,7 @@ def _change_record(
         file, data = _some_file(draw, path, (".json", ".jsonl"))
     else:
         file = path / name
-        if file.is_symlink() or not file.is_file():
+        if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
             return None
         data = file.read_bytes()
     lines = data.splitlines() if file.suffix == ".jsonl" else [data]
