@@ -52,6 +52,13 @@ class FailsWithoutOutput(Output):
         raise LookupError("after all output was gone")
 
 
+def returns_for_a_stop_or_a_file(ctx: Any) -> None:
+    """Return for a stop, or once there is a file named "return" in the run folder."""
+    ctx.log(step=0)
+    while not ctx.should_stop and not (ctx.folder / "return").exists():
+        time.sleep(0.02)
+
+
 def for_ever() -> None:
     while True:
         time.sleep(0.1)

@@ -181,6 +181,27 @@ def test_fault_56_a_stop_after_the_end_stops_nothing(tmp_path: Path) -> None:
     assert run.wait(10) == "finished"
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["stop_first", "return_first"])
+def test_a_stop_counts_if_it_was_requested_before_the_tasks_returned(is_first: bool, tmp_path: Path) -> None:
+    """The supervisor is halted, so that it reads the stop after the task has returned."""
+    run = launch(make_plan(1), tasks.returns_for_a_stop_or_a_file, folder=tmp_path)
+    seconds_until(run.metrics, 60)
+    supervisor = psutil.Process(supervisor_of(run))
+    supervisor.suspend()
+    try:
+        if is_first:
+            run.stop()
+        else:
+            (run.folder / "return").touch()
+        marker = run.folder / "ranks" / "rank-0.json"
+        seconds_until(lambda: "finished" in marker.read_text(), 30)
+        if not is_first:
+            run.stop()
+    finally:
+        supervisor.resume()
+    assert run.wait(30) == ("stopped" if is_first else "finished")
+
+
 def test_fault_56_a_save_that_goes_on_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDSCOPE_GRACE_SECONDS", "0.5")
     run = launch(make_plan(1), tasks.leaves_a_save, folder=tmp_path)

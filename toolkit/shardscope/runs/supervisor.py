@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
+from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs import processes
 from shardscope.runs.beside import LOOK_SECONDS, Beside
@@ -103,6 +104,9 @@ class Supervisor:
         while self.launcher is not None and self.launcher.poll() is None:
             self._tick()
             self._sleep()
+        if self.stop_reason is None and self.left_behind.every_rank_returned():
+            # Ranks read the same file, and may have obeyed a stop before it was read here.
+            self._obey_control()
         self._finish()
 
     def _start_launcher(self) -> None:
@@ -185,15 +189,16 @@ class Supervisor:
         malformed = self.control.num_malformed
         for command in self.control.read():
             if command.get("command") == "stop":
-                self._stop(who_asked(command), checkpoint=command.get("checkpoint") is True)
+                checkpoint = command.get("checkpoint") is True
+                self._stop(who_asked(command), command.get("time"), checkpoint=checkpoint)
             elif not isinstance(command.get("command"), str):
                 self.control.num_malformed += 1
         if self.control.num_malformed > malformed:
             self._say(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
 
-    def _stop(self, asked: str, *, checkpoint: bool) -> None:
+    def _stop(self, asked: str, requested: object, *, checkpoint: bool) -> None:
         if not checkpoint:
-            self._terminate(asked)
+            self._terminate(asked, requested)
         elif (
             self.description.get("saves_when_asked") is False
         ):  # Run.stop() refuses it; others write here too.
@@ -202,7 +207,7 @@ class Supervisor:
             # The ranks read the same file and agree on the step after which they leave.
             self.phase, self.asked_to_save = "checkpoint", time.monotonic()
             self.deadline = self._save_until(self.asked_to_save)
-            self.stop_reason = asked
+            self.stop_reason, self.returned_first = asked, self._returned_before(requested)
             trains = self.description.get("trains_the_plan") is True
             end = "finish their step and save" if trains else "end by themselves when they look"
             words = f"{asked}: the ranks {end}"
@@ -215,11 +220,22 @@ class Supervisor:
         latest = self.asked_to_save + CHECKPOINT_GRACE_SECONDS
         return min(latest, now + HANG_GRACE_SECONDS) if self.beside.hangs else latest
 
-    def _terminate(self, reason: str) -> None:
+    def _returned_before(self, requested: object) -> bool:
+        """Return whether the task had returned on every rank when a stop was requested (epoch seconds).
+
+        A task that looks at ``ctx.should_stop`` may return for that stop before it is read here.
+        """
+        if not self.left_behind.every_rank_returned():
+            return False
+        ended = [(read_json(self.folder.rank(rank)) or {}).get("ended") for rank in range(self.world_size)]
+        return not is_number(requested) or all(is_number(when) and when <= requested for when in ended)
+
+    def _terminate(self, reason: str, requested: object = None) -> None:
+        """End the ranks for ``reason``; a stop was ``requested`` then, in epoch seconds, or just now."""
         if self.phase in ("leave", "terminate", "kill"):
             return
         if self.stop_reason is None:
-            self.returned_first = self.left_behind.every_rank_returned()
+            self.returned_first = self._returned_before(requested)
         self.stop_reason, self.stop_time = reason, time.monotonic()
         self._set_status("stopping", reason)
         self._signal_all(signal.SIGTERM)
