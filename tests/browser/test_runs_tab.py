@@ -219,7 +219,7 @@ def two_runs_are_compared(page: Any) -> None:
         page.get_by_role("checkbox", name=f"Select {name} ").click()
         page.wait_for_selector(f".ss-pick[aria-checked=true][aria-label^='Select {name} ']")
     page.get_by_role("button", name="Compare", exact=True).click()
-    page.wait_for_selector(".ss-compared svg")
+    page.wait_for_selector(".ss-compare .main-svg")
     assert "learning rate" in page.locator(".ss-compared").inner_text()
     it_is_tidy(page, "comparison")
     back(page)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 import shardscope as ss
 from shardscope.runs import compare, launch
-from shardscope.runs.chart_scale import of_steps, of_values
-from shardscope.runs.curve_chart import COLOURS, Curve, chart, legend
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line, write_json
 
@@ -110,129 +105,22 @@ def test_a_plan_that_cannot_be_read_is_said(two: Path) -> None:
     assert "Plan settings that differ: not known" in found.compare("a", "b<i>")._repr_html_()
 
 
-# ---- curves
-
-
 def test_runs_that_are_called_by_their_start_are_not_said_to_start_twice(tmp_path: Path) -> None:
     leave_run(tmp_path, "2026-11-22_20-03-09", plan_of(), step_seconds=0.2, loss=5.0, created=1.0)
     found = ss.runs(tmp_path)
     assert "started" in found.to_frame() and "started" not in found._repr_html_()
 
 
-def drawn(html: str) -> ElementTree.Element:
-    """The page as a tree: it is XML as well, or some name was not escaped."""
-    return ElementTree.fromstring(f"<page>{html}</page>")
+# ---- curves
 
 
-def paths(html: str) -> list[tuple[str, str, list[list[tuple[float, float]]]]]:
-    """Of each curve: its tooltip, its dashes and its stretches of points."""
-    return [
-        (path.findtext("title") or "", path.attrib["stroke-dasharray"], stretches(path.attrib["d"]))
-        for path in drawn(html).iter("path")
-    ]
+def test_losses_are_means_over_ranks(two: Path) -> None:
+    first, second = ss.runs(two).compare("a", "b<i>").loss_curves()
+    assert first.run == "a" and first.points[0] == 5.5 and first.points[9] == pytest.approx(5.41)
+    assert second.run == "b<i>" and list(second.points) == list(range(10))
 
 
-def stretches(d: str) -> list[list[tuple[float, float]]]:
-    return [
-        [(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", stretch)]
-        for stretch in d.split("M")
-        if stretch.strip()
-    ]
-
-
-def one_chart(*points: Mapping[int, float], **more: Any) -> str:
-    curves = [Curve(run=name, points=found) for name, found in zip("ab", points, strict=False)]
-    steps = {step for found in points for step in found}
-    return chart("loss", curves, of_steps(steps) if steps else None, **more)
-
-
-def test_both_losses_are_drawn_on_the_same_axes(two: Path) -> None:
-    html = ss.runs(two).compare("a", "b<i>")._repr_html_()
-    [loss, _] = [svg.attrib["aria-label"] for svg in drawn(html).iter("svg") if "role" in svg.attrib]
-    assert loss == "loss by step of a and b<i>"
-    (first, solid, [high]), (second, dashed, [low]) = paths(html)[:2]
-    assert first == "a: 5.41 at step 9" and second == "b<i>: 3.41 at step 9" and solid != dashed
-    assert [x for x, _ in high] == [x for x, _ in low] and len(high) == 10
-    falls = [[later - sooner for (_, sooner), (_, later) in pairwise(curve)] for curve in (high, low)]
-    assert falls[0] == pytest.approx(falls[1], abs=0.11) and min(falls[0]) > 0
-    assert max(y for _, y in high) < min(y for _, y in low), "5.5 lies above 3.5"
-
-
-def test_a_chart_needs_no_script_no_network_and_fits_any_theme(two: Path) -> None:
-    page = drawn(ss.runs(two).compare("a", "b<i>")._repr_html_())
-    assert {element.tag for element in page.iter()}.isdisjoint({"script", "style", "img", "link", "use"})
-    painted = {
-        element.attrib[name]
-        for element in page.iter()
-        for name in ("fill", "stroke")
-        if name in element.attrib
-    }
-    assert painted <= {*COLOURS, "currentColor", "none"}
-    assert not any(
-        "://" in value or name.startswith("on") for e in page.iter() for name, value in e.attrib.items()
-    )
-
-
-def test_steps_without_a_number_are_gaps_and_are_said() -> None:
-    html = one_chart({step: math.nan if step in (3, 4) else 5.0 - step for step in range(8)}, {0: math.inf})
-    [(title, _, found)] = paths(html)
-    assert title == "a: -2 at step 7" and [len(stretch) for stretch in found] == [3, 3]
-    assert "a: NaN or infinite in 2 of 8 logged steps, first at step 3." in html
-    assert "b: NaN or infinite in 1 of 1 logged steps, first at step 0." in html
-
-
-def test_charts_of_little_or_nothing() -> None:
-    assert "No loss was logged." in one_chart({}, {}) and "<svg" not in one_chart({}, {})
-    assert "<svg" not in one_chart({0: math.nan}, {0: math.nan})
-    half = one_chart({4: 2.0}, {})
-    assert "b logged no loss." in half
-    [(_, _, [[(x, y)]])] = paths(half)
-    assert 0 < x < 460 and 0 < y < 200
-    [picture] = drawn(half).iter("svg")
-    assert [text.text for text in picture.iter("text")][-2:] == ["4", "step"]
-
-
-def test_a_long_run_costs_no_more_than_a_short_one_and_keeps_its_spike() -> None:
-    long = {step: 2.0 + (step % 7) / 10 for step in range(0, 300_000, 3)}
-    long[150_300] = 90.0
-    html = one_chart(long, {step: value for step, value in long.items() if step < 40})
-    assert len(html) < 30_000
-    [(_, _, [curve]), _] = paths(html)
-    heights = sorted(y for _, y in curve)
-    assert heights[0] < 30 and heights[1] > 140, "one point of 100,000 stands out"
-    holes = one_chart({step: math.nan if step % 2 else 1.0 + step for step in range(100_000)}, {})
-    assert len(holes) < 30_000
-
-
-def test_a_loss_that_diverges_leaves_the_other_readable() -> None:
-    html = one_chart(
-        {step: 5.0 - step / 20 for step in range(60)}, {step: math.exp(step) for step in range(60)}
-    )
-    assert "loss, logarithmic" in html
-    [(_, _, [calm]), _] = paths(html)
-    assert calm[-1][1] - calm[0][1] > 1, "5 to 2.05 can be seen beside 4e25"
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(2.0, 2.0), (0.0, 0.0), (-3.0, 3.0), (1e-5, 2e-5), (1e99, 9e99), (0.1, 1e9), (5.0, 5.000001),
-     (-1e99, 1e99), (3e6, 4e6), (0.0, 3500.0), (1e-300, 2e-300), (5e-324, 5e-324), (5e-324, 9.0)],
-)  # fmt: skip
-def test_ticks_are_few_distinct_and_on_the_axis(low: float, high: float) -> None:
-    for scale in (of_values([low, high]), of_values([low, high], from_zero=True)):
-        values, words = [value for value, _ in scale.ticks], [word for _, word in scale.ticks]
-        assert 2 <= len(words) <= 8 and len({*words}) == len(words) and max(map(len, words)) <= 10
-        assert all(-1e-9 <= scale.share(value) <= 1 + 1e-9 for value in (*values, low, high))
-
-
-def test_ticks_of_steps_are_whole() -> None:
-    assert [word for _, word in of_steps(range(60)).ticks] == ["0", "10", "20", "30", "40", "50"]
-    assert [word for _, word in of_steps([0, 1]).ticks] == ["0", "1"]
-    assert [word for _, word in of_steps([3_000_000, 0]).ticks][1] == "0.5 M"
-    assert of_steps([7]).ticks == ((7, "7"),) and of_steps([7]).share(7) == 0.5
-
-
-def test_tokens_a_second_stand_beside_their_prediction(tmp_path: Path) -> None:
+def test_tokens_per_second_stand_beside_their_prediction(tmp_path: Path) -> None:
     for name in ("a", "b"):
         predicted = {"step_seconds": 0.5, "from": "calibration"}
         leave_run(
@@ -241,13 +129,9 @@ def test_tokens_a_second_stand_beside_their_prediction(tmp_path: Path) -> None:
         for step in range(5):
             line = {"step": step, "rank": 0, "time": 0.0, "tokens_per_second_all_ranks": 5000.0 + step}
             append_line(RunFolder(tmp_path / name).events(0), line)
-    html = ss.runs(tmp_path).compare("a", "b")._repr_html_()
-    assert "tokens/s of all ranks" in html and "a: predicted 4,096" in html, "32 x 64 tokens in half a second"
-    assert "b: predicted" not in html and html.count("predicted</span>") == 1
-    assert len(paths(html)) == 4
-    only_steps = ss.runs(tmp_path)
-    curves = [Curve(run=run.name, points={}) for run in only_steps]
-    assert "predicted" not in legend(curves)
+    label, (first, second) = ss.runs(tmp_path).compare("a", "b").pace_curves()
+    assert label == "tokens/s of all ranks" and first.points[4] == 5004.0
+    assert first.predicted == 32 * 64 / 0.5 and second.predicted is None
 
 
 # ---- tasks and times
@@ -327,10 +211,9 @@ def test_the_start_is_local_and_says_its_offset(two: Path) -> None:
 def test_without_tokens_the_seconds_of_a_step_stand_beside_their_prediction(two: Path) -> None:
     description = json.loads((two / "a" / "run.json").read_text())
     write_json(two / "a" / "run.json", {**description, "trains_the_plan": True})
-    html = ss.runs(two).compare("a", "b<i>")._repr_html_()
-    assert "step seconds</figcaption>" in html and "a: predicted 0.3" in html
-    levels = [title for title, *_ in paths(html)]
-    assert levels[2:] == ["a: 0.2 at step 9", "b<i>: 0.4 at step 9"]
+    label, (first, second) = ss.runs(two).compare("a", "b<i>").pace_curves()
+    assert label == "step seconds" and first.predicted == 0.3 and second.predicted is None
+    assert first.points[9] == 0.2 and second.points[9] == 0.4
 
 
 def test_an_error_of_less_than_half_a_percent_has_no_minus() -> None:

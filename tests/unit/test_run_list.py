@@ -208,7 +208,7 @@ def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
         press(view, "select", name)
     assert view.table.value.count("aria-checked='true'") == 2
     view.toolbar.press("compare")
-    text = unescape(re.sub(r"<[^>]+>", " ", view.comparison.value))
+    text = unescape(re.sub(r"<[^>]+>", " ", view.comparison.table.value))
     assert not view.is_list_shown and "learning rate 0.1 → 0.01" in text, text
     view.bar.press("back")
     assert view.is_list_shown

@@ -23,7 +23,7 @@ from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Draft, Path
 from shardscope.planner.differences import does_the_same
 from shardscope.recipe import Recipe
-from shardscope.validation import Value, one_of, refuse
+from shardscope.validation import Value, nearest, one_of, refuse
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
@@ -201,7 +201,8 @@ def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
 
 def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
-        refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value(("fsdp2",)))
+        near = nearest(familiar_with, list(TITLES))
+        refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
     return tuple(
         one_of("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
         for name in familiar_with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.records.json_values import is_number
 from shardscope.runs.asked import differences_of_tasks, kept_what_was_asked
-from shardscope.runs.chart_scale import of_steps
-from shardscope.runs.curve_chart import Curve, chart, legend
 from shardscope.runs.damage import short_words
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.metrics_table import FIRST, curve, curves
@@ -113,8 +111,18 @@ class Runs(list["Run"]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one run logged under one name."""
+
+    run: str
+    points: Mapping[int, float]
+    """By step; may be empty, and may hold NaN and infinities."""
+    predicted: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs: what their plans and tasks differ in, a column each, and their curves over each other."""
+    """Two runs: what their plans and tasks differ in, a column each, and their curves by step."""
 
     runs: Runs
 
@@ -148,15 +156,29 @@ class Comparison:
         """``metric`` of both by step. Raises ``ValueError`` if neither logged it."""
         return self.runs.curves(metric)
 
+    def loss_curves(self) -> list[Curve]:
+        """The loss of each run by step, the mean over its ranks."""
+        return [Curve(run=run.name, points=curve(records_of(run), "loss")) for run in self.runs]
+
+    def pace_curves(self) -> tuple[str, list[Curve]]:
+        """The speed of each run by step, and its name.
+
+        Tokens per second, which compare plans of any batch; the seconds of a step where no run logged them.
+        """
+        found = [curves(records_of(run), TOKENS, "step_seconds") for run in self.runs]
+        if any(each[TOKENS] for each in found):
+            name, label, predict = TOKENS, "tokens/s of all ranks", _predicted_pace
+        else:
+            name, label, predict = "step_seconds", "step seconds", _predicted_seconds
+        return label, [
+            Curve(run=run.name, points=each[name], predicted=predict(run))
+            for run, each in zip(self.runs, found, strict=True)
+        ]
+
     def _repr_html_(self) -> str:
         table = _html_in_columns(_rows(self.runs, self.runs.damaged))
         words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
-        return (
-            "<div style='display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start'>"
-            "<div style='flex:1 1 380px;max-width:560px;overflow-x:auto;overflow-wrap:break-word'>"
-            f"{table}{words}</div>"
-            f"<div style='flex:1 1 340px;min-width:0;max-width:480px'>{self._charts()}</div></div>"
-        )
+        return f"<div style='max-width:560px;overflow-x:auto;overflow-wrap:break-word'>{table}{words}</div>"
 
     def _plan_words(self) -> str:
         try:
@@ -170,28 +192,6 @@ class Comparison:
         limit = f" (of {silent} only the task's name and steps are known)" if silent else ""
         words = "; ".join(self.task_differences) or "none"
         return f"Task settings that differ: {words}{limit}."
-
-    def _charts(self) -> str:
-        found = [curves(records_of(run), "loss", TOKENS, "step_seconds") for run in self.runs]
-        losses = [
-            Curve(run=run.name, points=each["loss"]) for run, each in zip(self.runs, found, strict=True)
-        ]
-        label, paces = _paces(self.runs, found)
-        steps = {step for line in losses + paces for step in line.points}
-        x = of_steps(steps) if steps else None
-        return legend(paces) + chart("loss", losses, x) + chart(label, paces, x, from_zero=True)
-
-
-def _paces(runs: Runs, found: Sequence[dict[str, dict[int, float]]]) -> tuple[str, list[Curve]]:
-    """Tokens a second, which compare plans of any batch; the seconds of a step where no run logged them."""
-    if any(each[TOKENS] for each in found):
-        name, label, predict = TOKENS, "tokens/s of all ranks", _predicted_pace
-    else:
-        name, label, predict = "step_seconds", "step seconds", _predicted_seconds
-    return label, [
-        Curve(run=run.name, points=each[name], predicted=predict(run))
-        for run, each in zip(runs, found, strict=True)
-    ]
 
 
 def _predicted_seconds(run: Run) -> float | None:

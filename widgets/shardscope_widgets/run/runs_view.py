@@ -22,6 +22,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
+from shardscope_widgets.run.comparison import ComparisonView
 from shardscope_widgets.run.runs_table import printable, runs_table
 from shardscope_widgets.run.view import RunView
 
@@ -87,7 +88,7 @@ class RunsView(View):
         # One run, two runs or a trace, under a row that leads back.
         self.bar = Clickable(self._press, "ss-runs-bar")
         self.run_view = RunView(on_end=self._run_ended)
-        self.comparison = controls.html("", "ss-compare", layout=widgets.Layout(display="none"))
+        self.comparison = ComparisonView()
         self._trace_place = widgets.VBox(layout=widgets.Layout(display="none"))
         self._page = widgets.VBox(
             [self.bar, self.run_view, self.comparison, self._trace_place],
@@ -141,14 +142,12 @@ class RunsView(View):
     def compare(self, first: ss.Run, second: ss.Run) -> None:
         """Show two runs side by side in place of the list."""
         try:
-            found = Runs([first, second]).compare(first, second)
-            html = found._repr_html_()
+            self.comparison.show(Runs([first, second]).compare(first, second))
         except Exception as error:  # Whatever the two folders hold, the list stays and says why.
             self._say(f"The runs cannot be compared: {error}")
             self._draw()
             return
         with self._lock:
-            self.comparison.value = f"<div class='ss-compared'>{html}</div>"
             self._show_page(self.comparison)
             names = " and ".join(f"<b>{escape(printable(run.name))}</b>" for run in (first, second))
             self.bar.value = _back(f"<span class='ss-clipped'>Comparing {names}</span>")

@@ -1,0 +1,175 @@
+"""Two runs side by side: a table of their numbers, and the curves of loss and speed over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import isfinite, isnan
+from typing import Any
+
+from shardscope.runs.compare import Comparison, Curve
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.run.lines import Line
+
+LOG_FROM_RATIO = 1000.0
+"""A run that diverges would press the other run's curve flat onto a linear axis."""
+LARGEST = 1e100
+"""Larger values would flatten the axis, and their span may not even be a float."""
+FEW_POINTS = 10
+"""Lines of up to so many points have markers: a line of one point could not be seen."""
+DOMAINS = ((0.58, 0.94), (0.0, 0.36))
+"""Heights of the two charts, the upper one first, as shares of the figure; titles stand above each."""
+
+
+class ComparisonView(View):
+    """A table and two charts; :meth:`show` fills them. It is hidden until then."""
+
+    def __init__(self) -> None:
+        self.table = controls.html("", "ss-compared")
+        self.chart = _empty_chart()
+        super().__init__([self.table, self.chart], layout=controls.widgets.Layout(display="none"))
+        self.add_class("ss-compare")
+
+    def show(self, comparison: Comparison) -> None:
+        """Show two runs. Raises ``ValueError`` or ``OSError`` if one of them cannot be read."""
+        pace_label, paces = comparison.pace_curves()
+        charts = (("loss", comparison.loss_curves()), (pace_label, paces))
+        self.table.value = comparison._repr_html_() + "".join(
+            f"<p>{escape(words)}</p>" for label, curves in charts for words in _missing(label, curves)
+        )
+        traces: list[dict[str, Any]] = []
+        layout: dict[str, Any] = {"annotations": [], "shapes": []}
+        for number, (label, curves) in enumerate(charts):
+            is_log = _needs_log(curves)
+            axis = f"yaxis{number + 1 if number else ''}"
+            layout[axis] = {
+                **_AXIS,
+                "domain": DOMAINS[number],
+                "anchor": _axis("x", number),
+                "type": "log" if is_log else "linear",
+                "rangemode": "normal" if is_log or number == 0 else "tozero",
+            }
+            layout["annotations"].append(_title(label + (", logarithmic" if is_log else ""), number))
+            predicted = dict.fromkeys(short(curve.predicted) for curve in curves if curve.predicted)
+            if predicted:
+                layout["annotations"].append(_predicted(" and ".join(predicted), number))
+            for index, curve in enumerate(curves):
+                traces.append(_trace(curve, index, number))
+                if curve.predicted:
+                    layout["shapes"].append(_level(curve.predicted, index, number))
+        self.chart.redraw(traces, layout)
+
+
+def _empty_chart() -> Chart:
+    axis_x = {"showgrid": False, "zeroline": False, "nticks": 6, "rangemode": "tozero"}
+    layout = {
+        "height": 340,
+        "autosize": True,
+        "margin": {"l": 48, "r": 12, "t": 28, "b": 36},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": {**axis_x, "anchor": "y", "matches": "x2", "showticklabels": False},
+        "xaxis2": {**axis_x, "anchor": "y2", "title": {"text": "step", "standoff": 4}},
+    }
+    empty = [
+        {"type": "scatter", "xaxis": _axis("x", number), "yaxis": _axis("y", number), "x": [], "y": []}
+        for number in range(2)
+        for _ in range(2)
+    ]
+    chart = Chart(data=empty, layout=layout)
+    chart._config = {"displayModeBar": False, "responsive": True}
+    return chart
+
+
+_AXIS: dict[str, Any] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
+
+
+def _axis(letter: str, number: int) -> str:
+    return f"{letter}{number + 1}" if number else letter
+
+
+def _has_place(value: float) -> bool:
+    return isfinite(value) and abs(value) < LARGEST
+
+
+def _trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
+    """Return one run's line: colour, dash and marker tell it from the other run's."""
+    line = Line()
+    for step, value in sorted(curve.points.items()):
+        line.add(step, value if _has_place(value) else float("nan"))
+    return {
+        "x": list(line.x),
+        "y": [None if isnan(value) else value for value in line.y],
+        "name": escape(curve.run),
+        "mode": "lines+markers" if len(line.x) <= FEW_POINTS else "lines",
+        "line": {"color": RANK_COLOURS[index], "dash": RANK_DASHES[index], "width": 1.8},
+        "marker": {"symbol": ("circle", "square-open")[index], "size": 6},
+        # One legend for both charts.
+        "legendgroup": str(index),
+        "showlegend": number == 0,
+        "hovertemplate": f"{escape(curve.run)}: %{{y:,.4g}} at step %{{x:,}}<extra></extra>",
+    }
+
+
+def _needs_log(curves: Sequence[Curve]) -> bool:
+    values = [value for curve in curves for value in curve.points.values() if _has_place(value)]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM_RATIO
+
+
+def _title(words: str, number: int) -> dict[str, Any]:
+    return {
+        "text": escape(words),
+        "x": 0,
+        "y": DOMAINS[number][1],
+        "xref": "paper",
+        "yref": "paper",
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 2,
+        "showarrow": False,
+        "font": {"size": 12},
+    }
+
+
+def _predicted(words: str, number: int) -> dict[str, Any]:
+    return {
+        **_title(f"predicted {words}", number),
+        "x": 1,
+        "xanchor": "right",
+        "font": {"size": 10},
+    }
+
+
+def _level(height: float, index: int, number: int) -> dict[str, Any]:
+    """Return the prediction as a dotted level; its number stands in the line of the title."""
+    return {
+        "type": "line",
+        "xref": f"{_axis('x', number)} domain",
+        "yref": _axis("y", number),
+        "x0": 0,
+        "x1": 1,
+        "y0": height,
+        "y1": height,
+        "line": {"width": 1.5, "dash": "dot", "color": RANK_COLOURS[index]},
+    }
+
+
+def _missing(label: str, curves: Sequence[Curve]) -> list[str]:
+    """Return a sentence for each curve, or part of one, that cannot be drawn."""
+    if not any(curve.points for curve in curves):
+        return [f"Neither run logged {label}."]
+    found = []
+    for curve in curves:
+        lacking = [step for step, value in curve.points.items() if not _has_place(value)]
+        if not curve.points:
+            found.append(f"{curve.run} logged no {label}.")
+        elif lacking:
+            among = f"{len(lacking):,} of {len(curve.points):,} logged steps"
+            found.append(f"{curve.run}: {label} is NaN or infinite in {among}, first at {min(lacking):,}.")
+    return found
