@@ -13,7 +13,9 @@ from tests.needs import needs
 
 needs("torch")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc, and makes special files")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="run it on Linux: it watches /proc and makes special files"
+)
 
 NUM_FOLDERS = 40
 

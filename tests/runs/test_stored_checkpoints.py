@@ -12,7 +12,8 @@ from tests.needs import needs, skip_without
 
 import shardscope as ss
 from shardscope.runs.records import read_json
-from shardscope.training.checkpoint_folders import POSITION_FILE, newest_checkpoint
+from shardscope.training.checkpoint_choice import newest_checkpoint
+from shardscope.training.checkpoint_folders import POSITION_FILE
 
 needs("torch")
 needs("transformers")
