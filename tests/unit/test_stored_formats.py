@@ -66,12 +66,13 @@ def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) ->
     assert newest_checkpoint(stored_run) is not None
 
 
-def test_a_stored_stopped_run_can_be_resumed_by_its_button(stored_run: Path) -> None:
-    refusal = why_not_resumable(ss.Run.attach(stored_run))
+def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
+    """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
+    refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
     if RUNS[stored_run.name][0] == "stopped":
-        assert refusal is None
+        assert "it has no manifest.json" in refusal and f"resume='{newest_checkpoint(stored_run)}'" in refusal
     else:
-        assert "finished" in str(refusal)
+        assert "finished" in refusal
 
 
 def test_the_stored_trace_has_both_ranks() -> None:
