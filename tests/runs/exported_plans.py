@@ -46,11 +46,11 @@ DRAWN = "fsdp2 pp drawn"
 TWO: dict[str, dict[str, Any]] = {
     "ddp": {"num_micro_batches": 2},
     "ddp bf16": {"precision": "bf16-mixed"},
+    "ddp full fp16": {"precision": "fp16-mixed", "recompute": "full", "recompute_interval": 2},
     "fsdp2": {"num_micro_batches": 2},
     "fsdp2 tp": {"layout": {"tp": 2}},
     "zero-1": {"layout": {"stage": 1}},
     "zero-3": {"layout": {"stage": 3}, "num_micro_batches": 2},
-    "ddp selective": {"recompute": "selective"},
     "fsdp2 full": {"recompute": "full", "recompute_interval": 2},
     "fsdp2 hsdp": {"layout": {"replicate": 2}, "optimizer": "adamw_foreach"},
     "fsdp2 offload bf16": {
@@ -101,24 +101,15 @@ ADAPTERS = {"lora_rank": 4, "lora_targets": ("q_proj", "o_proj", "down_proj")}
 CHUNKS = {"loss": "chunked", "micro_batch_size": 18}
 """More tokens than a chunk of the loss has."""
 TWO |= {
-    "ddp lion in chunks": {"optimizer": "lion", **CHUNKS, "num_micro_batches": 2},
     "fsdp2 lion": {"optimizer": "lion"},
-    "ddp muon": {"optimizer": "muon", "num_micro_batches": 2},
-    "ddp muon of adapters": {"optimizer": "muon", "method": "lora", "lora_rank": 4},
     "fsdp2 lora in chunks bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed", **CHUNKS},
     "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
     "zero-3 bf16 in fp32": {
         "layout": {"stage": 3, "communication_data_type": "fp32"},
         "precision": "bf16-mixed",
     },
-    "ddp chunks of granite": {"architecture": replace(tiny_llama(), model_type="granite"), **CHUNKS},
-    "ddp compiled": {"kernels": "compiled", "num_micro_batches": 2},
     "fsdp2 compiled full": {"kernels": "compiled", "recompute": "full"},
-    "ddp offload": {"recompute": "offload", "precision": "bf16-mixed", "num_micro_batches": 2},
     "fsdp2 offload": {"recompute": "offload", "recompute_interval": 2},
-    "ddp qlora bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
-    "ddp qlora of gpt2": {"method": "qlora", "precision": "fp32", "lora_rank": 4, "architecture": gpt2()},
-    "ddp int8 bf16": {"method": "lora", "quantization": "int8", "precision": "bf16", **ADAPTERS},
     "fsdp2 qlora bf16": {"method": "qlora", "precision": "bf16-mixed", "num_micro_batches": 2, **ADAPTERS},
     "fsdp2 nf4": {"method": "lora", "quantization": "nf4", "precision": "fp32", **ADAPTERS},
     "megatron gpt2 tp": {"layout": {"tp": 2}, "architecture": gpt2(), "num_micro_batches": 2},
@@ -127,11 +118,10 @@ TWO |= {
 }
 STORED = {
     "ddp from gpt2": "gpt2",
+    "ddp lora from llama bf16": "llama",
     "fsdp2 tp from qwen3": "tied",
     "zero-3 from mixtral": "mixtral",
     "megatron from gpt2": "gpt2",
-    "ddp qlora from llama bf16": "llama",
-    "ddp int8 from llama bf16": "llama",
     "fsdp2 qlora from llama bf16": "llama",
     "fsdp2 lora from llama": "llama",
     "zero-3 lora from gpt2": "gpt2",
@@ -139,11 +129,10 @@ STORED = {
 """Those that begin from a model's files, and which of ``finetuned_models``."""
 TWO |= {
     "ddp from gpt2": {},
+    "ddp lora from llama bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed"},
     "fsdp2 tp from qwen3": {"layout": {"tp": 2}},
     "zero-3 from mixtral": {"layout": {"stage": 3}},
     "megatron from gpt2": {"layout": {"tp": 2}},
-    "ddp qlora from llama bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
-    "ddp int8 from llama bf16": TWO["ddp int8 bf16"],
     "fsdp2 qlora from llama bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
     "fsdp2 lora from llama": {"method": "lora", "lora_rank": 4},
     "zero-3 lora from gpt2": {"layout": {"stage": 3}, "method": "lora", "lora_rank": 4},
@@ -174,15 +163,14 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 """On four."""
 MORE = {
-    *("ddp bf16", "ddp selective", "ddp lora", "fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
+    *("ddp", "ddp bf16", "ddp full fp16", "ddp lora", "ddp lora from llama bf16"),
+    *("fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
     *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
-    *("ddp muon", "ddp muon of adapters"),
-    *("fsdp2 lion", "zero-2 in chunks", "ddp chunks of granite", "ddp offload", "fsdp2 offload"),
-    *("fsdp2 lora in chunks bf16", "ddp qlora bf16", "ddp qlora of gpt2", "ddp int8 bf16", "fsdp2 nf4"),
-    *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1", "ddp"),
+    *("fsdp2 lion", "zero-2 in chunks", "fsdp2 offload"),
+    *("fsdp2 lora in chunks bf16", "fsdp2 nf4"),
+    *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1"),
     *("fsdp2 tp from qwen3", "zero-3 from mixtral", "megatron from gpt2", "zero-3 lora from gpt2"),
-    *("ddp qlora from llama bf16", "ddp int8 from llama bf16", "fsdp2 lora from llama"),
-    *("fsdp2 lora", "ddp compiled", "zero-3 bf16 in fp32"),
+    *("fsdp2 lora from llama", "fsdp2 lora", "zero-3 bf16 in fp32"),
     *FOUR,
 }
 """Others of their kind run in every test."""

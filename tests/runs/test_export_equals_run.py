@@ -84,16 +84,27 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.connect = lambda device: None
-    script.disconnect = lambda: None
     made: dict[str, Any] = {}
+    if hasattr(script, "Training"):
+        script.connect = lambda device: None
+        script.disconnect = lambda: None
 
-    class Seen(script.Training):  # type: ignore[misc, name-defined]
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.update(parts_of(self))
+        class Seen(script.Training):  # type: ignore[misc, name-defined]
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                made.update(parts_of(getattr(self, "engine", None) or self.model))
 
-    script.Training = Seen
+        script.Training = Seen
+    else:
+        train_step = script.train_step
+
+        def seen(module: Any, *given: Any) -> Any:
+            made.update({} if made else parts_of(module))
+            return train_step(module, *given)
+
+        script.train_step = seen
+        # The process group is up, and stays.
+        script.dist = StaysUp(script.dist)
     if folder.name == IN_TURNS.replace(" ", "-"):
         script.SOURCE_BYTES, made["reading"] = 2**60, []
         script.fill = timed(script.fill, made["reading"])
@@ -124,20 +135,30 @@ def timed(make: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
     return made
 
 
-def parts_of(training: Any) -> dict[str, Any]:
+class StaysUp:
+    """``torch.distributed`` for a script whose process group is up already."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        ends = ("init_process_group", "destroy_process_group")
+        return (lambda *given, **named: None) if name in ends else getattr(self.own, name)
+
+
+def parts_of(wrapper: Any) -> dict[str, Any]:
     """The wrapper, the kinds of tensors, and the elements that this rank holds and trains."""
-    engine = getattr(training, "engine", None)
-    parameters = list((training.model if engine is None else engine.module).parameters())
+    stage = getattr(wrapper, "zero_optimization_stage", None)
+    model = wrapper if stage is None else wrapper.module
+    parameters = list(model.parameters())
     held = [getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)) for one in parameters]
     return {
-        "wrapper": type(engine or training.model).__name__,
+        "wrapper": type(wrapper).__name__,
         "kinds": sorted({type(one).__name__ for one in parameters}),
         "held": sum(one.numel() for one in held),
         "trained": sum(one.numel() for one in parameters if one.requires_grad),
-        "stage": None if engine is None else engine.zero_optimization_stage(),
-        "packed": [packed(one) for one in training.model.modules() if of_bitsandbytes(one)]
-        if engine is None
-        else [],
+        "stage": None if stage is None else stage(),
+        "packed": [packed(one) for one in model.modules() if of_bitsandbytes(one)] if stage is None else [],
     }
 
 
@@ -210,12 +231,20 @@ def drawn_by_shard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By plan, what run and script of each rank were."""
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """By plan of the selected tests, what run and script of each rank were."""
     needs("deepspeed")
+    asked = {
+        item.callspec.params["name"] if hasattr(item, "callspec") else IN_TURNS
+        for item in request.session.items
+        if item.fspath == request.node.fspath and "found" in getattr(item, "fixturenames", ())
+    }
+    two, four = ([name for name in names(size) if name in asked] for size in (2, 4))
     by_plan: dict[str, list[dict[str, Any]]] = {}
-    starts = [(2, names(2)[first : first + A_START]) for first in range(0, len(names(2)), A_START)]
-    for num_ranks, some in (*starts, *([(4, names(4))] if names(4) else [])):
+    starts = [(2, two[first : first + A_START]) for first in range(0, len(two), A_START)]
+    for num_ranks, some in (*starts, *([(4, four)] if four else [])):
         folder = tmp_path_factory.mktemp("export")
         text = SHIPPED_TEXT.read_text(encoding="utf-8")[:60_000]
         (folder / "text.txt").write_text(text, encoding="utf-8")

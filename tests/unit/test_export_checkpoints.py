@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,14 +49,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+OWN_FILES = ("ddp",)
+"""Frameworks whose train.py is a file of the toolkit."""
+
+
+def read_config(family: str, layout: str, folder: Path, **other: Any) -> Any:
+    """What train.py reads of a checkpoint of the plan's sizes but ``other``."""
+    from transformers import AutoConfig
+
+    (config,) = (
+        json.loads(file.text) for file in contents(plan_of(family, layout)) if file.name == "config.json"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    AutoConfig.for_model(**{**config, **other}).save_pretrained(folder / "checkpoint")
+    script = importlib.import_module(f"shardscope.frameworks.{layout}.files.train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "HERE", folder)
+        return script.read_config(str(folder / "checkpoint"))
+
+
+def plan_of(family: str, layout: str, **degrees: int) -> ss.Plan:
+    arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
+    recipe = ss.Recipe(seq_len=32, global_batch_size=4)
+    return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
+
+
 @cache
 def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
     """What the plan's train.py defines of constants and checks, with transformers and without ranks."""
     from transformers import AutoConfig
 
-    arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
-    recipe = ss.Recipe(seq_len=32, global_batch_size=4)
-    plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
+    plan = plan_of(family, layout, **degrees)
     (text,) = (file.text for file in contents(plan) if file.name == "train.py")
     wanted = ("MODEL_CONFIG", "SEQ_LEN", "SAME", "ALWAYS", "LLAMA3_SCALING")
     wanted += ("value_of", "check_source", "check_split")
@@ -79,7 +104,58 @@ def checked(found: dict[str, Any], **other: Any) -> None:
     found.get("check_split", found["check_source"])(config)
 
 
-LAYOUTS = ("ddp", "fsdp2", "zero", "megatron")
+LAYOUTS = ("fsdp2", "zero", "megatron")
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, layout: str, tmp_path: Path) -> None:
+    """Rotary base and epsilons are its own, and so is what only generation needs."""
+    if family == "gpt2":
+        assert read_config(family, layout, tmp_path, layer_norm_epsilon=1e-4).layer_norm_epsilon == 1e-4
+        read_config(family, layout, tmp_path, n_inner=None)
+        return
+    own = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "max_position_embeddings": 128}
+    read = read_config(family, layout, tmp_path, rope_parameters=LLAMA3, **own)
+    assert {name: getattr(read, name) for name in own} == own
+    assert read.rope_parameters["factor"] == LLAMA3["factor"]
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("llama", {"num_hidden_layers": 3}),
+        ("llama", {"vocab_size": 250}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("llama", {"model_type": "mistral"}),
+        ("mixtral", {"num_experts_per_tok": 3}),
+        ("gpt2", {"n_inner": 96}),
+        ("gpt2", {"max_position_embeddings": 32}),
+    ],
+)
+def test_a_checkpoint_of_other_sizes_ends_the_script(
+    family: str, other: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    ((name, value),) = other.items()
+    name = name.replace("max_position_embeddings", "n_positions")  # as GPT-2's config spells it
+    with pytest.raises(SystemExit, match=f"--model: its {name} is {value!r}, and the plan's"):
+        read_config(family, layout, tmp_path, **other)
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
+    ],
+)
+def test_dropout_and_routing_are_the_plan_s(
+    family: str, own: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    read = read_config(family, layout, tmp_path, **own)
+    assert {name: getattr(read, name) for name in own} == {name: 0 * value for name, value in own.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -133,7 +209,7 @@ def test_every_script_stops_at_a_checkpoint_of_other_sizes(what: str, layout: st
 def test_what_a_checkpoint_says_of_noise_is_not_trained_with(
     family: str, own: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = script_of(family, "ddp")
+    found = script_of(family, "fsdp2")
     found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **own}).save_pretrained(tmp_path)
     read = found["AutoConfig"].from_pretrained(tmp_path, **found["ALWAYS"])
     assert {name: getattr(read, name) for name in own} == {name: 0 * value for name, value in own.items()}
