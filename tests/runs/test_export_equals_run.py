@@ -23,7 +23,7 @@ needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import DRAWN, FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
+from exported_plans import FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
 from gathered_attention import instead_of_transformer_engine, parts_are_trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
@@ -96,6 +96,8 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
 
         script.Training = Seen
     else:
+        if "drawn" in folder.name:
+            script.WHOLE_BYTES = 0
         train_step = script.train_step
 
         def seen(module: Any, *given: Any) -> Any:
@@ -209,17 +211,7 @@ def made_so(name: str) -> contextlib.AbstractContextManager[None]:
     """What a plan needs beside the others of its start."""
     if name == IN_PARTS:
         return instead_of_transformer_engine()
-    if "compiled" in name:
-        return without_inductor()
-    return drawn_by_shard() if name == DRAWN else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def without_inductor() -> Iterator[None]:
-    """Layers are captured whole, and nothing makes kernels of them: that takes minutes."""
-    before, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
-    yield
-    torch.compile = before
+    return drawn_by_shard() if "drawn" in name else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

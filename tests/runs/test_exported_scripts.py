@@ -56,7 +56,7 @@ MODEL = ss.Architecture.of_size("2m")
 RECIPE = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8}
 
 
-OWN_FILES = {"ddp": ss.Layout.ddp()}
+OWN_FILES = {"ddp": ss.Layout.ddp(), "fsdp2": ss.Layout.fsdp2()}
 """Frameworks whose train.py is a file of the toolkit, and a layout of each."""
 STARTS = {
     "torchrun": ["./torchrun.sh"],
@@ -130,8 +130,6 @@ def trained(plan: ss.Plan, folder: Path, steps: int = 8) -> tuple[dict[str, Any]
 
 
 LAYOUTS = {
-    "fsdp2": ss.Layout.fsdp2(),
-    "fsdp2 in stages": ss.Layout.fsdp2(pp=2),
     "zero in stages": ss.Layout.zero(1, pp=2),
     "megatron": ss.Layout.megatron(pp=2),
 }

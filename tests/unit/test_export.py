@@ -322,7 +322,7 @@ def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan)
         assert "`train.py`: " in files["FILES.md"]
 
 
-OWN_FILES = ("ddp",)
+OWN_FILES = ("ddp", "fsdp2")
 """Frameworks whose train.py is a file of the toolkit."""
 IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "__future__"}
 
@@ -336,7 +336,7 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str) -> None:
     modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
     others = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
     assert others <= IMPORTED - {"__future__"}
-    assert 150 <= len(text.splitlines()) <= 300
+    assert 150 <= len(text.splitlines()) <= 330
 
 
 @pytest.mark.parametrize("framework", OWN_FILES)
@@ -362,7 +362,7 @@ def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, mod
         ss.Recipe(global_batch_size=512),
         ss.Layout.megatron(tp=8, pp=4),
     )
-    rate = script.choose_peak_rate(plan.architecture.num_parameters, {"method": "full"}, None)
+    rate = script.choose_peak_rate(plan.architecture.num_parameters, None)
     task = ss.Pretrain(learning_rate=rate)
     assert "learning-rate-against-batch" not in {finding.name for finding in plan.findings(task=task)}
 
@@ -371,10 +371,10 @@ def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, mod
 def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
     needs("torch")
     script = importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
-    assert script.choose_peak_rate(2_000_000, {"method": "full"}, None) == ss.Pretrain.learning_rate
-    assert script.choose_peak_rate(2_000_000, {"method": "full"}, "folder") == FULL_RATE
+    assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
+    assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
     if "lora" in importlib.import_module(f"shardscope.frameworks.{framework}.files").COVERED["Recipe.method"]:
-        assert script.choose_peak_rate(2_000_000, {"method": "lora"}, "folder") == ADAPTER_RATE
+        assert script.choose_peak_rate(2_000_000, "folder", True) == ADAPTER_RATE
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -394,27 +394,6 @@ def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
         ss.Plan.from_deepspeed(file, **nouns)
 
 
-def test_random_weights_too_many_to_pack_are_asked_for_in_words() -> None:
-    large = ss.Plan(
-        ss.models["llama-3.1-70b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(method="qlora"),
-        ss.Layout.fsdp2(),
-    )  # fmt: skip
-    for plan, packs in ((large, False), (small(ss.Layout.fsdp2(), method="qlora"), True)):
-        script = texts(plan)["train.py"]
-        assert ('raise SystemExit("--model: ' in script) is not packs
-        assert ("def in_few_bits(" in script) is packs
-        assert "quantization_config=BITS" in script
-        storage = "bnb_4bit_quant_storage=COMPUTE or PARAMETERS"
-        assert storage in script, "shards are cut in the type that they are gathered in"
-
-
-def test_a_name_is_no_place_to_fill() -> None:
-    plan = replace(small(ss.Layout.fsdp2()), architecture=replace(SMALL, name="@@FRAMEWORK@@ @@X@@"))
-    script = texts(plan)["train.py"]
-    assert ast.get_docstring(ast.parse(script), clean=False).startswith("@@FRAMEWORK@@ @@X@@ on ")  # type: ignore[union-attr]
-    assert script.count("class Training") == 1
-
-
 def test_what_there_is_none_of_says_why() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
@@ -431,9 +410,8 @@ def test_what_there_is_none_of_says_why() -> None:
         f"{only}Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
         f"{only}Recipe.loss is 'chunked'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"),
         "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),
-        "Recipe.loss is 'chunked'; allowed: None, 'full' with pp > 1": small(
-            ss.Layout.fsdp2(pp=2), loss="chunked"
-        ),
+        f"{only}Layout.pp is 2, and train.py has 1": small(ss.Layout.fsdp2(pp=2)),
+        f"{only}Recipe.method is 'lora'": small(ss.Layout.fsdp2(), method="lora"),
     }
     for why, plan in none.items():
         files = texts(plan)

@@ -40,11 +40,6 @@ HERE = Path(__file__).parent
 MAX_GRAD_NORM = 1.0
 MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """The type of matrix products in mixed precision; otherwise it is that of the parameters."""
-ITS_OWN = frozenset({
-    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings", "sliding_window",
-    "use_sliding_window", "layer_types", "attn_implementation",
-})  # fmt: skip
-"""Fields of config.json in which a checkpoint may differ: they change the shape of no tensor."""
 
 
 def read_json(name: str) -> dict[str, Any]:
@@ -70,34 +65,37 @@ def read_config(source: str | None) -> Any:
     """Return the plan's transformers config, or that of the checkpoint ``source`` of the same sizes."""
     values = read_json("config.json")
     planned = AutoConfig.for_model(**values)
-    if not source:
+    if source is None:
         return planned
-    # A checkpoint keeps its own epsilons, activation and rotary base; dropout and routing are the plan's.
-    forced = {name: value for name, value in values.items() if "drop" in name or "router" in name}
-    config = AutoConfig.from_pretrained(source, **forced)
-    # n_positions: GPT-2 learns a vector for each position.
-    for name in (*[name for name in values if name not in ITS_OWN], "n_positions"):
-        own, wanted = getattr(config, name, None), getattr(planned, name, None)
-        left_open = own is None and name in ("head_dim", "n_inner")  # an equal share, four times the outer
-        if own != wanted and not left_open:
-            raise SystemExit(
-                f"--model: its {name} is {own!r}, and the plan's {wanted!r}: take a model of the plan's "
-                "sizes, or export a plan for this one (ss.Architecture.from_hf)"
-            )
+    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
+    forced = ("drop", "router", "attn_implementation")
+    kept = {name: value for name, value in values.items() if any(word in name for word in forced)}
+    config = AutoConfig.from_pretrained(source, **kept)
+    own, wanted = list_sizes(config), list_sizes(planned)
+    for name in {**wanted, **own}:
+        if own.get(name) != wanted.get(name):
+            why = f"its {name} is {own.get(name)}, and the plan's {wanted.get(name)}"
+            raise SystemExit(f"--model: {why}: export a plan for this model (ss.Architecture.from_hf)")
     return config
+
+
+def list_sizes(config: Any) -> dict[str, Any]:
+    """Return the shapes of a config's parameters by name, and how many experts a token has."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {**shapes, "num_experts_per_tok": getattr(config, "num_experts_per_tok", None)}
 
 
 def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
     """Build the model on the host: random weights from the current seed, or the checkpoint ``source``."""
-    config, attention = read_config(source), read_json("config.json").get("attn_implementation")
+    config = read_config(source)
     kind = torch.bfloat16 if recipe["precision"] == "bf16" else torch.float32
     if source:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=kind, attn_implementation=attention
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
     else:
         # Initialize in fp32, whatever the parameters' type. Buffers stay in fp32: rotary tables need it.
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
     model.config.use_cache = False
@@ -111,11 +109,8 @@ def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
 
 
 def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers: the longest ModuleList that is inside of no other."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    inner = {id(part) for outer in lists for part in outer.modules() if part is not outer}
-    outermost: list[list[torch.nn.Module]] = [list(one) for one in lists if id(one) not in inner]
-    return max(outermost, key=len)
+    """Return the decoder layers: transformers names their class as one that devices do not share."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
 
 
 def add_adapters(model: torch.nn.Module, recipe: dict[str, Any], *, seeded_by_name: bool) -> torch.nn.Module:
@@ -182,21 +177,16 @@ def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int)
 def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) -> torch.Tensor:
     """Return sequences ``first`` to ``first + rows`` of training. Each epoch has every window of the text."""
     windows = len(tokens) // seq_len
-    places = [divmod(position, windows) for position in range(first, first + rows)]
-    starts = seq_len * torch.tensor([int(shuffle(windows, epoch)[place]) for epoch, place in places])
-    return tokens[starts[:, None] + torch.arange(seq_len)]
+    epochs = range(first // windows, (first + rows - 1) // windows + 1)
+    orders = [numpy.random.default_rng([0, epoch]).permutation(windows) for epoch in epochs]
+    numbers = torch.from_numpy(numpy.concatenate(orders))[first - epochs[0] * windows :][:rows]
+    return tokens[seq_len * numbers[:, None] + torch.arange(seq_len)]
 
 
-@functools.lru_cache(maxsize=4)
-def shuffle(windows: int, epoch: int) -> Any:
-    """Return the order of the windows in one epoch, the same on every rank."""
-    return numpy.random.default_rng([0, epoch]).permutation(windows)
-
-
-def choose_peak_rate(num_parameters: int, recipe: dict[str, Any], source: str | None) -> float:
+def choose_peak_rate(num_parameters: int, source: str | None, has_adapters: bool = False) -> float:
     """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
     if source:
-        return 2e-4 if recipe["method"] == "lora" else 2e-5
+        return 2e-4 if has_adapters else 2e-5
     return 1e-3 if num_parameters < 1e9 else 1e-4
 
 
@@ -270,7 +260,7 @@ def main() -> None:
     torch.manual_seed(1 + rank)
 
     # Train.
-    usual = choose_peak_rate(model.num_parameters(), recipe, options.model)
+    usual = choose_peak_rate(model.num_parameters(), options.model, recipe["method"] == "lora")
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
     for step in range(options.steps):
