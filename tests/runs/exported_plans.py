@@ -59,13 +59,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2 experts drawn": {"architecture": mixtral()},
 }
 """On two ranks, by a name that begins with the framework's."""
-TWO |= {
-    "zero-0 pp": {"layout": {"stage": 0, "pp": 2}, "architecture": llama(layers=3, tied=True)},
-    "zero-1 pp bf16": {"layout": {"stage": 1, "pp": 2}, "precision": "bf16-mixed"},
-    "zero-1 tp": {"layout": {"stage": 1, "tp": 2}, "num_micro_batches": 2},
-    "zero-1 ep": {"layout": {"stage": 1, "ep": 2}, "architecture": mixtral(), "num_micro_batches": 2},
-    "zero-0 ep": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
-}
+TWO |= {}
 TWO |= {
     "megatron tp": {"layout": {"tp": 2}, "architecture": llama(tied=True), "num_micro_batches": 2},
     "megatron vpp": {"layout": {"pp": 2, "vpp": 2}, "architecture": llama(layers=4, tied=True)},
@@ -82,7 +76,9 @@ ADAPTERS = {"lora_rank": 4, "lora_targets": ("q_proj", "o_proj", "down_proj")}
 CHUNKS = {"loss": "chunked", "micro_batch_size": 18}
 """More tokens than a chunk of the loss has."""
 TWO |= {
-    "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
+    "zero-0": {"layout": {"stage": 0}, "num_micro_batches": 2},
+    "zero-0 bf16": {"layout": {"stage": 0}, "precision": "bf16-mixed"},
+    "zero-2 bf16 full": {"layout": {"stage": 2}, "precision": "bf16", "recompute": "full"},
     "zero-3 bf16 in fp32": {
         "layout": {"stage": 3, "communication_data_type": "fp32"},
         "precision": "bf16-mixed",
@@ -97,7 +93,6 @@ STORED = {
     "fsdp2 from qwen3 bf16": "tied",
     "zero-3 from mixtral": "mixtral",
     "megatron from gpt2": "gpt2",
-    "zero-3 lora from gpt2": "gpt2",
 }
 """Those that begin from a model's files, and which of ``finetuned_models``."""
 TWO |= {
@@ -106,7 +101,6 @@ TWO |= {
     "fsdp2 from qwen3 bf16": {"precision": "bf16-mixed"},
     "zero-3 from mixtral": {"layout": {"stage": 3}},
     "megatron from gpt2": {"layout": {"tp": 2}},
-    "zero-3 lora from gpt2": {"layout": {"stage": 3}, "method": "lora", "lora_rank": 4},
 }
 TWO |= {
     name: {**TWO[name], "architecture": ss.Architecture.from_hf(MODELS[model])}
@@ -118,24 +112,17 @@ FOUR: dict[str, dict[str, Any]] = {
         "precision": "bf16-mixed",
         "num_micro_batches": 2,
     },
-    "zero-1 pp over two": {
-        "layout": {"stage": 1, "pp": 2},
-        "architecture": llama(tied=True),
-        "num_micro_batches": 2,
-    },
     "megatron tp, pp": {"layout": {"tp": 2, "pp": 2, "sequence_parallel": False}},
     "megatron qwen3 whole optimizer": {
         "layout": {"tp": 2, "distributed_optimizer": False},
         "architecture": replace(tiny_llama(), model_type="qwen3", qk_norm=True),
     },
-    "zero-0 ep over four": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
 }
 """On four."""
 MORE = {
     *("ddp", "ddp bf16", "ddp full fp16", "ddp lora", "ddp lora from llama bf16"),
     *("fsdp2 hsdp", "fsdp2 experts drawn", "fsdp2 from qwen3 bf16"),
-    *("zero-1", "zero-2 in chunks", "zero-3 bf16 in fp32", "zero-1 pp bf16", "zero-0 ep"),
-    *("zero-3 from mixtral", "zero-3 lora from gpt2"),
+    *("zero-0", "zero-0 bf16", "zero-1", "zero-3 bf16 in fp32", "zero-3 from mixtral"),
     *("megatron gpt2 pp", "megatron biases", "megatron tp", "megatron from gpt2"),
     *FOUR,
 }

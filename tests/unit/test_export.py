@@ -322,16 +322,24 @@ def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan)
         assert "`train.py`: " in files["FILES.md"]
 
 
-OWN_FILES = ("ddp", "fsdp2")
-"""Frameworks whose train.py is a file of the toolkit."""
+OWN_FILES = {"ddp": ss.Layout.ddp(), "fsdp2": ss.Layout.fsdp2(), "deepspeed": ss.Layout.zero(3)}
+"""Frameworks whose train.py is a file of the toolkit, and a layout of each."""
 IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "__future__"}
+
+
+def script_of(framework: str) -> Any:
+    """The module that exports copy as train.py."""
+    needs("torch")
+    if framework == "deepspeed":
+        needs("deepspeed")
+    return importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
 
 
 @pytest.mark.parametrize("framework", OWN_FILES)
 def test_train_py_is_copied_and_imports_no_shardscope(framework: str) -> None:
     (script,) = Path(ss.__file__).parent.glob(f"frameworks/{framework}/files/train.py")
     text = script.read_text()
-    assert texts(small(getattr(ss.Layout, framework)()))["train.py"] == text
+    assert texts(small(OWN_FILES[framework]))["train.py"] == text
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
     others = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
@@ -342,10 +350,11 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str) -> None:
 @pytest.mark.parametrize("framework", OWN_FILES)
 def test_every_train_py_decays_matrices_alone(framework: str) -> None:
     torch = needs("torch")
-    script = importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
+    script = script_of(framework)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     model[1].weight.requires_grad_(False)
-    groups = script.build_optimizer(model, "adamw").param_groups
+    option: Any = {"on_host": False} if framework == "deepspeed" else {"name": "adamw"}
+    groups = script.build_optimizer(model, **option).param_groups
     found = [([id(one) for one in group["params"]], group["weight_decay"]) for group in groups]
     vectors = [model[0].bias, model[1].bias, model[2].weight, model[2].bias]
     assert found == [([id(model[0].weight)], 0.1), ([id(one) for one in vectors], 0.0)]
@@ -354,8 +363,7 @@ def test_every_train_py_decays_matrices_alone(framework: str) -> None:
 @pytest.mark.parametrize("framework", OWN_FILES)
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
 def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, model: str) -> None:
-    needs("torch")
-    script = importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
+    script = script_of(framework)
     plan = ss.Plan(
         ss.models[model],
         ss.Cluster.parse("64x8xh100-sxm-80gb"),
@@ -369,8 +377,7 @@ def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, mod
 
 @pytest.mark.parametrize("framework", OWN_FILES)
 def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
-    needs("torch")
-    script = importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
+    script = script_of(framework)
     assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
     assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
     if "lora" in importlib.import_module(f"shardscope.frameworks.{framework}.files").COVERED["Recipe.method"]:
@@ -409,7 +416,12 @@ def test_what_there_is_none_of_says_why() -> None:
         ),
         f"{only}Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
         f"{only}Recipe.loss is 'chunked'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"),
-        "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),
+        f"{only}Layout.ep is 2": ss.Plan(
+            ss.models["mixtral-8x7b"],
+            ss.Cluster.parse("8xh100-sxm-80gb"),
+            ss.Recipe(),
+            ss.Layout.zero(1, ep=2),
+        ),
         f"{only}Layout.pp is 2, and train.py has 1": small(ss.Layout.fsdp2(pp=2)),
         f"{only}Recipe.method is 'lora'": small(ss.Layout.fsdp2(), method="lora"),
     }
