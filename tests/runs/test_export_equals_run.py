@@ -23,7 +23,7 @@ needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import DRAWN, FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
+from exported_plans import FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
 from gathered_attention import instead_of_transformer_engine, parts_are_trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
@@ -84,16 +84,30 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.connect = lambda device: None
-    script.disconnect = lambda: None
     made: dict[str, Any] = {}
+    if hasattr(script, "Training"):
+        script.connect = lambda device: None
+        script.disconnect = lambda: None
 
-    class Seen(script.Training):  # type: ignore[misc, name-defined]
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.update(parts_of(self))
+        class Seen(script.Training):  # type: ignore[misc, name-defined]
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                made.update(parts_of(getattr(self, "engine", None) or self.model))
 
-    script.Training = Seen
+        script.Training = Seen
+    else:
+        if "drawn" in folder.name:
+            script.WHOLE_BYTES = 0
+        train_step = script.train_step
+
+        def seen(module: Any, *given: Any) -> Any:
+            made.update({} if made else parts_of(module))
+            return train_step(module, *given)
+
+        script.train_step = seen
+        # The process group is up, and stays.
+        script.dist = StaysUp(script.dist)
+        script.leave = lambda: None
     if folder.name == IN_TURNS.replace(" ", "-"):
         script.SOURCE_BYTES, made["reading"] = 2**60, []
         script.fill = timed(script.fill, made["reading"])
@@ -124,20 +138,30 @@ def timed(make: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
     return made
 
 
-def parts_of(training: Any) -> dict[str, Any]:
+class StaysUp:
+    """``torch.distributed`` for a script whose process group is up already."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        ends = ("init_process_group", "destroy_process_group")
+        return (lambda *given, **named: None) if name in ends else getattr(self.own, name)
+
+
+def parts_of(wrapper: Any) -> dict[str, Any]:
     """The wrapper, the kinds of tensors, and the elements that this rank holds and trains."""
-    engine = getattr(training, "engine", None)
-    parameters = list((training.model if engine is None else engine.module).parameters())
+    stage = getattr(wrapper, "zero_optimization_stage", None)
+    model = wrapper if stage is None else wrapper.module
+    parameters = list(model.parameters())
     held = [getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)) for one in parameters]
     return {
-        "wrapper": type(engine or training.model).__name__,
+        "wrapper": type(wrapper).__name__,
         "kinds": sorted({type(one).__name__ for one in parameters}),
         "held": sum(one.numel() for one in held),
         "trained": sum(one.numel() for one in parameters if one.requires_grad),
-        "stage": None if engine is None else engine.zero_optimization_stage(),
-        "packed": [packed(one) for one in training.model.modules() if of_bitsandbytes(one)]
-        if engine is None
-        else [],
+        "stage": None if stage is None else stage(),
+        "packed": [packed(one) for one in model.modules() if of_bitsandbytes(one)] if stage is None else [],
     }
 
 
@@ -188,17 +212,7 @@ def made_so(name: str) -> contextlib.AbstractContextManager[None]:
     """What a plan needs beside the others of its start."""
     if name == IN_PARTS:
         return instead_of_transformer_engine()
-    if "compiled" in name:
-        return without_inductor()
-    return drawn_by_shard() if name == DRAWN else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def without_inductor() -> Iterator[None]:
-    """Layers are captured whole, and nothing makes kernels of them: that takes minutes."""
-    before, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
-    yield
-    torch.compile = before
+    return drawn_by_shard() if "drawn" in name else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -210,12 +224,20 @@ def drawn_by_shard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By plan, what run and script of each rank were."""
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """By plan of the selected tests, what run and script of each rank were."""
     needs("deepspeed")
+    asked = {
+        item.callspec.params["name"] if hasattr(item, "callspec") else IN_TURNS
+        for item in request.session.items
+        if item.fspath == request.node.fspath and "found" in getattr(item, "fixturenames", ())
+    }
+    two, four = ([name for name in names(size) if name in asked] for size in (2, 4))
     by_plan: dict[str, list[dict[str, Any]]] = {}
-    starts = [(2, names(2)[first : first + A_START]) for first in range(0, len(names(2)), A_START)]
-    for num_ranks, some in (*starts, *([(4, names(4))] if names(4) else [])):
+    starts = [(2, two[first : first + A_START]) for first in range(0, len(two), A_START)]
+    for num_ranks, some in (*starts, *([(4, four)] if four else [])):
         folder = tmp_path_factory.mktemp("export")
         text = SHIPPED_TEXT.read_text(encoding="utf-8")[:60_000]
         (folder / "text.txt").write_text(text, encoding="utf-8")

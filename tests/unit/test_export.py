@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from tests.needs import examples, needs
 import shardscope as ss
 from shardscope.export.files import Exported, contents
 from shardscope.frameworks.engine import Engine
+from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope.validation import FieldError
 
 needs("accelerate")  # which brings PyYAML
@@ -312,69 +314,74 @@ def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(plan=plans())
-def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
-    script = texts(plan).get("train.py")
-    if script is None:
-        assert "`train.py`: " in texts(plan)["FILES.md"]
-        return
-    assert "@@" not in script
-    tree = ast.parse(script)
-    statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    imported = {getattr(node, "module", None) or node.names[0].name for node in statements}
-    assert "torch" in imported
-    assert not any(name.startswith("shardscope") for name in imported)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    bound = {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}
-    assert bound <= used
+def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan) -> None:
+    files = texts(plan)
+    if plan.layout.framework in OWN_FILES:
+        assert ("train.py" in files) == ("config.json" in files)
+    if "train.py" not in files:
+        assert "`train.py`: " in files["FILES.md"]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(2, offload_optimizer="cpu")],
-)
-def test_every_script_decays_the_same_weights(layout: Any) -> None:
+OWN_FILES = {"ddp": ss.Layout.ddp(), "fsdp2": ss.Layout.fsdp2(), "deepspeed": ss.Layout.zero(3)}
+"""Frameworks whose train.py is a file of the toolkit, and a layout of each."""
+IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "__future__"}
+
+
+def script_of(framework: str) -> Any:
+    """The module that exports copy as train.py."""
+    needs("torch")
+    if framework == "deepspeed":
+        needs("deepspeed")
+    return importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
+
+
+@pytest.mark.parametrize("framework", OWN_FILES)
+def test_train_py_is_copied_and_imports_no_shardscope(framework: str) -> None:
+    (script,) = Path(ss.__file__).parent.glob(f"frameworks/{framework}/files/train.py")
+    text = script.read_text()
+    assert texts(small(OWN_FILES[framework]))["train.py"] == text
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
+    others = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
+    assert others <= IMPORTED - {"__future__"}
+    assert 150 <= len(text.splitlines()) <= 330
+
+
+@pytest.mark.parametrize("framework", OWN_FILES)
+def test_every_train_py_decays_matrices_alone(framework: str) -> None:
     torch = needs("torch")
-    tree = ast.parse(texts(small(layout))["train.py"])
-    made = [node for node in tree.body if getattr(node, "name", None) in ("build_optimizer", "num_axes")]
-    words = "\n".join(map(ast.unparse, made))
-    assert words.count("weight_decay") == 2
-    matrix, vector, frozen = (torch.nn.Parameter(torch.zeros(size)) for size in ((2, 3), (3,), (3, 3)))
-    frozen.requires_grad_(False)
-    cut = torch.nn.Parameter(torch.zeros(0))
-    cut.ds_shape = (5, 5)  # as stage 3 leaves a matrix
-    matrices = [matrix, cut] if layout.framework == "deepspeed" else [matrix]
-    spaces: dict[str, Any] = {"torch": torch}
-    exec(words, spaces)
-    arguments = ([*matrices, vector, frozen], 0.1, torch.device("cpu"))
-    extra = (False,) if layout.framework == "deepspeed" else ()
-    groups = spaces["build_optimizer"](*arguments, *extra).param_groups
+    script = script_of(framework)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    model[1].weight.requires_grad_(False)
+    option: Any = {"on_host": False} if framework == "deepspeed" else {"name": "adamw"}
+    groups = script.build_optimizer(model, **option).param_groups
     found = [([id(one) for one in group["params"]], group["weight_decay"]) for group in groups]
-    assert found == [([id(one) for one in matrices], 0.1), ([id(vector)], 0.0)]
+    vectors = [model[0].bias, model[1].bias, model[2].weight, model[2].bias]
+    assert found == [([id(model[0].weight)], 0.1), ([id(one) for one in vectors], 0.0)]
 
 
-def constants_of(plan: ss.Plan) -> dict[str, str]:
-    """What the script's constants are, as Python text."""
-    assigned = (node for node in ast.parse(texts(plan)["train.py"]).body if isinstance(node, ast.Assign))
-    return {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in assigned}
-
-
-def test_scripts_have_the_rates_of_the_tasks() -> None:
-    full, lora = (constants_of(small(ss.Layout.ddp(), method=method)) for method in ("full", "lora"))
-    assert (full["FRESH_RATE"], full["MODEL_RATE"]) == ("0.001", "2e-05")
-    assert (lora["FRESH_RATE"], lora["MODEL_RATE"]) == ("0.001", "0.0002")
-
-
-def test_fresh_weights_of_a_large_model_begin_as_those_of_its_size_did() -> None:
-    large = ss.Plan(
-        ss.models["llama-3.1-70b"],
+@pytest.mark.parametrize("framework", OWN_FILES)
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
+def test_the_default_rate_of_a_large_model_raises_no_finding(framework: str, model: str) -> None:
+    script = script_of(framework)
+    plan = ss.Plan(
+        ss.models[model],
         ss.Cluster.parse("64x8xh100-sxm-80gb"),
         ss.Recipe(global_batch_size=512),
         ss.Layout.megatron(tp=8, pp=4),
     )
-    rate = float(constants_of(large)["FRESH_RATE"])
+    rate = script.choose_peak_rate(plan.architecture.num_parameters, None)
     task = ss.Pretrain(learning_rate=rate)
-    assert "learning-rate-against-batch" not in {finding.name for finding in large.findings(task=task)}
-    assert rate < ss.Pretrain.learning_rate
+    assert "learning-rate-against-batch" not in {finding.name for finding in plan.findings(task=task)}
+
+
+@pytest.mark.parametrize("framework", OWN_FILES)
+def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
+    script = script_of(framework)
+    assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
+    assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
+    if "lora" in importlib.import_module(f"shardscope.frameworks.{framework}.files").COVERED["Recipe.method"]:
+        assert script.choose_peak_rate(2_000_000, "folder", True) == ADAPTER_RATE
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -394,27 +401,6 @@ def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
         ss.Plan.from_deepspeed(file, **nouns)
 
 
-def test_random_weights_too_many_to_pack_are_asked_for_in_words() -> None:
-    large = ss.Plan(
-        ss.models["llama-3.1-70b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(method="qlora"),
-        ss.Layout.fsdp2(),
-    )  # fmt: skip
-    for plan, packs in ((large, False), (small(ss.Layout.fsdp2(), method="qlora"), True)):
-        script = texts(plan)["train.py"]
-        assert ('raise SystemExit("--model: ' in script) is not packs
-        assert ("def in_few_bits(" in script) is packs
-        assert "quantization_config=BITS" in script
-        storage = "bnb_4bit_quant_storage=COMPUTE or PARAMETERS"
-        assert storage in script, "shards are cut in the type that they are gathered in"
-
-
-def test_a_name_is_no_place_to_fill() -> None:
-    plan = replace(small(ss.Layout.fsdp2()), architecture=replace(SMALL, name="@@FRAMEWORK@@ @@X@@"))
-    script = texts(plan)["train.py"]
-    assert ast.get_docstring(ast.parse(script), clean=False).startswith("@@FRAMEWORK@@ @@X@@ on ")  # type: ignore[union-attr]
-    assert script.count("class Training") == 1
-
-
 def test_what_there_is_none_of_says_why() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
@@ -423,16 +409,21 @@ def test_what_there_is_none_of_says_why() -> None:
     assert "accelerate launch starts one process" in texts(small(ss.Layout.ddp()))["FILES.md"]
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in texts(pipeline)["FILES.md"]
+    only = "Only Shardscope's engine trains this: "
     none = {
-        "Recipe.optimizer is 'paged_adamw', and a plain script has": small(
+        f"{only}Recipe.optimizer is 'paged_adamw', and train.py has 'adamw' or": small(
             ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
         ),
-        "Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
-        "Recipe.loss is 'fused'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="fused"),
-        "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),
-        "Recipe.loss is 'chunked'; allowed: None, 'full' with pp > 1": small(
-            ss.Layout.fsdp2(pp=2), loss="chunked"
+        f"{only}Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
+        f"{only}Recipe.loss is 'chunked'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"),
+        f"{only}Layout.ep is 2": ss.Plan(
+            ss.models["mixtral-8x7b"],
+            ss.Cluster.parse("8xh100-sxm-80gb"),
+            ss.Recipe(),
+            ss.Layout.zero(1, ep=2),
         ),
+        f"{only}Layout.pp is 2, and train.py has 1": small(ss.Layout.fsdp2(pp=2)),
+        f"{only}Recipe.method is 'lora'": small(ss.Layout.fsdp2(), method="lora"),
     }
     for why, plan in none.items():
         files = texts(plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,17 +49,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+OWN_FILES = {"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero"}
+"""Frameworks whose train.py is a file of the toolkit, and the names of their layouts."""
+
+
+def read_config(family: str, layout: str, folder: Path, **other: Any) -> Any:
+    """What train.py reads of a checkpoint of the plan's sizes but ``other``."""
+    from transformers import AutoConfig
+
+    (config,) = (
+        json.loads(file.text)
+        for file in contents(plan_of(family, OWN_FILES[layout]))
+        if file.name == "config.json"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    AutoConfig.for_model(**{**config, **other}).save_pretrained(folder / "checkpoint")
+    if layout == "deepspeed":
+        needs("deepspeed")
+    script = importlib.import_module(f"shardscope.frameworks.{layout}.files.train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "HERE", folder)
+        return script.read_config(str(folder / "checkpoint"))
+
+
+def plan_of(family: str, layout: str, **degrees: int) -> ss.Plan:
+    arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
+    recipe = ss.Recipe(seq_len=32, global_batch_size=4)
+    return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
+
+
 @cache
 def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
     """What the plan's train.py defines of constants and checks, with transformers and without ranks."""
     from transformers import AutoConfig
 
-    arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
-    recipe = ss.Recipe(seq_len=32, global_batch_size=4)
-    plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
+    plan = plan_of(family, layout, **degrees)
     (text,) = (file.text for file in contents(plan) if file.name == "train.py")
     wanted = ("MODEL_CONFIG", "SEQ_LEN", "SAME", "ALWAYS", "LLAMA3_SCALING")
-    wanted += ("value_of", "check_source", "check_split")
+    wanted += ("value_of", "check_source")
     found: dict[str, Any] = {"AutoConfig": AutoConfig}
     for node in ast.parse(text).body:
         names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
@@ -69,17 +98,64 @@ def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
     read = f"{margin}{read}{margin}check_source(config)\n"
     assert text.count("AutoConfig.from_pretrained(") == text.count(read) == 1
     assert text.index(read) < text.index("AutoModelForCausalLM.from_pretrained(")
-    assert text.count("check_split(model.config)") == (degrees.get("cp", 1) > 1)
     return found
 
 
 def checked(found: dict[str, Any], **other: Any) -> None:
     """What the script does with a checkpoint of the plan's sizes but ``other``."""
     config = found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **other})
-    found.get("check_split", found["check_source"])(config)
+    found["check_source"](config)
 
 
-LAYOUTS = ("ddp", "fsdp2", "zero", "megatron")
+LAYOUTS = ("megatron",)
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_the_planned_sizes_is_read(family: str, layout: str, tmp_path: Path) -> None:
+    """Rotary base and epsilons are its own, and so is what only generation needs."""
+    if family == "gpt2":
+        assert read_config(family, layout, tmp_path, layer_norm_epsilon=1e-4).layer_norm_epsilon == 1e-4
+        read_config(family, layout, tmp_path, n_inner=None)
+        return
+    own = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "max_position_embeddings": 128}
+    read = read_config(family, layout, tmp_path, rope_parameters=LLAMA3, **own)
+    assert {name: getattr(read, name) for name in own} == own
+    assert read.rope_parameters["factor"] == LLAMA3["factor"]
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize(
+    ("family", "other", "words"),
+    [
+        ("llama", {"num_hidden_layers": 3}, "layers.2.*, and the plan's None"),
+        ("llama", {"vocab_size": 250}, r"embed_tokens.weight is \(250, 32\), and the plan's \(200, 32\)"),
+        ("qwen2", {"tie_word_embeddings": True}, "lm_head.weight is None, and the plan's"),
+        ("mixtral", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and the plan's 2"),
+        ("gpt2", {"n_inner": 96}, "mlp"),
+        ("gpt2", {"max_position_embeddings": 32}, r"wpe.weight is \(32, 32\)"),
+    ],
+)
+def test_a_checkpoint_of_other_sizes_ends_the_script(
+    family: str, other: dict[str, Any], words: str, layout: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=f"--model: its .*{words}"):
+        read_config(family, layout, tmp_path, **other)
+
+
+@pytest.mark.parametrize("layout", OWN_FILES)
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
+    ],
+)
+def test_dropout_and_routing_are_the_plan_s(
+    family: str, own: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    read = read_config(family, layout, tmp_path, **own)
+    assert {name: getattr(read, name) for name in own} == {name: 0 * value for name, value in own.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,22 +199,6 @@ def test_every_script_stops_at_a_checkpoint_of_other_sizes(what: str, layout: st
         checked(script_of(family, layout), **other)
 
 
-@pytest.mark.parametrize(
-    ("family", "own"),
-    [
-        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
-    ],
-)
-def test_what_a_checkpoint_says_of_noise_is_not_trained_with(
-    family: str, own: dict[str, Any], tmp_path: Path
-) -> None:
-    found = script_of(family, "ddp")
-    found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **own}).save_pretrained(tmp_path)
-    read = found["AutoConfig"].from_pretrained(tmp_path, **found["ALWAYS"])
-    assert {name: getattr(read, name) for name in own} == {name: 0 * value for name, value in own.items()}
-
-
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "with another activation": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and the plan's"),
     "of more, narrower heads": (
@@ -177,16 +237,3 @@ def test_megatron_s_script_stops_at_a_checkpoint(what: str) -> None:
     family, other, words = OTHERS[what]
     with pytest.raises(SystemExit, match=words):
         checked(script_of(family, "megatron"), **other)
-
-
-def test_parts_of_sequences_stop_at_angles_and_windows_that_they_do_not_share() -> None:
-    found = script_of("mistral", "fsdp2", cp=2)
-    for allowed in ({}, {"rope_parameters": LLAMA3}, {"sliding_window": 33}):
-        checked(found, **allowed)
-    for kind in ({"rope_type": "dynamic", "factor": 2.0}, {"full_attention": {"rope_type": "longrope"}}):
-        config = found["AutoConfig"].for_model(**found["MODEL_CONFIG"])
-        config.rope_parameters = kind
-        with pytest.raises(SystemExit, match="each rank would take other rotary angles"):
-            found["check_split"](config)
-    with pytest.raises(SystemExit, match="attends to 32 tokens, and the ring to all 32"):
-        checked(found, sliding_window=32)

@@ -37,10 +37,12 @@ def commands(plan: Plan, program: str, *, needs: str = "", environment: str = ""
     ]
 
 
-def started(plan: Plan, script: Exported | Absent, environment: str = "") -> list[Exported | Absent]:
-    """A plain script and the commands that run it, or where there is none, that run another."""
+def started(
+    plan: Plan, script: Exported | Absent, *others: Exported | Absent, environment: str = ""
+) -> list[Exported | Absent]:
+    """A plain script, the files beside it and the commands that run it, or where there is none, another."""
     if isinstance(script, Exported):
-        return [*commands(plan, script.name, environment=environment), script]
+        return [*commands(plan, script.name, environment=environment), script, *others]
     program = '"${SCRIPT:?the script to run on every rank, for this plan has no train.py: see FILES.md}"'
     return [*commands(plan, program, needs="SCRIPT names the script that every rank runs."), script]
 

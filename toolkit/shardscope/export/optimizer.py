@@ -54,45 +54,7 @@ class Lion(torch.optim.Optimizer):
 '''
 
 
-MUON = '''
-
-def build_optimizer(model, rate):
-    """Muon for matrices inside of layers (Jordan et al. 2024), AdamW for the rest, without vectors' decay."""
-    layers = [weight for layer in decoder_layers(model) for weight in layer.parameters()]
-    hidden = [weight for weight in layers if weight.ndim == 2 and weight.requires_grad]
-    taken = set(hidden)
-    rest = [weight for weight in model.parameters() if weight.requires_grad and weight not in taken]
-    groups = [
-        {"params": [weight for weight in rest if weight.ndim >= 2], "weight_decay": 0.1},
-        {"params": [weight for weight in rest if weight.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    parts = [torch.optim.Muon(hidden, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
-    if groups:
-        parts.append(torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True))
-    return Both(*parts)
-
-
-class Both(torch.optim.Optimizer):
-    """Optimizers as one: their groups are its own, and take their steps in turn."""
-
-    def __init__(self, *parts):
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
-
-'''
-
-
 def optimizer_of(name: str) -> str:
-    """The function ``build_optimizer``, and the class that torch does not have.
-
-    Muon's takes the model, which tells hidden matrices from others.
-    """
-    if name == "muon":
-        return MUON
+    """The function ``build_optimizer``, and the class that torch does not have."""
     made = BUILD.replace("@@GROUPS@@", GROUPS).replace("@@MAKE@@", OPTIMIZERS[name])
     return (LION if name == "lion" else "") + made

@@ -68,7 +68,7 @@ def check_of(plan: Plan, more: str = "", names: tuple[str, ...] = ()) -> Check:
     if isinstance(plan.architecture, UnknownFamily):
         always, kept = {}, set(config) & set(SAID_BY_UNKNOWN)
     else:
-        always = {name: value for name, value in config.items() if "drop" in name} | _routers(plan)
+        always = {name: value for name, value in config.items() if "drop" in name} | router_values(plan)
         kept = set(config) - set(always) - NO_SIZES
         kept |= {"max_position_embeddings"} if plan.architecture.position_embedding == "learned" else set()
     same = [*(name for name in config if name in kept), *(name for name in names if name not in kept)]
@@ -79,10 +79,14 @@ def check_of(plan: Plan, more: str = "", names: tuple[str, ...] = ()) -> Check:
     return Check(constants, check.replace("@@MORE@@", more) + value)
 
 
-def _routers(plan: Plan) -> dict[str, Any]:
+def router_values(plan: Plan) -> dict[str, Any]:
     """As every engine trains: a router's own loss is none of a pipeline's, nor of Megatron's."""
     from transformers import AutoConfig
 
+    from shardscope.unknown_family import UnknownFamily
+
+    if isinstance(plan.architecture, UnknownFamily):
+        return {}
     known = AutoConfig.for_model(plan.architecture.model_type)
     values = {"output_router_logits": False, "router_jitter_noise": 0.0}
     return {name: value for name, value in values.items() if hasattr(known, name)}

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.commands import started
 from shardscope.export.files import PLAN_FILE, Absent, Exported, described
+from shardscope.export.train_file import train_files
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
-from shardscope.frameworks.deepspeed.export_script import script
+from shardscope.frameworks.deepspeed.files import COVERED
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ NOT_IN_CONFIG = ("pp", "ep")
 
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a DeepSpeed plan writes beside its JSON."""
-    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, script(plan))]
+    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, *train_files(plan, COVERED))]
 
 
 def written(plan: Plan) -> set[str]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.commands import started
 from shardscope.export.files import Absent, Exported, described
+from shardscope.export.train_file import train_files
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
-from shardscope.frameworks.fsdp2.export_script import script
+from shardscope.frameworks.fsdp2.files import COVERED
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -22,7 +23,7 @@ LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
 
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of an FSDP2 plan writes beside its JSON."""
-    return [_arguments(plan), *_accelerate(plan), *started(plan, script(plan, resharding(plan)))]
+    return [_arguments(plan), *_accelerate(plan), *started(plan, *train_files(plan, COVERED))]
 
 
 def _arguments(plan: Plan) -> Exported:

@@ -21,9 +21,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
 from shardscope.training.on_meta import tie, tied_names
 from shardscope.training.recompute import decoder_layers
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
+"""Projections out of the stream: each rank has some of their outputs."""
+ROWS = ("o_proj", "down_proj", "c_proj")
+"""Projections back into the stream: each rank has some of their inputs, and their sums are reduced."""
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Norms of single heads, which each rank applies to its own."""
 
 
 def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:

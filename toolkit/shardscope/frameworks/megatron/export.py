@@ -48,7 +48,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
     # What somebody has set stays, as in a run.
     environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
     if why is not None:
-        return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment), *none]
+        return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment=environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
         name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)

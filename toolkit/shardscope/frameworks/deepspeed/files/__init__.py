@@ -1,0 +1,15 @@
+"""``train.py``, which users get as it is, and the plans that it trains."""
+
+from __future__ import annotations
+
+from shardscope.export.train_file import FULL_TRAINING, Covered
+
+COVERED: Covered = {
+    **FULL_TRAINING,
+    "Recipe.optimizer": ("adamw",),
+    "Recipe.precision": ("bf16-mixed", "bf16", "fp32"),
+    "Layout.tp": (1,),
+    "Layout.pp": (1,),
+    "Layout.ep": (1,),
+}
+"""All stages, and whatever else ds_config.json says, are trained."""

@@ -1,0 +1,14 @@
+"""``train.py``, which users get as it is, and the plans that it trains."""
+
+from __future__ import annotations
+
+from shardscope.export.train_file import FULL_TRAINING, Covered
+
+COVERED: Covered = {
+    **FULL_TRAINING,
+    "Recipe.precision": ("bf16-mixed", "bf16", "fp32"),
+    "Layout.tp": (1,),
+    "Layout.pp": (1,),
+    "Layout.cp": (1,),
+}
+"""Shards, replicas, ``reshard_after_forward`` and offloading are all trained."""

@@ -1,0 +1,322 @@
+"""Train a language model with PyTorch's FSDP2: parameters, gradients and optimizer state in shards.
+
+    torchrun --nproc-per-node 8 train.py --text corpus.txt
+
+Shardscope's ``plan.export(folder)`` wrote this file and the two that it reads: ``plan.json`` (batch,
+precision, recomputation, shards) and ``config.json`` (the model's transformers config). It imports torch,
+transformers and tokenizers, and nothing of Shardscope.
+
+Each rank keeps one shard of every parameter. Before a decoder layer runs its shards are all-gathered, while
+the layer before it computes; then the whole parameters are freed, and gathered again for backward. A layer's
+gradients are reduce-scattered, and the optimizer updates shards alone. With replicas (HSDP) the same
+shards exist several times, and their gradients are all-reduced once a step.
+
+The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
+(``--tokenizer``: the path ``shardscope.training.tokenizer.SHIPPED_TOKENIZER``), and with ``--model`` those of
+``ss.Finetune(weights="folder", text="corpus.txt")``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).parent
+MAX_GRAD_NORM = 1.0
+WHOLE_BYTES = 2**30
+"""Up to this size in fp32 every rank builds random weights whole, as DDP does; beyond, only its shards."""
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """Read one of the files beside this one."""
+    values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
+    return values
+
+
+def read_options() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
+    parser.add_argument("--learning-rate", type=float, help="the peak; its default suits the model's size")
+    parser.add_argument("--warmup-steps", type=int, help="default: a tenth of --steps, at most 100")
+    parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
+    parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
+    parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    return parser.parse_args()
+
+
+def read_config(source: str | None) -> Any:
+    """Return the plan's transformers config, or that of the checkpoint ``source`` of the same sizes."""
+    values = read_json("config.json")
+    planned = AutoConfig.for_model(**values)
+    if source is None:
+        return planned
+    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
+    forced = ("drop", "router", "attn_implementation")
+    kept = {name: value for name, value in values.items() if any(word in name for word in forced)}
+    config = AutoConfig.from_pretrained(source, **kept)
+    own, wanted = list_sizes(config), list_sizes(planned)
+    for name in {**wanted, **own}:
+        if own.get(name) != wanted.get(name):
+            why = f"its {name} is {own.get(name)}, and the plan's {wanted.get(name)}"
+            raise SystemExit(f"--model: {why}: export a plan for this model (ss.Architecture.from_hf)")
+    return config
+
+
+def list_sizes(config: Any) -> dict[str, Any]:
+    """Return the shapes of a config's parameters by name, and how many experts a token has."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {**shapes, "num_experts_per_tok": getattr(config, "num_experts_per_tok", None)}
+
+
+def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
+    """Build the model on the host: random weights from the current seed, or the checkpoint ``source``."""
+    config = read_config(source)
+    kind = torch.bfloat16 if recipe["precision"] == "bf16" else torch.float32
+    if source:
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
+    else:
+        # Initialize in fp32, whatever the parameters' type. Buffers stay in fp32: rotary tables need it.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(kind)
+    model.config.use_cache = False
+    if recipe["recompute"] == "full":
+        # Keep only the input of a layer, and run its forward again in the backward pass.
+        for layer in find_layers(model)[:: recipe["recompute_interval"]]:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
+def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the decoder layers: transformers names their class as one that devices do not share."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+
+
+def build_without_memory(recipe: dict[str, Any]) -> torch.nn.Module:
+    """Build the model with parameters on the meta device; buffers, such as rotary tables, have values."""
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"))
+        register(module, name, parameter)
+
+    with mock.patch.object(torch.nn.Module, "register_parameter", register_on_meta):
+        return build_model(recipe, None)
+
+
+def build_sharded(plan: dict[str, Any], source: str | None, device: torch.device) -> torch.nn.Module:
+    """Build the model in shards, from the checkpoint ``source`` or from random weights."""
+    recipe, layout = plan["recipe"], plan["layout"]
+    model = build_without_memory(recipe) if source is None else build_model(recipe, source)
+    is_whole = source is not None or 4 * model.num_parameters() <= WHOLE_BYTES
+    if source is None and is_whole:
+        torch.manual_seed(0)
+        model = build_model(recipe, None)
+
+    # Replicas of shards; without replicas there is one axis.
+    replicas = layout["replicate"]
+    shards = dist.get_world_size() // replicas
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if replicas > 1 else mesh["shard"]
+    # In mixed precision parameters are gathered in bf16, and gradients are reduced in fp32.
+    half, full = (torch.bfloat16, torch.float32) if recipe["precision"] == "bf16-mixed" else (None, None)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+    # Shards can live in host memory, where the optimizer then runs.
+    offload = CPUOffloadPolicy(device.type == "cuda") if layout["offload"] else OffloadPolicy()
+    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    # Between forward and backward True keeps shards, False whole parameters, a number larger shards.
+    reshard = layout["reshard_after_forward"]
+    reshard = True if reshard == shards else reshard  # fully_shard takes no number of all ranks
+    # Each decoder layer is one group of collectives; embedding, last norm and head are another.
+    for layer in find_layers(model):
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)
+    if not is_whole:
+        initialize_shards(model, torch.device("cpu") if layout["offload"] else device, device)
+    return model.train()
+
+
+def initialize_shards(model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
+    """Allocate this rank's shards on ``home``, and fill them with random numbers drawn on ``device``."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=home)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)
+    for name, parameter in model.named_parameters():
+        # Every rank draws the same numbers and keeps its rows; of a stack of experts one matrix at a time.
+        own, mesh = parameter.to_local().detach(), parameter.device_mesh
+        first = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+        generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
+        is_stack = parameter.ndim == 3
+        for row in range(parameter.shape[0] if is_stack else 1):
+            numbers = torch.empty(parameter.shape[is_stack:], dtype=parameter.dtype, device=device)
+            if name.endswith("bias"):
+                numbers.zero_()
+            elif parameter.ndim < 2:
+                numbers.fill_(1.0)  # of a norm
+            else:
+                numbers.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
+            if not is_stack:
+                own.copy_(numbers[first : first + len(own)])
+            elif first <= row < first + len(own):
+                own[row - first].copy_(numbers)
+
+
+def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+    """Build the plan's AdamW. Vectors (norms, biases) have no weight decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    kind = {"foreach": True} if name == "adamw_foreach" else {"fused": True}
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), **kind)
+
+
+def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int) -> torch.Tensor:
+    """Tokenize a text file, repeated until it fills one sequence; without a tokenizer a token is a byte."""
+    data = Path(text).read_bytes()
+    end = None
+    if not tokenizer:
+        ids = list(data)
+    elif tokenizer.endswith(".json"):
+        own = Tokenizer.from_file(tokenizer)
+        ids, end = own.encode(data.decode("utf-8")).ids, own.token_to_id("<|endoftext|>")
+    else:
+        hub = AutoTokenizer.from_pretrained(tokenizer)
+        ids, end = hub(data.decode("utf-8"), add_special_tokens=False)["input_ids"], hub.eos_token_id
+    ids = ids if end is None else [*ids, end]
+    if max(ids) >= vocab_size:
+        raise SystemExit(f"token {max(ids)} is not in a vocabulary of {vocab_size}")
+    return torch.tensor(ids * -(-seq_len // len(ids)))
+
+
+def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) -> torch.Tensor:
+    """Return sequences ``first`` to ``first + rows`` of training. Each epoch has every window of the text."""
+    windows = len(tokens) // seq_len
+    epochs = range(first // windows, (first + rows - 1) // windows + 1)
+    orders = [numpy.random.default_rng([0, epoch]).permutation(windows) for epoch in epochs]
+    numbers = torch.from_numpy(numpy.concatenate(orders))[first - epochs[0] * windows :][:rows]
+    return tokens[seq_len * numbers[:, None] + torch.arange(seq_len)]
+
+
+def choose_peak_rate(num_parameters: int, source: str | None) -> float:
+    """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
+    if source:
+        return 2e-5
+    return 1e-3 if num_parameters < 1e9 else 1e-4
+
+
+def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
+    """Return the learning rate of ``step``: a linear warm-up, then half a cosine down to a tenth."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    """Train on [micro-batch, sequence, token]. Return the mean loss over all ranks."""
+    total = torch.zeros((), device=batch.device)
+    for index, micro in enumerate(batch):
+        # Each backward reduce-scatters gradients; replicas all-reduce them in the last one only.
+        model.set_is_last_backward(index == len(batch) - 1)
+        model.set_requires_all_reduce(index == len(batch) - 1)
+        loss = model(input_ids=micro, labels=micro).loss / len(batch)
+        loss.backward()
+        total += loss.detach().float()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def save(model: torch.nn.Module, folder: str) -> None:
+    """All-gather the weights tensor by tensor into the first rank's host memory, and write them."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)  # it is the embedding
+    if dist.get_rank() == 0:
+        model.config.use_cache = True  # off while training
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def main() -> None:
+    """Train as planned, and print each step's loss."""
+    options, plan = read_options(), read_json("plan.json")
+    recipe, cluster = plan["recipe"], plan["cluster"]
+    planned = cluster["gpus_per_node"] * cluster["num_nodes"]
+
+    # Meet the other ranks. torchrun and accelerate launch tell each process its number by variables.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != planned:
+        raise SystemExit(f"the plan is for {planned} ranks, and these are {world_size}")
+    on_gpu = cluster["gpu"]["vendor"] != "cpu"
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    # gloo carries what lies in host memory.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+
+    # Build the model, cut it into shards, and build the optimizer over these.
+    model = build_sharded(plan, options.model, device)
+    optimizer = build_optimizer(model, recipe["optimizer"])
+
+    # Each rank takes its own share of every batch; dropout differs from rank to rank too.
+    seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
+    tokenizer = options.tokenizer or options.model
+    tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)
+    rows = recipe["global_batch_size"] // world_size
+    torch.manual_seed(1 + rank)
+
+    # Train.
+    usual = choose_peak_rate(model.num_parameters(), options.model)
+    peak = usual if options.learning_rate is None else options.learning_rate
+    warmup = min(100, options.steps // 10) if options.warmup_steps is None else options.warmup_steps
+    for step in range(options.steps):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = compute_rate(step, peak, options.steps, warmup)
+        sequences = take_sequences(tokens, (step * world_size + rank) * rows, rows, seq_len)
+        batch = sequences.view(-1, micro_batch_size, seq_len).to(device)
+        loss = train_step(model, optimizer, batch).item()
+        if rank == 0:
+            speed = recipe["global_batch_size"] * seq_len / (time.perf_counter() - began)
+            print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
+
+    # Save, all ranks together.
+    if options.save:
+        save(model, options.save)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
