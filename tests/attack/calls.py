@@ -221,7 +221,8 @@ def show_runs(use: Use) -> None:
         good = next(summary.run for summary in view._rows.values() if summary.name == GOOD)
         if use.run is not None:
             view.compare(good, use.run)
-            check_html(view.comparison.value)
+            check_html(view.comparison.table.value)
+            check_html(view.comparison.chart.to_svg())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -221,12 +222,24 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, leases: se
         run.stop()
         run.wait(60)
     total, num_points = interrupt.num_lines, 60 if all_of_them() else 12
+    num_whole = 0
     for point in range(num_points):
-        folder = tmp_path / f"runs-{point}"
-        with pytest.raises(KeyboardInterrupt), Interrupt(total - point * total // num_points):
-            launch(make_plan(1), ENDLESS, folder=folder)
+        folder, run = tmp_path / f"runs-{point}", None
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Interrupt(total - point * total // num_points) as interrupt,
+        ):
+            run = launch(make_plan(1), ENDLESS, folder=folder)
+        if run is not None:
+            # It executed fewer lines: its supervisor was quicker to write a record, so launch wrote none.
+            assert interrupt.num_lines < interrupt.wanted
+            num_whole += 1
+            run.stop()
+            run.wait(60)
+            continue
         assert not folder.exists(), f"point {point}: {list(folder.rglob('*'))}"
         seconds_until(lambda folder=folder: not processes_of(folder), 5)
+    assert num_whole <= num_points // 10
     seconds_until(lambda: lease._held.write_ends <= leases, 5)
 
 

@@ -40,6 +40,8 @@ class ScalarFile:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             # The synchronous writer: SummaryWriter's thread would swallow a full disk's OSError.
             self._writer = EventsWriter(str(self.folder / "events"), ".shardscope")
+            for path in self.folder.iterdir():
+                path.chmod(0o600)  # As everything in a run folder; it is opened with the user's umask.
         for event in events:
             self._writer.write_event(event)
         self._writer.flush()
