@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import os
 import pickle
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,38 @@ def pack(task: Any, plan: Any) -> bytes:
 
     Raises ``ValueError`` naming the object that cannot be pickled.
     """
-    import cloudpickle
-
     try:
-        return bytes(cloudpickle.dumps((task, plan, sources_without_files())))
+        return _dump((task, plan, sources_without_files()))
     except Exception as error:
         culprit = find_unpicklable(task) or f"{describe(task)} itself"
         raise ValueError(
             f"The task {describe(task)} cannot be sent to the ranks: {culprit} cannot be pickled "
             f"({type(error).__name__}: {str(error)[:200]}). Nearest fix: create it inside the function."
         ) from error
+
+
+def _dump(value: Any) -> bytes:
+    """Return ``value`` as cloudpickle writes it, with the names of the files that code was compiled from.
+
+    cloudpickle 3.1.3 writes "<dynamic-code>" for each (``_code_reduce``), and a traceback from a rank would
+    name neither the cell of a function nor its lines.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is not types.CodeType:
+                return super().reducer_override(obj)
+            _, arguments = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (arguments, obj.co_filename)
+
+    buffer = io.BytesIO()
+    Pickler(buffer, cloudpickle.DEFAULT_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _make_code(arguments: tuple[Any, ...], file_name: str) -> types.CodeType:
+    return types.CodeType(*arguments).replace(co_filename=file_name)
 
 
 def unpack(payload: bytes) -> tuple[Any, Any]:
