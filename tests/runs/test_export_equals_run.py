@@ -8,39 +8,35 @@ import importlib.util
 import io
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, skip_without
+from tests.needs import few, needs
 
 torch = needs("torch")
 needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
+from exported_plans import FOUR, MORE, STORED, TWO, export_with_script, names, plan_of  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
-from gathered_attention import instead_of_transformer_engine, parts_are_trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
 from shardscope.frameworks.megatron.engine_model import leave_model_parallel  # noqa: E402
+from shardscope.frameworks.megatron.real_cpu import cpu_ranks  # noqa: E402
 from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.memory import building  # noqa: E402
 from shardscope.memory.lora import adapter_parameters  # noqa: E402
-from shardscope.training.gradients import local  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
 CLOSE = 1e-4
-IN_TURNS = "megatron vpp"
-"""Whose script takes no node to have room for two whole models."""
 A_START = 24
 """Plans of one start of ranks, which has no more than a minute and a half."""
 
@@ -61,20 +57,6 @@ def run_made(
     return {"losses": losses, "trained": trained, "exported": str(folder / "export")}
 
 
-@contextlib.contextmanager
-def said_to_cpu(script: Any) -> Iterator[None]:
-    """What Megatron's script says to CPU ranks, as far as the next script would not stand it."""
-    if not hasattr(script, "cuda_means_cpu"):
-        yield
-        return
-    mode = script.CudaMeansCpu()
-    script.CudaMeansCpu = lambda: mode
-    script.cuda_means_cpu()
-    yield
-    mode.__exit__(None, None, None)
-    torch.compiler.set_stance("default")
-
-
 def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     """What ``train.py`` prints and is made of, on rank 0; its process group is the one that is up."""
     spec = importlib.util.spec_from_file_location(
@@ -85,37 +67,24 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     made: dict[str, Any] = {}
-    if hasattr(script, "Training"):
-        script.connect = lambda device: None
-        script.disconnect = lambda: None
+    train_step = script.train_step
 
-        class Seen(script.Training):  # type: ignore[misc, name-defined]
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                made.update(parts_of(getattr(self, "engine", None) or self.model))
+    def seen(module: Any, *given: Any) -> Any:
+        made.update({} if made else parts_of(module))
+        return train_step(module, *given)
 
-        script.Training = Seen
-    else:
-        if "drawn" in folder.name:
-            script.WHOLE_BYTES = 0
-        train_step = script.train_step
-
-        def seen(module: Any, *given: Any) -> Any:
-            made.update({} if made else parts_of(module))
-            return train_step(module, *given)
-
-        script.train_step = seen
-        # The process group is up, and stays.
-        script.dist = StaysUp(script.dist)
-        script.leave = lambda: None
-    if folder.name == IN_TURNS.replace(" ", "-"):
-        script.SOURCE_BYTES, made["reading"] = 2**60, []
-        script.fill = timed(script.fill, made["reading"])
+    script.train_step = seen
+    # The process group is up, and stays.
+    script.dist = StaysUp(script.dist)
+    script.leave = lambda: None
+    if "drawn" in folder.name:
+        script.WHOLE_BYTES = 0
     words = ["--steps", str(NUM_STEPS), "--text", str(text)]
     words += ["--tokenizer", str(SHIPPED_TOKENIZER)] if model is None else ["--model", str(model)]
     words += ["--save", str(folder / "saved")]
+    on_device = cpu_ranks() if folder.name.startswith("megatron") else contextlib.nullcontext()
     arguments, sys.argv = sys.argv, ["train.py", *words]
-    with contextlib.redirect_stdout(io.StringIO()) as printed, said_to_cpu(script):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, on_device:
         script.main()
     sys.argv = arguments
     lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("step ")]
@@ -124,18 +93,6 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
         "saved": str(folder / "saved"),
         **made,
     }
-
-
-def timed(make: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    """``make``, and when it began and ended, by the machine's clock."""
-
-    def made(*given: Any) -> Any:
-        times.append(time.monotonic())
-        found = make(*given)
-        times.append(time.monotonic())
-        return found
-
-    return made
 
 
 class StaysUp:
@@ -161,20 +118,7 @@ def parts_of(wrapper: Any) -> dict[str, Any]:
         "held": sum(one.numel() for one in held),
         "trained": sum(one.numel() for one in parameters if one.requires_grad),
         "stage": None if stage is None else stage(),
-        "packed": [packed(one) for one in model.modules() if of_bitsandbytes(one)] if stage is None else [],
     }
-
-
-def of_bitsandbytes(module: Any) -> bool:
-    """peft's layers around those have the same names."""
-    return type(module).__module__.startswith("bitsandbytes")
-
-
-def packed(linear: Any) -> list[Any]:
-    """Its type, whether its scales are packed too, and how it is stored."""
-    state = getattr(linear, "quant_state", None)
-    kind = str(local(linear.weight).dtype)
-    return ["int8", False, kind] if state is None else [state.quant_type, bool(state.nested), kind]
 
 
 def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
@@ -186,8 +130,7 @@ def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
         with made_so(name):
             model = stored(ctx.folder, name)
             found[name] = {"run": run_made(ctx, plan_of(name), home_of(ctx, name), text, model)}
-    # Megatron's last: what it says to CPU ranks holds from there on.
-    for name in sorted(found, key=lambda name: name.startswith("megatron")):
+    for name in found:
         framework = plan_of(name).layout.framework
         if framework == "deepspeed":
             connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
@@ -210,8 +153,6 @@ def stored(folder: Path, name: str) -> Path | None:
 
 def made_so(name: str) -> contextlib.AbstractContextManager[None]:
     """What a plan needs beside the others of its start."""
-    if name == IN_PARTS:
-        return instead_of_transformer_engine()
     return drawn_by_shard() if "drawn" in name else contextlib.nullcontext()
 
 
@@ -230,7 +171,7 @@ def found(
     """By plan of the selected tests, what run and script of each rank were."""
     needs("deepspeed")
     asked = {
-        item.callspec.params["name"] if hasattr(item, "callspec") else IN_TURNS
+        item.callspec.params["name"]  # type: ignore[attr-defined]
         for item in request.session.items
         if item.fspath == request.node.fspath and "found" in getattr(item, "fixturenames", ())
     }
@@ -244,8 +185,8 @@ def found(
         for model in {STORED[name] for name in some if name in STORED}:
             small_model(folder / "models", model)
         for name in some:
-            with parts_are_trained() if name == IN_PARTS else made_so(name):
-                plan_of(name).export(folder / name.replace(" ", "-"))
+            with made_so(name):
+                export_with_script(plan_of(name), folder / name.replace(" ", "-"))
         ranks = on_ranks(num_ranks, plan_of(some[0]), partial(both, some=some), folder)
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return by_plan
@@ -258,8 +199,6 @@ EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
 def test_the_exported_script_has_the_losses_of_the_run(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
-    if is_packed(name):
-        skip_without("bitsandbytes")
     run, script = (found[name][0][which]["losses"] for which in ("run", "script"))
     assert len(run) == len(script) == NUM_STEPS
     assert len(set(run)) == NUM_STEPS
@@ -272,66 +211,31 @@ def test_the_exported_script_has_the_losses_of_the_run(
 def test_the_exported_script_makes_what_the_plan_says(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
-    if is_packed(name):
-        skip_without("bitsandbytes")
     plan, ranks = plan_of(name), [rank["script"] for rank in found[name]]
     arch, degrees, made = plan.architecture, plan.degrees, ranks[0]
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]
-    if is_packed(name):
-        recipe = plan.recipe
-        compute = "float32" if recipe.precision == "fp32" else "bfloat16"
-        kept = {"int8": "int8", "nf4": compute if plan.layout.framework == "fsdp2" else "uint8"}
-        one = [
-            recipe.base_quantization,
-            recipe.method == "qlora",
-            f"torch.{kept[str(recipe.base_quantization)]}",
-        ]
-        layers = range(arch.num_hidden_layers)
-        assert made["packed"] == [one for index in layers for _ in arch.layer_linears(index)]
-        assert made["trained"] == found[name][0]["run"]["trained"] > 0
-        return
-    assert made["packed"] == []
     whole = arch.num_parameters
     adapters = adapter_parameters(arch, plan.recipe) if plan.recipe.has_adapters else 0
-    in_stage_3 = plan.layout.framework == "deepspeed" and made["stage"] == 3
-    if adapters and not in_stage_3:  # which leaves nothing of a parameter to count
-        assert made["trained"] == adapters
-    has_parts = plan.layout.framework == "deepspeed" and degrees.tp > 1
-    if plan.layout.framework == "megatron" or has_parts:
+    assert made["trained"] == adapters or not adapters
+    if plan.layout.framework == "megatron":
         for rank in found[name]:
             assert rank["script"]["held"] == rank["run"]["trained"]
-    elif degrees.pp > 1:
-        # Every weight is on one stage, and a tied embedding on two.
-        whole += arch.tie_word_embeddings * arch.vocab_size * arch.hidden_size
-        held = sum(rank["held"] for rank in ranks)
-        norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
-        copies = degrees.replicate if plan.layout.framework == "fsdp2" else degrees.data_parallel
-        assert held == copies * (whole + (degrees.tp - 1) * norms)
     elif plan.layout.framework == "ddp":
         assert made["wrapper"] == "DistributedDataParallel"
         assert made["held"] == whole + adapters
     elif plan.layout.framework == "fsdp2":
-        cut = degrees.shard * degrees.cp * degrees.tp
-        assert (whole + adapters) // cut <= made["held"] <= (whole + adapters) // cut + 1000
-    if plan.layout.framework == "deepspeed":
-        assert made["wrapper"] == ("PipelineEngine" if degrees.pp > 1 else "DeepSpeedEngine")
+        assert whole // degrees.shard <= made["held"] <= whole // degrees.shard + 1000
+    else:
+        assert made["wrapper"] == "DeepSpeedEngine"
         assert made["stage"] == plan.layout.stage
-        if degrees.ep > 1:
-            experts = arch.mixture_of_experts
-            each = 3 * arch.hidden_size * experts.moe_intermediate_size
-            elsewhere = experts.num_experts - experts.num_experts // degrees.ep
-            assert made["held"] == whole - arch.num_hidden_layers * elsewhere * each
-        elif degrees.pp == 1 and not has_parts:
-            # Stage 3 keeps a part of each tensor, rounded up.
-            held = whole // 2 if plan.layout.stage == 3 else whole
-            assert held <= made["held"] <= held + adapters + 1000
+        # Stage 3 keeps a part of each tensor, rounded up.
+        held = whole // 2 if plan.layout.stage == 3 else whole
+        assert held <= made["held"] <= held + 1000
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    if is_packed(name):
-        skip_without("bitsandbytes")
     plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
@@ -346,13 +250,6 @@ def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[d
     assert opened.config.use_cache, "whoever opens it may want to generate"
 
 
-def test_ranks_take_turns_where_no_two_whole_models_have_room(
-    found: dict[str, list[dict[str, Any]]],
-) -> None:
-    first, second = (rank["script"]["reading"] for rank in found[IN_TURNS])
-    assert first[0] < first[1] <= second[0] < second[1]
-
-
 def tensors_in(folder: Path) -> dict[str, Any]:
     return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
 
@@ -361,8 +258,6 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 def test_the_exported_script_saves_what_the_run_exports(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
-    if is_packed(name):
-        skip_without("bitsandbytes")
     saved = tensors_in(Path(found[name][0]["script"]["saved"]))
     exported = tensors_in(Path(found[name][0]["run"]["exported"]))
     assert {name: one.shape for name, one in saved.items()} == {n: one.shape for n, one in exported.items()}

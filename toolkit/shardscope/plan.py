@@ -176,9 +176,10 @@ class Plan(JsonNoun):
         Its JSON and ``FILES.md``, which says what each is and what there is none of, and why; then what makes
         sense for its framework: ``accelerate_config.yaml``, ``training_arguments.yaml``, ``ds_config.json``,
         ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun, Accelerate and Slurm, and
-        ``train.py``, which trains without Shardscope. What a format has no words for is named in the file.
-        An earlier export is replaced. ``train.py`` wants transformers (the ``train`` extra), which is
-        imported for it. Raises ``ValueError`` where files in ``folder`` are not as an export left them.
+        ``train.py``, which trains common plans without Shardscope, with the ``config.json`` that it reads.
+        What a format has no words for is named in the file. An earlier export is replaced. ``config.json``
+        wants transformers (the ``train`` extra), which is imported for it. Raises ``ValueError`` where files
+        in ``folder`` are not as an export left them.
         """
         from shardscope.export.files import export
 

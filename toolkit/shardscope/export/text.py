@@ -59,27 +59,3 @@ def _scalar(value: Any) -> str:
 def word(text: str) -> str:
     """``text`` as a name that is safe in a shell, a file name and a Slurm job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:64] or "plan"
-
-
-def literal(value: Any, indent: int = 0) -> str:
-    """A value of JSON's types, or a tuple, as Python: on one line, or as many as it takes."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, Mapping | list | tuple):
-        return repr(value)
-    inside = indent + 4
-    if isinstance(value, Mapping):
-        items = [f"{literal(key)}: {literal(item, inside)}" for key, item in value.items()]
-        first, last = "{}"
-    else:
-        items = [literal(item, inside) for item in value]
-        first, last = "()" if isinstance(value, tuple) else "[]"
-    comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
-    line = f"{first}{', '.join(items)}{comma}{last}"
-    if indent + len(line) < WIDTH - 40 or not items:  # a name stands before it, a comment behind
-        return line
-    rows: list[str] = []
-    for item in items:
-        fits = rows and not isinstance(value, Mapping) and inside + len(rows[-1]) + len(item) < WIDTH
-        rows[-1:] = [f"{rows[-1]} {item},"] if fits else [*rows[-1:], f"{item},"]
-    return "\n".join((first, *(" " * inside + row for row in rows), " " * indent + last))

@@ -8,7 +8,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
-from shardscope.export.source import model_config, router_values
 from shardscope.memory.head import loss_in_force
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ METADATA = frozenset(
     {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 )
 """Fields of a config that say nothing of the model."""
+WITHOUT_ROUTER_LOSS = {"output_router_logits": False, "router_jitter_noise": 0.0}
+"""As every engine trains experts: pipelines and Megatron-core have no auxiliary loss."""
 
 Covered = Mapping[str, tuple[object, ...]]
 """The field of a recipe or a layout, ``Recipe.method``, and its values that a ``train.py`` trains."""
@@ -82,13 +83,22 @@ def train_files(plan: Plan, covered: Covered) -> list[Exported | Absent]:
 def written_config(plan: Plan) -> dict[str, Any]:
     """Return keyword arguments of ``AutoConfig.for_model``, as ``config.json`` holds them.
 
-    Raises ``ModuleNotFoundError`` without transformers.
+    Raises ``ModuleNotFoundError`` without transformers, which spells them.
     """
-    from shardscope.training.model import WITHOUT_SDPA
+    from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
+    from shardscope.unknown_family import UnknownFamily
 
-    config = {**model_config(plan), **router_values(plan)}
-    config = {name: value for name, value in config.items() if name not in METADATA}
-    attention = ATTENTION.get(plan.recipe.attention or "")
-    if attention is None and plan.architecture.model_type in WITHOUT_SDPA:
+    arch, recipe = plan.architecture, plan.recipe
+    if isinstance(arch, UnknownFamily):
+        config = {name: value for name, value in json.loads(arch.config_json).items() if name not in METADATA}
+    else:
+        from transformers import AutoConfig
+
+        known = AutoConfig.for_model(arch.model_type)
+        own = dict.fromkeys(DROPOUTS, recipe.dropout) | WITHOUT_ROUTER_LOSS
+        config = {"model_type": arch.model_type, **config_values(arch)}
+        config |= {name: value for name, value in own.items() if hasattr(known, name)}
+    attention = ATTENTION.get(recipe.attention or "")
+    if attention is None and arch.model_type in WITHOUT_SDPA:
         attention = "eager"
     return config if attention is None else {**config, "attn_implementation": attention}

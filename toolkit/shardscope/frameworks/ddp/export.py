@@ -1,4 +1,4 @@
-"""DDP's files: Accelerate's YAML, the Trainer's arguments, commands, and a plain script."""
+"""DDP's files: Accelerate's YAML, the Trainer's arguments, commands, and train.py."""
 
 from __future__ import annotations
 

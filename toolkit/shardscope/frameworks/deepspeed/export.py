@@ -1,4 +1,4 @@
-"""DeepSpeed's files: its JSON, Accelerate's YAML and the Trainer's arguments around that, a plain script."""
+"""DeepSpeed's files: its JSON, Accelerate's YAML and the Trainer's arguments around that, train.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2's files: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments, a plain script."""
+"""FSDP2's files: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments, train.py."""
 
 from __future__ import annotations
 

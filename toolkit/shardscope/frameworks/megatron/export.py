@@ -1,4 +1,4 @@
-"""Megatron-LM's files: its command line and what runs ``pretrain_gpt.py`` with it; and a plain script."""
+"""Megatron-LM's files: its command line and what runs ``pretrain_gpt.py`` with it; and train.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from shardscope.export.commands import commands, started
 from shardscope.export.files import Absent, Exported, header
+from shardscope.export.train_file import SCRIPT_FILE, train_files
 from shardscope.export.unsaid import sentences, unsaid
 from shardscope.frameworks.accelerate.export import none_of_it
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.arguments import LAYOUT, RECIPE, megatron_arguments
-from shardscope.frameworks.megatron.export_script import script
 from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.files import COVERED
 from shardscope.frameworks.megatron.launching import ONE_CONNECTION, wants_one_connection
+from shardscope.frameworks.megatron.limits import check_trainable
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -36,7 +38,7 @@ NEEDS = (
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a Megatron plan writes beside its JSON."""
     why = _why_not(plan)
-    plain = script(plan)
+    plain = _scripts(plan)
     none: list[Exported | Absent] = [
         *none_of_it(
             why_not_started(plan)
@@ -48,7 +50,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
     # What somebody has set stays, as in a run.
     environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
     if why is not None:
-        return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment=environment), *none]
+        return [Absent(name=FLAGS_FILE, why=why), *started(plan, *plain, environment=environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
         name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
@@ -61,16 +63,28 @@ def files(plan: Plan) -> list[Exported | Absent]:
     ]
 
 
-def _beside(plan: Plan, plain: Exported | Absent, environment: str) -> list[Exported | Absent]:
+def _scripts(plan: Plan) -> list[Exported | Absent]:
+    """``train.py`` and its ``config.json``, or why there are none."""
+    try:
+        check_trainable(plan)
+    except ValueError as refusal:
+        return [Absent(name=SCRIPT_FILE, why=str(refusal))]
+    if not plan.on_gpu:
+        why = "Only Shardscope's engine trains this: Megatron-core calls CUDA, and the plan has CPU ranks."
+        return [Absent(name=SCRIPT_FILE, why=why)]
+    return train_files(plan, COVERED)
+
+
+def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> list[Exported | Absent]:
     """The plain script and its commands, under other names than those of Megatron-LM's."""
-    if isinstance(plain, Absent):
-        why = f"{plain.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
-        return [replace(plain, why=why)]
+    script, *others = plain
+    if isinstance(script, Absent):
+        why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
+        return [replace(script, why=why)]
     named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
-    found = commands(plan, plain.name, environment=environment)
-    text = plain.text.replace("./torchrun.sh", "./train.sh")
-    own = [replace(file, name=named[file.name], what=f"{file.what}, for {plain.name}") for file in found]
-    return [*own, replace(plain, text=text)]
+    found = commands(plan, script.name, environment=environment)
+    own = [replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in found]
+    return [*own, script, *others]
 
 
 def _why_not(plan: Plan) -> str | None:

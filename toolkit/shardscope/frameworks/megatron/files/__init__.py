@@ -1,0 +1,23 @@
+"""``train.py``, which users get as it is, and the plans that it trains."""
+
+from __future__ import annotations
+
+from shardscope.export.train_file import FULL_TRAINING, Covered
+
+COVERED: Covered = {
+    **FULL_TRAINING,
+    "Recipe.kernels": ("megatron", "transformers"),
+    "Recipe.optimizer": ("adamw",),
+    "Recipe.precision": ("bf16-mixed", "bf16", "fp32"),
+    "Recipe.recompute_interval": (1,),
+    "Recipe.dropout": (0.0,),
+    "Layout.pp": (1,),
+    "Layout.cp": (1,),
+    "Layout.ep": (1,),
+    "Layout.use_precision_aware_optimizer": (False,),
+    "Layout.tp_comm_overlap": (False,),
+    "Architecture.model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "Architecture.attention_output_bias": (False,),
+    "Architecture.mlp_bias": (False,),
+}
+"""Tensor and data parallelism of dense Llama-like models, with or without the distributed optimizer."""
