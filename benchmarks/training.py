@@ -1,4 +1,4 @@
-"""What launching and training through Shardscope costs against a bare torchrun script of the same job.
+"""What launching and training through Shardscope costs against torchrun of the plan's exported train.py.
 
 Both sides are started, and then take turns of a few steps, one held while the other trains: of a machine that
 others use, both have the same. Beside the time of a step stands what it took of all cores, of the job's every
@@ -15,10 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 
 import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
+from shardscope.export.train_file import MODEL_FILE, SCRIPT_FILE, written_config
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.processes import free_port, num_cores
 from shardscope.runs.records import read_json, read_lines
@@ -62,7 +64,7 @@ def make_plan(framework: str) -> ss.Plan:
         micro_batch_size=2,
         global_batch_size=2 * NUM_RANKS,
         precision="fp32",
-        # The attention of Megatron-core's own layers, which the bare script has: otherwise that is compared.
+        # Megatron-core's own attention, on both sides.
         attention="eager" if framework == "megatron" else None,
     )
     return ss.Plan(
@@ -96,27 +98,19 @@ def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tup
 
 @contextlib.contextmanager
 def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
-    """One torchrun of the bare script with as many threads as Shardscope gives ranks, and what it says.
+    """One torchrun of the exported script with as many threads as Shardscope gives ranks, and what it says.
 
     glibc's malloc is as it comes; ranks have it set (runs/environment.py).
     """
-    arch, recipe = plan.architecture, plan.recipe
-    kept = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        "vocab_size max_position_embeddings tie_word_embeddings"
-    )
-    config = {name: getattr(arch, name) for name in kept.split()}
-    job = {
-        "config": {**config, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0},
-        "text": str(SHIPPED_TEXT),
-        "tokenizer": str(SHIPPED_TOKENIZER),
-        "seq_len": recipe.seq_len,
-        "rows": recipe.micro_batch_size * plan.num_micro_batches,
-        "num_steps": num_steps,
-        "learning_rate": LEARNING_RATE,
+    said, errors = folder / "bare.out", folder / "bare.err"
+    script = export_script(plan, folder / "exported")
+    options = {
+        "--text": SHIPPED_TEXT,
+        "--tokenizer": SHIPPED_TOKENIZER,
+        "--steps": num_steps,
+        "--learning-rate": LEARNING_RATE,
+        "--warmup-steps": 0,
     }
-    job_file, said, errors = folder / "job.json", folder / "bare.out", folder / "bare.err"
-    job_file.write_text(json.dumps(job))
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // NUM_RANKS)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     if sys.platform == "linux":
@@ -130,8 +124,9 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
                 f"--nproc-per-node={NUM_RANKS}",
                 "--master-addr=127.0.0.1",
                 f"--master-port={free_port()}",
-                str(Path(__file__).parent / f"bare_{plan.layout.framework}.py"),
-                str(job_file),
+                str(Path(__file__).parent / "exported_script.py"),
+                str(script),
+                *(str(word) for option in options.items() for word in option),
             ],
             env=environment,
             stdout=output,
@@ -142,7 +137,9 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
         process.pid,
         said,
         is_over=lambda: process.poll() is not None,
-        why=lambda: f"the bare script ended with {process.returncode}:\n{errors.read_text(errors='replace')}",
+        why=lambda: (
+            f"the exported script ended with {process.returncode}:\n{errors.read_text(errors='replace')}"
+        ),
     )
     try:
         yield side, said
@@ -151,6 +148,17 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks.
         process.wait()
+
+
+def export_script(plan: ss.Plan, folder: Path) -> Path:
+    """Export ``plan``; return its train.py, which for CPU ranks of Megatron-core is that of GPUs."""
+    plan.export(folder)
+    script = folder / SCRIPT_FILE
+    if not script.exists():
+        (folder / MODEL_FILE).write_text(json.dumps(written_config(plan)), encoding="utf-8")
+        files = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
+        script.write_text((files / SCRIPT_FILE).read_text(encoding="utf-8"), encoding="utf-8")
+    return script
 
 
 Start = Callable[[ss.Plan, int, Path], contextlib.AbstractContextManager[tuple[Side, Path]]]
