@@ -732,7 +732,7 @@ def test_a_function_is_read_when_it_is_the_task() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(tp=2), ss.Layout.zero(), ss.Layout.megatron(tp=2)],
+    [ss.Layout.ddp(), ss.Layout.fsdp2(replicate=2), ss.Layout.zero(), ss.Layout.megatron(tp=2)],
     ids=lambda layout: layout.description,
 )
 def test_our_own_exported_scripts_are_not_accused(layout: ss.Layout, tmp_path: Path) -> None:

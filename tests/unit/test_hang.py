@@ -99,13 +99,13 @@ def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: l
 def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder: RunFolder) -> None:
     supervisor, now = Supervisor(folder, None), time.monotonic()
     supervisor.beside._hang.hangs = True
-    supervisor._stop("run.stop(checkpoint=True) was called", checkpoint=True)
+    supervisor._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
     assert "they seem to hang, and have 120 s" in read_lines(folder.status)[-1]["reason"]
     # And those that are found to hang only while the stop waits, until steps come again.
     waiting = Supervisor(folder, None)
     waiting.ranks_are_up = True
-    waiting._stop("run.stop(checkpoint=True) was called", checkpoint=True)
+    waiting._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert waiting.deadline > now + 599
     for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps come again", 599)):
         waiting.beside._hang.hangs = hangs
