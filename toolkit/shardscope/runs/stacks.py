@@ -54,6 +54,8 @@ def answer_with_stacks(path: Path) -> None:
     """
     # Never closed: the handler writes to the descriptor as long as the process lives.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    # faulthandler restores this when the interpreter ends; the default would kill the process.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
