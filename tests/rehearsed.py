@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from shardscope.core.plan import Plan
 from shardscope.memory.report import MemoryReport
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import RehearsedStage, report_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
 from shardscope.training.stored_names import sources
 from shardscope.training.tokenizer import SHIPPED_TOKENIZER
 

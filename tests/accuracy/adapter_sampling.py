@@ -15,11 +15,11 @@ from tests.accuracy.rehearsals import STORED
 from tests.accuracy.rehearsing import show, store
 
 from shardscope.catalog import models
-from shardscope.cluster import Cluster
-from shardscope.layout import Layout
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 from shardscope.memory.lora import first_layer
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
 
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 LAYOUTS = {

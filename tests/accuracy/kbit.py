@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardscope import Plan
+from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations import modules_of
 from shardscope.memory.moments import moments as moments_of
-from shardscope.memory.precision import FP32, HALF
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Component, Moment, Term
 

@@ -7,7 +7,7 @@ import re
 from tests.accuracy.model_names import plain
 
 import shardscope as ss
-from shardscope.architecture import LatentAttention, MixtureOfExperts
+from shardscope.core.architecture import LatentAttention, MixtureOfExperts
 
 
 def beyond_the_catalogue(name: str) -> ss.Architecture | None:

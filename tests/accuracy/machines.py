@@ -10,7 +10,7 @@ from tests.accuracy.rows import Row, number, status, text
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
-from shardscope.cluster import Gpu
+from shardscope.core.cluster import Gpu
 
 GIB = 2**30
 _SAME_CHIP = {

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardscope import Architecture, Plan
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.precision import FP32
 from shardscope.memory import overheads
-from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.band import band
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.saved import Saved
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
 
 HALF = 2

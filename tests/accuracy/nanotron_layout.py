@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.layout import Degrees, Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.layout import Degrees, Layout
-from shardscope.memory.arithmetic import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from tests.accuracy.qwen_code import no_ddp, zero2_over_gptq
 from tests.accuracy.rows import Row, number, text
 
 from shardscope import Plan, Recipe
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.band import band
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.overheads import Band, communication
-from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
 
 OwnCode = Literal[

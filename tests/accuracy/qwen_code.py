@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardscope import Layout, Plan
-from shardscope.memory.precision import FP32
+from shardscope.core.precision import FP32
 from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, Moment, Term
 

@@ -17,12 +17,12 @@ from tests.accuracy import sampling, wide_sampling
 from tests.accuracy.rehearsals import STORED
 from tests.accuracy.rehearsing import show, store
 
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 from shardscope.frameworks.limits import REHEARSED
-from shardscope.layout import Layout
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
 
 SEEDS = {"recipes": 20_261_121, "recipes-held-out": 20_261_122}
 """Of two samples: the second was drawn once formulas had been mended by the first."""

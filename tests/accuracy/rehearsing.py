@@ -27,7 +27,7 @@ from tests.accuracy import wide_sampling
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
 from tests.accuracy.sampling import LAYOUTS, plans
 
-from shardscope.plan import Plan
+from shardscope.core.plan import Plan
 
 SEED = 0
 HELD_OUT_SEEDS = {1: 20_261_121, 2: 20_261_122}

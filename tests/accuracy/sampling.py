@@ -11,11 +11,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
-from shardscope.cluster import Cluster
-from shardscope.layout import Layout
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
+from shardscope.core.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 
 CLUSTERS = ("h100-sxm-80gb", "2xh100-sxm-80gb", "8xa100-sxm-80gb", "6xh100-sxm-80gb", "4x8xh100-sxm-80gb")
 GPT2: dict[str, Any] = {

@@ -10,7 +10,7 @@ from tests.accuracy.machines import cluster
 from tests.accuracy.rows import Row, number, text
 
 import shardscope as ss
-from shardscope.cluster import Gpu, Link
+from shardscope.core.cluster import Gpu, Link
 
 _DOMAINS = (("gb200", 72), ("gb300", 72))
 """Chip -> GPUs that one NVLink switch joins, where those are more than a host's: NVL72."""

@@ -14,13 +14,13 @@ from typing import Any
 
 from tests.accuracy import sampling
 
-from shardscope.architecture import Architecture
 from shardscope.catalog import models
-from shardscope.cluster import Cluster
-from shardscope.layout import Layout
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 from shardscope.memory.modules.known import KNOWN
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
 from shardscope.support import supported
 
 MAX_HIDDEN = 8192

@@ -10,7 +10,7 @@ import pytest
 from test_one_gpu import NOT_TENSORS, record
 
 import shardscope as ss
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
-from shardscope.layer_parts import MixtureOfExperts
+from shardscope.core.layer_parts import MixtureOfExperts
 
 GLOBAL_ROWS = 8
 """Sequences of a global batch, however many ranks share them."""

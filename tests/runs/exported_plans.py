@@ -13,8 +13,8 @@ from tests.needs import THOROUGH
 from two_ranks import tiny_llama, tiny_plan
 
 import shardscope as ss
+from shardscope.core.layer_parts import MixtureOfExperts
 from shardscope.export.train_file import written_config
-from shardscope.layer_parts import MixtureOfExperts
 
 
 def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.core.architecture import Architecture, LatentAttention, MixtureOfExperts
 
 SHAPE = {
     "hidden_size": 168,

@@ -19,13 +19,13 @@ from tests.needs import few
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.recipe import Recipe
 from shardscope.memory.activations import cast_weights, saved_tensors
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.saved import Modules
-from shardscope.recipe import Recipe
 from shardscope.rehearsal.conversion import converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.rehearsal.world import _transformers_as_on_real_tensors

@@ -20,10 +20,10 @@ from run_helpers import make_plan, processes_of, seconds_until
 from test_stop import begun, supervisor_of
 from tests.needs import few
 
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.script import Script
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run
-from shardscope.validation import FieldError
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

@@ -20,11 +20,11 @@ from run_helpers import make_plan, processes_of, seconds_until
 
 import shardscope as ss
 from shardscope import Architecture, Plan
+from shardscope.core.errors import FieldError, refuse
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
 from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
-from shardscope.validation import FieldError, refuse
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.needs import few, needs, needs_installed, thorough
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
-from shardscope.layer_parts import MixtureOfExperts
+from shardscope.core.layer_parts import MixtureOfExperts
 
 torch = needs("torch")
 needs("transformers")

@@ -13,7 +13,7 @@ import pytest
 from tests.needs import needs, needs_installed
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
-from shardscope.layer_parts import MixtureOfExperts
+from shardscope.core.layer_parts import MixtureOfExperts
 
 torch = needs("torch")
 needs("transformers")

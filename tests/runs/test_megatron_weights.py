@@ -19,7 +19,7 @@ from tests.runs import two_ranks
 from tests.runs.two_ranks import StandInContext, on_ranks
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
-from shardscope.architecture import MixtureOfExperts
+from shardscope.core.architecture import MixtureOfExperts
 from shardscope.frameworks.megatron.hf_names import check_mapped
 from shardscope.runs.processes import is_alive, start_of
 

@@ -13,7 +13,7 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
-from shardscope.architecture import Architecture  # noqa: E402
+from shardscope.core.architecture import Architecture  # noqa: E402
 
 NUM_STEPS = 4
 

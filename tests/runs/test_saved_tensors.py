@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.recipe import Recipe
 from shardscope.memory.activations import (
     cast_weights,
     kept_by_selective,
@@ -30,7 +31,6 @@ from shardscope.memory.activations import (
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.saved import Modules
-from shardscope.recipe import Recipe
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from shardscope.training.recompute import apply_recompute

@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
-from shardscope.cluster import Cluster
+from shardscope.core.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import FieldError
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import CHOICES, OPEN_CHOICES, Recipe
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import Layout
-from shardscope.plan import Plan
-from shardscope.recipe import CHOICES, OPEN_CHOICES, Recipe
 from shardscope.support import supported
-from shardscope.validation import FieldError
 
 
 class Stranger:

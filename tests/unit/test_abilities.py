@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.carried import CARRIED
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.abilities import COLUMNS, Cell, abilities, code
-from shardscope.validation import FieldError
 
 CLUSTER = ss.Cluster.parse("8xh100-sxm-80gb")
 DENSE = ss.models["llama-3.1-8b"]

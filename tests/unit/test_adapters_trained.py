@@ -10,8 +10,8 @@ import pytest
 from tests.needs import needs_installed
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.validation import FieldError
 
 FOUR = ss.Cluster.parse("4xcpu")
 SMALL = replace(ss.Architecture.of_size("2m"), num_hidden_layers=4)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardscope.catalog import models
+from shardscope.core.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardscope.unknown_family import SIZES
 
 LLAMA = models["llama-3.1-8b"]
@@ -336,8 +336,9 @@ def test_repeated_questions_cost_next_to_nothing() -> None:
 
 def test_importing_brings_no_heavy_library() -> None:
     code = (
-        "import sys, shardscope.architecture, shardscope.catalog, shardscope.cluster, shardscope.detection;"
-        "shardscope.catalog.models['deepseek-v3'].num_parameters; shardscope.cluster.Cluster.detect();"
+        "import sys, shardscope.core.architecture, shardscope.catalog, shardscope.core.cluster;"
+        "import shardscope.detection;"
+        "shardscope.catalog.models['deepseek-v3'].num_parameters; shardscope.core.cluster.Cluster.detect();"
         "print(sorted({'torch','transformers','pandas','plotly','IPython'} & set(sys.modules)))"
     )
     done = subprocess.run(

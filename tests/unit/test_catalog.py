@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import entries, gpus, links, model_names, models
-from shardscope.cluster import Cluster, Gpu, Link
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
-from shardscope.validation import FieldError
+from shardscope.core.architecture import MODEL_TYPES, Architecture
+from shardscope.core.cluster import Cluster, Gpu, Link
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 
 GPU_NAMES = {
     "a100-sxm-40gb",

@@ -18,7 +18,7 @@ from tests.needs import needs
 
 from shardscope import detection, host
 from shardscope.catalog import gpus, links
-from shardscope.cluster import Cluster, Gpu, Link
+from shardscope.core.cluster import Cluster, Gpu, Link
 
 H100 = gpus["h100-sxm-80gb"]
 CLUSTER = Cluster.parse("4x8xh100-sxm-80gb")

@@ -13,10 +13,10 @@ from planning import LLAMA, MOE
 from tests.needs import needs
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.megatron.core_config import transformer_config
-from shardscope.plan import Plan
-from shardscope.validation import FieldError
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 BIASED = replace(MOE, model_type="qwen3_moe", attention_output_bias=True, attention_bias=True, qk_norm=True)

@@ -13,13 +13,13 @@ from tests.rehearsed import stages_of
 from tests.unit.planning import LLAMA, MOE
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed import grid
 from shardscope.frameworks.deepspeed.buckets import Cut, Piece, all_reduce_bucket, copied
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.habits import reduce_remedy, reduces_in
 from shardscope.memory.many import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
-from shardscope.validation import FieldError
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
 FP32 = {"communication_data_type": "fp32"}

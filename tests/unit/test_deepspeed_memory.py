@@ -15,6 +15,8 @@ from tests.needs import examples, few, needs, needs_installed
 from tests.rehearsed import rehearsed_here, stages_of
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.buckets import Cut, Piece, all_reduce_bucket, beyond, copied, early
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.coordinator import Thresholds
@@ -30,8 +32,6 @@ from shardscope.frameworks.deepspeed.tensors import (
     tensors_of,
 )
 from shardscope.memory.stages import Stage, shapes_of, stage_of
-from shardscope.plan import Plan
-from shardscope.validation import FieldError
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 P = LLAMA.num_parameters

@@ -22,10 +22,10 @@ from planning import plans
 from tests.needs import examples, needs
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.export.files import Exported, contents
 from shardscope.frameworks.engine import Engine
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
-from shardscope.validation import FieldError
 
 needs("accelerate")  # which brings PyYAML
 needs("transformers")  # which spells the config in train.py

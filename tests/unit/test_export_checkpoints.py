@@ -12,7 +12,7 @@ from tests.accuracy.sampling import GPT2
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.architecture import MixtureOfExperts
+from shardscope.core.architecture import MixtureOfExperts
 from shardscope.export.files import contents
 
 needs("transformers")

@@ -11,7 +11,7 @@ import pytest
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
 
 needs("accelerate")  # which brings PyYAML
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardscope as ss
-from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import models
+from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.memory import stages
 from shardscope.memory.modules.known import KNOWN
 from shardscope.parameter_names import attention_inputs, mlp_inputs, names_of

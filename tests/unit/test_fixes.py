@@ -15,10 +15,10 @@ from planning import NOT_NUMBERS
 from tests.needs import examples
 
 import shardscope as ss
-from shardscope.fixes import MAX_TRIES
-from shardscope.plan import Plan
-from shardscope.recipe import CHOICES, OPEN_CHOICES, Recipe
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
+from shardscope.core.fixes import MAX_TRIES
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import CHOICES, OPEN_CHOICES, Recipe
 
 OF_RECIPE = {field.name for field in fields(Recipe)}
 DEGREES = {

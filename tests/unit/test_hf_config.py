@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.needs import needs
 
-from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import config_of, models
+from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.hf_config import FAMILIES
 from shardscope.parameter_names import names_of
 

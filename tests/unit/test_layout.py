@@ -14,13 +14,13 @@ from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, sizes
 from tests.needs import examples
 
 import shardscope as ss
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import FieldError
+from shardscope.core.layout import Layout, divisors, even_stages, largest_divisor
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import Layout, divisors, even_stages, largest_divisor
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
-from shardscope.validation import FieldError
 
 MAKERS: dict[str, Any] = {
     "ddp": Layout.ddp, "fsdp2": Layout.fsdp2, "deepspeed": Layout.zero, "megatron": Layout.megatron,
@@ -207,7 +207,7 @@ def test_megatron_refuses_other_splits_with_the_nearest_that_works() -> None:
 
 
 def degrees_of(pp: int) -> Any:
-    from shardscope.layout import Degrees
+    from shardscope.core.layout import Degrees
 
     return Degrees(data_parallel=1, pp=pp)
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.unit.planning import plans
 
 import shardscope as ss
-from shardscope.layout import Layout
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
 from shardscope.memory.many import peak_bytes
-from shardscope.plan import Plan
 
 MADE_BY = {
     "ddp": Layout.ddp,

@@ -13,12 +13,12 @@ import pytest
 from tests.unit.planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.fp8 import copies
 from shardscope.frameworks.megatron.layer import Cuts, layer
 from shardscope.memory.many import peak_bytes
 from shardscope.memory.modules.saved import Modules
-from shardscope.plan import Plan
-from shardscope.validation import FieldError
 
 LLAMA_8B = ss.models["llama-3.1-8b"]
 HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32

@@ -9,10 +9,10 @@ import pytest
 from planning import LLAMA, MOE
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.rehearse import rehearse
 from shardscope.memory.many import peak_bytes
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

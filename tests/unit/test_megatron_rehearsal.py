@@ -15,10 +15,10 @@ from tests.accuracy.rehearsing import in_words
 from tests.needs import few
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron import cpu_stand_in
 from shardscope.frameworks.megatron.rehearse import rehearse
 from shardscope.memory.report import PHASES, Moment
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 from shardscope.support import supported
 

@@ -14,7 +14,8 @@ from planning import GEMMA, LATENT, LLAMA, MOE, plans
 from tests.needs import examples, needs
 
 import shardscope as ss
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory import overheads
 from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
@@ -23,7 +24,6 @@ from shardscope.memory.modules.saved import Modules
 from shardscope.memory.moments import moments
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.stages import Stage, layer_shard
-from shardscope.plan import Plan
 
 GIB = 2**30
 NAMES = (

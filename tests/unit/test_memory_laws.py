@@ -12,10 +12,10 @@ from tests.accuracy.sampling import plans as sampled
 from tests.needs import examples
 from tests.unit.planning import plans
 
+from shardscope.core.plan import Plan
+from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import largest_tensor
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import PHASES
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 

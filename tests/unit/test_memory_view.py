@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.differences import differences
 from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.room import fits

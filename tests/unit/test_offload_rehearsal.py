@@ -15,8 +15,8 @@ from tests.needs import needs_installed, thorough
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
-from shardscope.architecture import Architecture
-from shardscope.plan import Plan
+from shardscope.core.architecture import Architecture
+from shardscope.core.plan import Plan
 from shardscope.rehearsal import world
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 

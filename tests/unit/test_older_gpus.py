@@ -9,8 +9,8 @@ from tests.needs import needs
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
-from shardscope.plan import Plan
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
 
 GROUPED = replace(ss.models["llama-3.2-1b"], num_hidden_layers=2)
 ALONE = replace(ss.models["llama-2-7b"], num_hidden_layers=2)

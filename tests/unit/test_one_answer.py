@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.memory.words import gib
 from shardscope.planner.advice import Advice, recommend
 from shardscope.planner.advising.bench import PAYS
 from shardscope.planner.advising.simplicity import simplicity_of

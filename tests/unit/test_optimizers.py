@@ -12,7 +12,7 @@ from tests.needs import needs
 from tests.peak import Peak
 
 import shardscope as ss
-from shardscope.architecture import Architecture, MixtureOfExperts
+from shardscope.core.architecture import Architecture, MixtureOfExperts
 from shardscope.memory.optimizers import ELEMENTWISE, flat_working, tensor_state
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model

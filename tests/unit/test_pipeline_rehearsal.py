@@ -11,10 +11,10 @@ from tests.accuracy.rehearsing import in_words
 from tests.needs import few
 
 import shardscope as ss
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearse import rehearse
 from shardscope.memory.report import PHASES
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import RehearsedStage
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

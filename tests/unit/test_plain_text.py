@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
 
 CHAT = {"messages": [{"role": "user", "content": "Call me Ishmael."}]}
 

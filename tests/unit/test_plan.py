@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from planning import CLUSTERS, LLAMA, plans
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.core.plan import Plan
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
-from shardscope.plan import Plan
-from shardscope.validation import FieldError
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 GOOD = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())

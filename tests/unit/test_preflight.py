@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
+from shardscope.core.precision import widths
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.precision import widths
-from shardscope.memory.words import gib
 from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
 from shardscope.planner.preflight.wider import aligned
 from shardscope.planner.room import fits, places

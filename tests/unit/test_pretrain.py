@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks, why_not_trained
-from shardscope.plan import Plan
 from shardscope.training.pretrain import Pretrain
 
 

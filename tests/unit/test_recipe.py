@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from planning import NOT_NUMBERS, recipes
 
-from shardscope.recipe import Recipe
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
+from shardscope.core.recipe import Recipe
 
 NUMBERS = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
 REALS = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}

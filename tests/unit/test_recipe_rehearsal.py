@@ -12,10 +12,10 @@ from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import in_words, is_same
 
 import shardscope as ss
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.plan import Plan
 from shardscope.frameworks.ddp import rehearse as ddp
 from shardscope.frameworks.fsdp2 import rehearse as fsdp2
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}

@@ -9,9 +9,9 @@ from tests.needs import needs
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.megatron.families import OTHER_LAYERS
 from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage, report_of
-from shardscope.validation import FieldError
 
 TWO = ss.Cluster.parse("2xh100-sxm-80gb")
 ALIBI = "falcon-rw-1b"

@@ -16,11 +16,11 @@ from tests.needs import few
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.plan import Plan
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.fsdp2.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
-from shardscope.plan import Plan
 from shardscope.rehearsal import process, torch_step, world
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 from shardscope.rehearsal.tracker import Tracker
@@ -75,7 +75,7 @@ def test_a_rehearsal_answers_in_the_words_of_the_prediction(framework: str) -> N
 def test_the_caller_needs_no_torch() -> None:
     code = (
         "import sys, shardscope as ss\n"
-        "from shardscope.architecture import Architecture\n"
+        "from shardscope.core.architecture import Architecture\n"
         "plan = ss.Plan(Architecture.of_size('10m'), ss.Cluster.parse('2xh100-sxm-80gb'),\n"
         "               ss.Recipe(seq_len=128), ss.Layout.fsdp2())\n"
         "assert plan.rehearse().peak_bytes > 0\n"

@@ -13,9 +13,9 @@ from tests.unit.planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.catalog import links
-from shardscope.fixes import as_it_is
-from shardscope.layout import Layout, divisors
-from shardscope.plan import Plan
+from shardscope.core.fixes import as_it_is
+from shardscope.core.layout import Layout, divisors
+from shardscope.core.plan import Plan
 from shardscope.planner import table
 from shardscope.planner.candidates import candidates_of
 from shardscope.planner.grid import micro_batch_sizes

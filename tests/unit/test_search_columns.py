@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning import LATENT, LLAMA, MOE
 
+from shardscope.core.arrays.alike import Distinct
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
+from shardscope.core.arrays.column import Column, remembering, total
+from shardscope.core.arrays.rows import Rows
 from shardscope.frameworks.megatron.layer import Layer
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.schedule import Fullest, _steps, chunk_layers, fullest
-from shardscope.memory.alike import Distinct
-from shardscope.memory.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
-from shardscope.memory.column import Column, remembering, total
 from shardscope.memory.many import Varied
-from shardscope.memory.rows import Rows
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardscope as ss
-from shardscope.memory.words import gib
-from shardscope.plan import Plan
+from shardscope.core.plan import Plan
+from shardscope.core.words import gib
 from shardscope.planner.ranking import AS_FAST, Ranking
 
 MODEL = ss.models["llama-3.1-8b"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import shardscope as ss
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.memory.words import gib
 from shardscope.planner.ranking import Ranking
 from shardscope.planner.verdict import assess
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planning import ARCHITECTURES, CLUSTERS, plans
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.plan import Plan
 
 PLAN = Plan(ARCHITECTURES[0], CLUSTERS[2], ss.Recipe(), ss.Layout.fsdp2())
 NOUNS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 import shardscope as ss
-from shardscope.html_table import html_fields, html_table
+from shardscope.core.html_table import html_fields, html_table
 from shardscope.planner.claims import claims
 from shardscope.planner.preflight import Findings
 from shardscope.planner.repairs import Repairs

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from planning import plans
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.timing.report import PARTS, StepReport, seconds_words
 from shardscope.timing.schedules import bubbles
 from shardscope.timing.step import bubble_seconds
-from shardscope.validation import FieldError
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 COMMUNICATION = (

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from planning import plans
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.timing.report import StepReport
 from shardscope.timing.stages import _Cover, _shares
 from shardscope.timing.traffic import Beneath
-from shardscope.validation import FieldError
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ARITHMETIC = ("matrices", "attention", "elementwise", "loss", "recomputation")

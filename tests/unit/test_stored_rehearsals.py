@@ -11,7 +11,7 @@ from tests.accuracy.rehearsing import HELD_OUT_SEEDS, SEED, in_words, is_same, s
 from tests.accuracy.sampling import plans
 
 import shardscope as ss
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
 from shardscope.frameworks.ddp import rehearse as ddp
 from shardscope.frameworks.fsdp2 import rehearse as fsdp2
 from shardscope.memory.report import PHASES

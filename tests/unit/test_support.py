@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
+from shardscope.core.recipe import CHOICES, OPEN_CHOICES
 from shardscope.memory.report import COMPONENTS
-from shardscope.recipe import CHOICES, OPEN_CHOICES
 from shardscope.support import SUPPORT
-from shardscope.validation import FieldError
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),

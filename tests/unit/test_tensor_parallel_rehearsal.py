@@ -13,9 +13,9 @@ from tests.accuracy.sampling import plans
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearse import rehearse
 from shardscope.memory.report import PHASES
-from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -12,8 +12,8 @@ from tests.accuracy.rehearsals import COMPONENTS, STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
 
 import shardscope as ss
+from shardscope.core.plan import Plan
 from shardscope.memory.many import peak_bytes
-from shardscope.plan import Plan
 
 UNSEEN = sorted(STORED.glob("*-unseen.jsonl"))
 """Of :mod:`wide_sampling` and :mod:`recipe_sampling`, seed 78811; ``mixed`` is 78812, drawn once formulas had

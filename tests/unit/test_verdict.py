@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.room import places
 from shardscope.planner.verdict import assess
 

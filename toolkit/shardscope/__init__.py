@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from shardscope.runs.run import runs
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
     from shardscope.calibration.process import calibrate
     from shardscope.catalog import gpus, models
-    from shardscope.cluster import Cluster
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.frameworks.accelerate.script import Script
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
     from shardscope.planner.advice import recommend
     from shardscope.planner.search import search
-    from shardscope.recipe import Recipe
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
     from shardscope.trace import Trace
@@ -51,13 +51,13 @@ __all__ = [
 ]
 
 _rooms = {
-    "Architecture": "architecture",
-    "Cluster": "cluster",
+    "Architecture": "core.architecture",
+    "Cluster": "core.cluster",
     "Finetune": "training.finetune",
-    "Layout": "layout",
-    "Plan": "plan",
+    "Layout": "core.layout",
+    "Plan": "core.plan",
     "Pretrain": "training.pretrain",
-    "Recipe": "recipe",
+    "Recipe": "core.recipe",
     "Run": "runs.run",
     "Script": "frameworks.accelerate.script",
     "Trace": "trace",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardscope.catalog import entries, gpus, links
-from shardscope.cluster import Cluster, Gpu
+from shardscope.core.cluster import Cluster, Gpu
 from shardscope.host import host_cores, host_memory_bytes
 
 Found = TypeVar("Found")
@@ -22,7 +22,7 @@ GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "
 
 
 def detect() -> Cluster:
-    """See :meth:`shardscope.cluster.Cluster.detect`."""
+    """See :meth:`shardscope.core.cluster.Cluster.detect`."""
     found = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:
         return Cluster.of(gpus["cpu"], min(2, host_cores()))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from shardscope.validation import Value, one_of, refuse
+from shardscope.core.errors import Value, one_of, refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 WITHOUT_EXPERTS = frozenset({
     "gpt2", "phi3", "gemma", "gemma3_text", "phi", "gpt_neox", "olmo2", "granite", "glm", "glm4", "falcon",

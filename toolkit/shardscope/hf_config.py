@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import Value, near, refuse
+from shardscope.core.json_text import parse_json
 from shardscope.hf_families import FAMILIES
 from shardscope.hf_families.common import HfConfig
-from shardscope.json_text import parse_json
-from shardscope.validation import Value, near, refuse
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
 
 
 def load(config: str | Path | Mapping[str, Any], rehearse_only: bool = False) -> Architecture:
-    """See :meth:`shardscope.architecture.Architecture.from_hf`."""
+    """See :meth:`shardscope.core.architecture.Architecture.from_hf`."""
     if isinstance(config, Mapping):
         return from_dict(config, None, rehearse_only)
     if not isinstance(config, str | Path) or not str(config).strip() or "\0" in str(config):

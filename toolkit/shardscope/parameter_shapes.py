@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.parameter_names import mlp_inputs, names_of, norm_names
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 LAYER_GROUPS = ("attention", "mlp", "experts", "shared_experts", "router", "norm")
 """What a decoder layer can hold."""

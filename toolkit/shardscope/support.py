@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import Fix, nearest, refuse
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import CHOOSABLE, EAGER
 from shardscope.memory.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.modules.liger import LIGER_FAMILIES
-from shardscope.validation import Fix, nearest, refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 SUPPORT = {
     "method": "supported_methods",

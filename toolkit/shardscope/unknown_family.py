@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import refuse
+from shardscope.core.size_limits import limited_field
 from shardscope.parameter_shapes import Parameter
-from shardscope.size_limits import limited_field
-from shardscope.validation import refuse
 
 SIZES = (
     "hidden_size",

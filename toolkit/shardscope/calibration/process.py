@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from shardscope.cluster import Cluster
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import real_number, refuse
 from shardscope.host import host_cores
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.private_file import open_private_file
@@ -29,7 +30,6 @@ from shardscope.timing.calibration_store import (
     machine_name,
     store_calibration,
 )
-from shardscope.validation import real_number, refuse
 
 Progress = Callable[[str, float], Any]
 """Called with words and the share that is done, 0 to 1."""

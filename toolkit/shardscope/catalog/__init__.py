@@ -8,12 +8,12 @@ from functools import cache
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
-from shardscope.architecture import Architecture
 from shardscope.catalog.model_names import ModelNames
-from shardscope.cluster import Gpu, Link
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Gpu, Link
+from shardscope.core.errors import near
+from shardscope.core.html_table import html_table
 from shardscope.host import host_memory_bytes
-from shardscope.html_table import html_table
-from shardscope.validation import near
 
 Noun = TypeVar("Noun")
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import FieldError, Value, refuse, with_article
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
 from shardscope.export.documents import Document, text_of
 from shardscope.export.files import PLAN_FILE
-from shardscope.places import Keys
-from shardscope.recipe import Recipe
-from shardscope.validation import FieldError, Value, refuse, with_article
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
 
 Said = Mapping[str, tuple[Keys, Any]]
 """Field of a recipe or a layout -> where a file says it, and what; a value of None says nothing."""
@@ -66,9 +66,9 @@ def rest_of(
     recipe: Recipe | None,
 ) -> Rest:
     """What the caller gave, and for what was not given the plan beside ``file``, if one lies there."""
-    from shardscope.architecture import Architecture as AnArchitecture
-    from shardscope.cluster import Cluster as ACluster
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture as AnArchitecture
+    from shardscope.core.cluster import Cluster as ACluster
+    from shardscope.core.plan import Plan
 
     for noun, value, kind in (
         ("architecture", architecture, AnArchitecture),
@@ -107,7 +107,7 @@ def planned(
 
     Raises ``ValueError`` naming file, line and key where they cannot be.
     """
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
     with named(document, said):
         layout = make_layout()

@@ -8,7 +8,7 @@ from shardscope.export.files import Absent, Exported, header
 from shardscope.export.text import word
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 PORT = 29500
 """torchrun's own default."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardscope.json_text import check_depth, key_lines, parse_json
-from shardscope.places import Keys, Places
-from shardscope.validation import Fix, Value, nearest, one_of, refuse, whole_number
+from shardscope.core.errors import Fix, Value, nearest, one_of, refuse, whole_number
+from shardscope.core.json_text import check_depth, key_lines, parse_json
+from shardscope.core.places import Keys, Places
 
 MAX_BYTES = 1_000_000
 """Real configurations are some kilobytes."""

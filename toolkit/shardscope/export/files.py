@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import Value, refuse
 from shardscope.export.text import comments
-from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 _ASKED = re.compile(r"\$\{(\w+):\?([^}]*)\}")
 """What a shell refuses to go on without, and the words with which it does."""
@@ -57,7 +57,7 @@ class Absent:
 
 
 def export(plan: Plan, folder: str | Path) -> list[Path]:
-    """See :meth:`shardscope.plan.Plan.export`."""
+    """See :meth:`shardscope.core.plan.Plan.export`."""
     if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
         refuse("folder", folder, "the path of a folder", Value("exported"))
     home = Path(folder).expanduser()
@@ -126,7 +126,7 @@ def _earlier(home: Path, names: set[str]) -> list[str]:
     Raises ``ValueError`` where ``names``, which this export writes, would replace what a person wrote or
     changed.
     """
-    from shardscope.plan import Plan  # it imports this module
+    from shardscope.core.plan import Plan  # it imports this module
 
     there = {path.name for path in home.iterdir()} if home.is_dir() else set()
     if PLAN_FILE not in there:

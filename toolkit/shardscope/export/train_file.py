@@ -11,7 +11,7 @@ from shardscope.export.files import Absent, Exported
 from shardscope.memory.head import loss_in_force
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 SCRIPT_FILE = "train.py"
 MODEL_FILE = "config.json"

@@ -8,15 +8,15 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
+from shardscope.core.recipe import Recipe
 from shardscope.export.text import uncommented
-from shardscope.recipe import Recipe
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.layout import Layout
+    from shardscope.core.places import Keys
+    from shardscope.core.plan import Plan
     from shardscope.export.documents import Document
-    from shardscope.layout import Layout
-    from shardscope.places import Keys
-    from shardscope.plan import Plan
 
     Says = dict[str, tuple[Keys, Any]]
 

@@ -9,16 +9,16 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.catalog import gpus
-from shardscope.cluster import Cluster
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import largest_divisor
+from shardscope.core.plan import Plan
+from shardscope.core.words import count
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.layout import largest_divisor
-from shardscope.memory.words import count
-from shardscope.plan import Plan
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.layout import Layout
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
 
 HIDDEN_SIZE = 128
 HEADS = 4

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.registry import frameworks
 
 if TYPE_CHECKING:
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 

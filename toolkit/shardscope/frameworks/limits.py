@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 
 def check_adapters(recipe: Recipe) -> None:

@@ -8,19 +8,19 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.validation import FieldError
 
 if TYPE_CHECKING:
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.habits import Habits
-    from shardscope.layout import Layout
     from shardscope.memory.report import Term
     from shardscope.memory.stages import Shapes, Stage, StageShape
     from shardscope.memory.state import TrainingState
-    from shardscope.plan import Plan
     from shardscope.timing.traffic import Overlap, StateTraffic
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardscope.architecture import MODEL_TYPES
+from shardscope.core.architecture import MODEL_TYPES
 from shardscope.hf_families.common import Fields, HfConfig
 from shardscope.hf_families.deepseek import deepseek_v2, deepseek_v3
 from shardscope.hf_families.falcon import falcon, starcoder2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardscope.size_limits import LIMITS
-from shardscope.validation import Value, flag, refuse, whole_number
+from shardscope.core.errors import Value, flag, refuse, whole_number
+from shardscope.core.size_limits import LIMITS
 
 Fields = dict[str, Any]
 """Fields of an ``Architecture`` but its name and ``model_type``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardscope.core.errors import Value, one_of, refuse
 from shardscope.hf_families.common import Fields, HfConfig, even_heads, sizes, window
-from shardscope.validation import Value, one_of, refuse
 
 
 def falcon(c: HfConfig) -> Fields:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardscope.core.errors import Value, refuse
 from shardscope.hf_families.common import Fields, HfConfig, sizes, window
-from shardscope.validation import Value, refuse
 
 
 def phi(c: HfConfig) -> Fields:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shardscope.core.errors import whole_number
+from shardscope.core.size_limits import LIMITS
 from shardscope.hf_families.common import Fields, HfConfig, bias, sizes, window
-from shardscope.size_limits import LIMITS
-from shardscope.validation import whole_number
 
 
 def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.arithmetic import holds
+from shardscope.core.arrays.arithmetic import holds
+from shardscope.core.precision import FP32, widths
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import (
     broadcasts_views,
@@ -28,12 +29,11 @@ from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
 from shardscope.memory.modules.selective import held_by_products, selective_layer
-from shardscope.memory.precision import FP32, widths
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 
 class LayerActivations(NamedTuple):

@@ -9,7 +9,7 @@ from shardscope.memory import overheads
 from shardscope.memory.report import COMPONENTS, Component, Moment
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 _BESIDE_TENSORS = ("communication", "runtime", "fragmentation")
 TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _BESIDE_TENSORS)

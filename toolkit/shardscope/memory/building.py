@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32, widths
+from shardscope.core.words import count, gib
 from shardscope.memory.lora import layer_adapters
-from shardscope.memory.precision import FP32, widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import shapes_of, stage_of
-from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 HOST_BUILD_BYTES = 2**30
 """Fresh models up to this size in fp32 are made whole on every rank, with DDP's weights; of larger ones ranks

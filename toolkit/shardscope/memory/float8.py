@@ -10,12 +10,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import largest
+from shardscope.core.arrays.arithmetic import largest
+from shardscope.core.precision import FP32, HALF
 from shardscope.memory.lora import first_layer
-from shardscope.memory.precision import FP32, HALF
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 CAST = 2 * FP32 + 1
 """Bytes for each number while it is cast."""

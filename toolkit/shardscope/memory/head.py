@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.precision import FP32
+from shardscope.core.words import count
 from shardscope.memory.logits import Logits, logits_per_token
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term
-from shardscope.memory.words import count
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
-    from shardscope.plan import Plan
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once with ``loss="chunked"`` (training/loss.py)."""

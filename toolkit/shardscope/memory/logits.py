@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shardscope.memory.precision import FP32
+from shardscope.core.precision import FP32
 
 
 class Logits(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.core.arrays.arithmetic import ceil_div
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.recipe import Recipe
 
 
 def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ...]:

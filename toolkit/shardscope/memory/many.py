@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.layout import Degrees
+from shardscope.core.arrays.rows import Rows
+from shardscope.core.layout import Degrees
 from shardscope.memory.activations import modules_of
 from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.moments import peak_total
-from shardscope.memory.rows import Rows
 from shardscope.memory.stages import StageShape
 from shardscope.memory.step import StageStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 _SIZES = ("micro_batch_size", "global_batch_size")
 """Fields of a recipe that may differ between plans which are computed together."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import largest, looked_up
+from shardscope.core.words import count, gib
 from shardscope.memory import overheads
-from shardscope.memory.arithmetic import largest, looked_up
 from shardscope.memory.backward import Peak
 from shardscope.memory.report import Component, Moment, Term, chosen, no_bytes
 from shardscope.memory.step import StageStep
-from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.memory.state import TrainingState
-    from shardscope.plan import Plan
 
 _NONE_YET = no_bytes("none before backward: freed after the last optimizer step")
 _NOTHING = no_bytes("nothing is held at this moment")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, looked_up
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.words import count, gib
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import INPUTS, Stage, outer_tensors, rank_shapes
-from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 WORDS = {
     "adamw": "two moments (Loshchilov & Hutter 2019)",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, smallest, where
-from shardscope.memory.precision import FP32, HALF
+from shardscope.core.arrays.arithmetic import ceil_div, smallest, where
+from shardscope.core.precision import FP32, HALF
 
 EIGHT_BIT_BLOCK = 256
 """Numbers that share a scale in 8-bit moments (bitsandbytes ``blocksize``, torchao ``block_size``)."""

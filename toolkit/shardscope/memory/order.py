@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.activations import cast_weights, casts_in_forward
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
 from shardscope.memory.stages import layers_by_kind

@@ -13,10 +13,10 @@ from shardscope.memory.report import MemoryReport, Moment, StageMemory
 from shardscope.memory.step import StageStep
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.memory.state import TrainingState
-    from shardscope.plan import Plan
 
 
 def predict(plan: Plan) -> MemoryReport:

@@ -11,17 +11,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import ceil_div, largest
+from shardscope.core.arrays.arithmetic import ceil_div, largest
+from shardscope.core.errors import refuse
+from shardscope.core.precision import FP32
 from shardscope.memory.lora import first_layer
-from shardscope.memory.precision import FP32
 from shardscope.memory.stages import layers_by_kind
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 BLOCK = 64
 """Weights that share a scale."""

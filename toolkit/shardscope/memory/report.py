@@ -8,10 +8,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from shardscope.memory.arithmetic import where
+from shardscope.core.arrays.arithmetic import where
+from shardscope.core.errors import one_of
+from shardscope.core.words import gib, in_parts
 from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.memory.words import gib, in_parts
-from shardscope.validation import one_of
 
 if TYPE_CHECKING:
     import pandas as pd

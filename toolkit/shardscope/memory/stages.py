@@ -6,13 +6,13 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import by_value, ceil_div, is_array, largest, looked_up
-from shardscope.memory.column import remembering
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, is_array, largest, looked_up
+from shardscope.core.arrays.column import remembering
 from shardscope.memory.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 # Small matrices that every tensor-parallel rank keeps whole: latent attention's down projections
 # (DeepSeek-V2, section 2.1), the router, and the gate of Qwen's shared expert.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
+from shardscope.core.words import count, gib, kib
 from shardscope.memory.activations import (
     LayerActivations,
     cast_weights,
@@ -15,7 +17,6 @@ from shardscope.memory.activations import (
     masks_kept,
     unsaved_at_start,
 )
-from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward, norm_before_head
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
@@ -24,14 +25,13 @@ from shardscope.memory.order import order_of
 from shardscope.memory.quantization import largest_matrix
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
-from shardscope.memory.words import count, gib, kib
 from shardscope.parameter_names import attention_inputs
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 class Kind(NamedTuple):

@@ -13,11 +13,11 @@ from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.errors import one_of
+from shardscope.core.layout import Layout
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import Layout
 from shardscope.support import supported
-from shardscope.validation import one_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import Value, nearest, one_of, refuse
+from shardscope.core.plan import Plan, check_noun
+from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.plan import Plan, check_noun
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.alternatives import MAX_ALTERNATIVES
@@ -22,8 +24,6 @@ from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
 from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Draft, Path
 from shardscope.planner.differences import does_the_same
-from shardscope.recipe import Recipe
-from shardscope.validation import Value, nearest, one_of, refuse
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""

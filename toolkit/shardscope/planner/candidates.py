@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.fixes import as_it_is
+from shardscope.core.arrays.alike import distinct
+from shardscope.core.fixes import as_it_is
+from shardscope.core.layout import Degrees
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import Degrees
-from shardscope.memory.alike import distinct
 from shardscope.memory.many import Varied
-from shardscope.plan import Plan
 from shardscope.planner.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
 from shardscope.planner.table import Table, split
 from shardscope.support import check_supported, supported
@@ -22,10 +22,10 @@ from shardscope.support import check_supported, supported
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.layout import divisors
+from shardscope.core.layout import divisors
 from shardscope.support import supported
 
 if TYPE_CHECKING:
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 
 class Change(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
 
 
 class Difference(NamedTuple):

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.core.errors import one_of
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.plan import Plan
 from shardscope.planner.advising.bench import offloads
 from shardscope.planner.candidates import Candidates, candidates_of
 from shardscope.planner.grid import MICRO_BATCH_SIZE
@@ -17,16 +18,15 @@ from shardscope.planner.verdict import assess
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
-from shardscope.validation import one_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
     from shardscope.planner.ranking import Ranking
-    from shardscope.recipe import Recipe
 
 NEAR = 1.05
 """Layouts whose step takes up to so many times that of the fastest: of these the simplest is chosen, for the

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.fixes import as_it_is
-from shardscope.memory.alike import rows_alike, value_codes
+from shardscope.core.arrays.alike import rows_alike, value_codes
+from shardscope.core.fixes import as_it_is
 from shardscope.memory.many import Varied
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
-    from shardscope.recipe import Recipe
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
 
 Columns = dict[str, "NDArray[np.int64]"]
 """Whole numbers by name, one of each for every row."""

@@ -20,7 +20,7 @@ from shardscope.planner.several import between, keep_options, several
 from shardscope.planner.verdict import State, assess
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.planner.ranking import Ranking
 
 NEAR = 1.05

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:

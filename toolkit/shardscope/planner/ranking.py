@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.core.html_table import html_table
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.html_table import html_table
-from shardscope.memory.words import gib
 from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.planner.misses import Miss, nearest, why_none
 from shardscope.timing.report import HOUR_SECONDS
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.planner.candidates import Candidates
     from shardscope.planner.room_many import Needs
-    from shardscope.recipe import Recipe
 
 SHOWN_ROWS = 10
 """Plans of a ranking's table at the end of a cell."""

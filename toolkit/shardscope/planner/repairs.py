@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.html_table import html_table
-from shardscope.memory.words import gib
+from shardscope.core.html_table import html_table
+from shardscope.core.words import gib
 from shardscope.planner.changes import Change, Ladder, ladders
 from shardscope.planner.room import Place, fits, places, shortages
 from shardscope.timing.paging import travelling_bytes
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 MAX_HALF_WAY = 6
 """Steps that are returned where none is enough."""

@@ -11,8 +11,8 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.timing.paging import evicted_bytes, paged_bytes
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
-    from shardscope.plan import Plan
 
 
 class Place(NamedTuple):

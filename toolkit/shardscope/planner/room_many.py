@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardscope.core.arrays.arithmetic import looked_up
+from shardscope.core.layout import Degrees
+from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
-from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.many import StageBytes, Varied, stage_bytes
-from shardscope.plan import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
     from shardscope.planner.table import Table
-    from shardscope.recipe import Recipe
 
 
 class Needs(NamedTuple):

@@ -11,8 +11,8 @@ from shardscope.planner.repairs import Repair, predict_seconds
 from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
-    from shardscope.plan import Plan
 
 MAX_SAVINGS = 3
 LEAST_SHARE_SAVED = 0.01

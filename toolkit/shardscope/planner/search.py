@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import FieldError, nearest, one_of, refuse, whole_number
+from shardscope.core.plan import Plan, check_noun
+from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations import modules_of
 from shardscope.memory.many import stage_bytes
-from shardscope.plan import Plan, check_noun
 from shardscope.planner.candidates import Candidates, candidates_of
 from shardscope.planner.ranking import Ranking, of_needs
 from shardscope.planner.room_many import Needs, making_bytes, needs
-from shardscope.recipe import Recipe
 from shardscope.support import check_sequence, check_targets
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.many import step_seconds
 from shardscope.timing.rates import check_links
-from shardscope.validation import FieldError, nearest, one_of, refuse, whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

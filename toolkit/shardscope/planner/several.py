@@ -9,18 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardscope.catalog import models
-from shardscope.cluster import MAX_NODES
+from shardscope.core.cluster import MAX_NODES
+from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advising.words import named
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
 from shardscope.planner.room import fits
 from shardscope.planner.search import search
-from shardscope.recipe import Method
 
 if TYPE_CHECKING:
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
 
 METHODS = get_args(Method)
 MOST_CHANGES = 4

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.layout import Degrees
-from shardscope.memory.alike import Distinct, rows_alike, value_codes
+from shardscope.core.arrays.alike import Distinct, rows_alike, value_codes
+from shardscope.core.arrays.rows import Rows
+from shardscope.core.layout import Degrees
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 from shardscope.memory.many import Varied
 from shardscope.memory.modules.attention import broadcasts_views
-from shardscope.memory.rows import Rows
 from shardscope.memory.stages import Shapes, StageShape
-from shardscope.plan import Plan
 from shardscope.planner.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
-from shardscope.recipe import Recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
     from shardscope.frameworks.registry import MemoryModel
-    from shardscope.layout import Layout
 
 CHUNK = 1 << 15
 """Plans that are computed together: so many that their numbers stay in a processor's cache."""

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardscope.core.words import gib
 from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.memory.words import gib
 from shardscope.planner.room import Place, places
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
-    from shardscope.plan import Plan
 
 State = Literal["fits", "tight", "does not fit", "unknown"]
 WHILE_MADE = "host memory while the model is made"

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NoReturn, TypeGuard
 
-from shardscope.json_text import MAX_DEPTH, check_depth
+from shardscope.core.json_text import MAX_DEPTH, check_depth
 
 MAX_INT = 10**17
 """Larger integers become floats: no count of bytes, steps or processes is as large."""
@@ -16,7 +16,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in ``data``; bytes that are no UTF-8 become the replacement character.
 
     Integers of more than 17 digits become floats. Raises ``ValueError`` for anything but an object, for
-    numbers beyond float range and for what nests deeper than :data:`shardscope.json_text.MAX_DEPTH`.
+    numbers beyond float range and for what nests deeper than :data:`shardscope.core.json_text.MAX_DEPTH`.
     """
     text = data.decode(errors="replace")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:

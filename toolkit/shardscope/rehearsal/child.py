@@ -24,7 +24,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        from shardscope.plan import Plan
+        from shardscope.core.plan import Plan
 
         plan = Plan.from_json(sys.stdin.read())
         say(progress=["starting PyTorch", 0.02])

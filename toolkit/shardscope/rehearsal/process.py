@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.rehearsal.result import RehearsedStage, report_of
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
-    from shardscope.plan import Plan
 
 Progress = Callable[[str, float], Any]
 """Called with words and the share that is done, 0 to 1."""

@@ -12,7 +12,7 @@ from shardscope.memory.report import Component, MemoryReport, Moment, Phase, Sta
 from shardscope.unknown_family import UnknownFamily
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 TENSOR_COMPONENTS = TENSORS
 """What is made of tensors, so what a rehearsal can see."""

@@ -21,7 +21,7 @@ from shardscope.training.model import build_model
 from shardscope.training.quantized import scales
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
     from shardscope.training.torch_engine import TorchEngine
 

@@ -11,13 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import Value, one_of, refuse
 from shardscope.records.json_values import is_number
 from shardscope.runs.asked import differences_of_tasks, kept_what_was_asked
 from shardscope.runs.damage import short_words
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.metrics_table import FIRST, curve, curves
 from shardscope.runs.totals import records_of, totals_of
-from shardscope.validation import Value, one_of, refuse
 
 if TYPE_CHECKING:
     import pandas as pd

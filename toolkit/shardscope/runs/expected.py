@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.runs.measured import tensors_of
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

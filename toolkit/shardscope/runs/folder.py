@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardscope.core.errors import Value, refuse
 from shardscope.runs.os_errors import describe_shortage
 from shardscope.runs.records import append_line
-from shardscope.validation import Value, refuse
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20

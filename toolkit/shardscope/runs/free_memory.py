@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import count, gib
+from shardscope.core.errors import FieldError
+from shardscope.core.words import count, gib
 from shardscope.runs.folder import FINAL
-from shardscope.validation import FieldError
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.detection import GpuNow
-    from shardscope.plan import Plan
     from shardscope.runs.run import Run
 
 TOLD_PROCESSES = 3

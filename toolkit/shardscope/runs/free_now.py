@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardscope.core.words import gib
 from shardscope.detection import gpus_now
-from shardscope.memory.words import gib
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.host_watch import free_host_memory
 from shardscope.runs.records import read_json

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import Value, flag, refuse
 from shardscope.detection import gpus_now
 from shardscope.frameworks.registry import check_trained
 from shardscope.records.regular_files import open_to_append
@@ -38,11 +39,10 @@ from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import names_engine
-from shardscope.validation import Value, flag, refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.detection import GpuNow
-    from shardscope.plan import Plan
     from shardscope.runs.context import Context
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
@@ -204,7 +204,7 @@ def _late_interrupt() -> Iterator[None]:
 
 
 def _check_plan(plan: object) -> None:
-    from shardscope.plan import Plan  # Not above: ``import shardscope`` takes milliseconds.
+    from shardscope.core.plan import Plan  # Not above: ``import shardscope`` takes milliseconds.
 
     if not isinstance(plan, Plan):
         refuse("launch.plan", plan, "a Plan", "ss.Plan(architecture, cluster, recipe, layout)")
@@ -278,7 +278,7 @@ def _check_machine(plan: Plan) -> str:
                 Value(most),
             )
         return "cpu"
-    from shardscope.cluster import Cluster
+    from shardscope.core.cluster import Cluster
 
     here = Cluster.detect()
     shown = f"{here.gpus_per_node}x{here.gpu.name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 
 def refuse_lazy_function(field: str, function: object) -> None:

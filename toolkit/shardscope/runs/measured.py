@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardscope.core.errors import FieldError, Value, one_of, refuse
+from shardscope.core.words import gib
 from shardscope.memory.report import (
     COMPONENTS,
     PHASES,
@@ -21,13 +23,11 @@ from shardscope.memory.report import (
     StageMemory,
     Term,
 )
-from shardscope.memory.words import gib
-from shardscope.validation import FieldError, Value, one_of, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.trace.memory_snapshot import MemorySnapshot
 
 OTHER = "other"

@@ -14,7 +14,7 @@ from shardscope.timing.calibration_runs import MeasuredStep, median_step
 from shardscope.timing.calibration_store import store_step
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 TAIL_BYTES = 2**20
 """Of each rank's metrics the last so many are read: thousands of steps, however long the run was."""

@@ -6,8 +6,8 @@ import os
 from types import TracebackType
 from typing import Any, Self
 
+from shardscope.core.errors import whole_number
 from shardscope.runs.folder import RunFolder
-from shardscope.validation import whole_number
 
 MAX_STEPS = 1_000_000
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.repairs import in_words, repairs
 from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.shortage import Shortage
 
 MAX_TOLD = 2

@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.records import read_json
 from shardscope.training.checkpoint_choice import choose_for_resume
 from shardscope.training.checkpoint_folders import POSITION_FILE
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run

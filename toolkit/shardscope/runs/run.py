@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import flag, real_number, refuse, whole_number
 from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.runs.asked import why_no_trace
@@ -41,7 +42,6 @@ from shardscope.runs.redaction import redact
 from shardscope.runs.stopping import Button, every_rank_looks, notebook
 from shardscope.runs.story import tell
 from shardscope.runs.terminal_text import plain_text
-from shardscope.validation import flag, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     from shardscope.runs.compare import Runs
@@ -145,7 +145,7 @@ class Run:
         """The :class:`shardscope.Plan` that was launched."""
         import json
 
-        from shardscope.plan import Plan
+        from shardscope.core.plan import Plan
 
         return Plan.from_json(json.dumps(self._description.get("plan")))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.runs.shortage import Shortage, read_shortage
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.causes import Failure
     from shardscope.runs.host_watch import HostWatch
 
@@ -85,7 +85,7 @@ def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: boo
 def _plan(description: Mapping[str, Any]) -> Plan | None:
     import json
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
     try:
         return Plan.from_json(json.dumps(description.get("plan")))

@@ -19,7 +19,7 @@ from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 TAIL_BYTES = 8 * 1024
 """Read from the end of rank 0's metrics: some ten lines of a task that logs thirty metrics."""

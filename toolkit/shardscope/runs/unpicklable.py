@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from shardscope.validation import with_article
+from shardscope.core.errors import with_article
 
 
 def name_of(value: Any) -> str:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from shardscope.cluster import PRECISIONS
-from shardscope.html_table import html_table
-from shardscope.serialization import JsonNoun
-from shardscope.validation import Value, one_of, real_number, refuse, whole_number
+from shardscope.core.cluster import PRECISIONS
+from shardscope.core.errors import Value, one_of, real_number, refuse, whole_number
+from shardscope.core.html_table import html_table
+from shardscope.core.serialization import JsonNoun
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from shardscope.cluster import Cluster
+    from shardscope.core.cluster import Cluster
     from shardscope.timing.rates import Rates
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]

@@ -18,7 +18,7 @@ from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, Measure
 from shardscope.timing.traffic import Transfer
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
+    from shardscope.core.cluster import Cluster
     from shardscope.timing.calibration import (
         AttentionPass,
         Calibration,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.serialization import JsonNoun
-from shardscope.validation import Value, real_number, refuse, whole_number
+from shardscope.core.errors import Value, real_number, refuse, whole_number
+from shardscope.core.serialization import JsonNoun
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 MAX_RUNS = 64
 """Measured steps that are kept for one machine and GPU type; an older one gives way."""

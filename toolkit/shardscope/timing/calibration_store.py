@@ -16,14 +16,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shardscope.core.errors import Value, refuse
+from shardscope.core.serialization import JsonNoun
 from shardscope.host import host_cores
-from shardscope.serialization import JsonNoun
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep
-from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
+    from shardscope.core.cluster import Cluster
     from shardscope.timing.rates import Rates
 
 FOLDER_VARIABLE = "SHARDSCOPE_DATA_HOME"

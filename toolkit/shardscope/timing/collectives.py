@@ -11,8 +11,8 @@ from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
-from shardscope.memory.column import remembering
+from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.arrays.column import remembering
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:

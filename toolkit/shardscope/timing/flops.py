@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.core.arrays.arithmetic import ceil_div
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 
 @lru_cache(maxsize=1024)

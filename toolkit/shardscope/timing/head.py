@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, looked_up, smallest
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up, smallest
+from shardscope.core.precision import FP32
 from shardscope.memory.head import LOSS_CHUNK_TOKENS, loss_in_force
 from shardscope.memory.logits import logits_per_token
-from shardscope.memory.precision import FP32
 from shardscope.memory.stages import vocab_rows
 from shardscope.timing.products import unaligned
 

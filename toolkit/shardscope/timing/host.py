@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import largest, smallest
-from shardscope.validation import refuse
+from shardscope.core.arrays.arithmetic import largest, smallest
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.traffic import StateTraffic
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, where
+from shardscope.core.precision import FP32
 from shardscope.memory.activations import saved_tensors
-from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up, where
 from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.modules.attention import widths as attention_widths
-from shardscope.memory.precision import FP32
 from shardscope.timing.collectives import calls_on
 from shardscope.timing.parallel import parallel_calls
 from shardscope.timing.products import (
@@ -25,10 +25,10 @@ from shardscope.timing.products import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.registry import TimingModel
     from shardscope.memory.modules.saved import Modules
-    from shardscope.plan import Plan
     from shardscope.timing.rates import MatrixRate, Rates
     from shardscope.timing.traffic import Transfer
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.core.arrays.column import total
 from shardscope.memory.activations import modules_of
-from shardscope.memory.column import total
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.stages import FLOWING, ONCE, stage_seconds
 from shardscope.timing.step import ALIKE, bubble_seconds

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, looked_up, where
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up, where
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import widths as attention_widths
-from shardscope.memory.precision import FP32
 from shardscope.memory.stages import layers_by_kind
 from shardscope.timing.sent import Sent, sent
 from shardscope.timing.traffic import Beneath, Collective, Transfer
@@ -18,8 +18,8 @@ from shardscope.timing.traffic import Beneath, Collective, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
     from shardscope.timing.layers import LayerWork
 
 

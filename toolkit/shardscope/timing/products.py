@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, looked_up
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.stages import rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.recipe import Recipe
     from shardscope.timing.rates import MatrixRate
 
 

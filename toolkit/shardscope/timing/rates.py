@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.catalog import entries, links
-from shardscope.cluster import ASSUMED_LINK, ASSUMED_NETWORK
-from shardscope.memory.arithmetic import largest
-from shardscope.validation import refuse
+from shardscope.core.arrays.arithmetic import largest
+from shardscope.core.cluster import ASSUMED_LINK, ASSUMED_NETWORK
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster, Gpu, Link
+    from shardscope.core.cluster import Cluster, Gpu, Link
 
 
 class MatrixRate(NamedTuple):

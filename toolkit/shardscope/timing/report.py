@@ -8,8 +8,8 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from shardscope.memory.words import gib
-from shardscope.validation import one_of, real_number
+from shardscope.core.errors import one_of, real_number
+from shardscope.core.words import gib
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from shardscope.timing.report import seconds_words
 from shardscope.timing.step import pipeline_of
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 NAMES: dict[Schedule, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
+from shardscope.core.arrays.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.stages import layers_by_kind
 from shardscope.timing.head import ends
 from shardscope.timing.host import host_seconds
@@ -17,9 +17,9 @@ from shardscope.timing.update import update_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
     from shardscope.timing.sent import Sent, Told

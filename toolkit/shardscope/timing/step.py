@@ -16,7 +16,7 @@ from shardscope.timing.stages import StageSeconds, seconds_of, work_of
 from shardscope.timing.words import told
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
     from shardscope.timing.sent import Told

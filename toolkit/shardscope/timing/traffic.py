@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
     from shardscope.timing.report import Part
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import looked_up
-from shardscope.memory.precision import FP32, widths
+from shardscope.core.arrays.arithmetic import looked_up
+from shardscope.core.precision import FP32, widths
 from shardscope.memory.stages import INPUTS, layers_by_kind, rank_shapes
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
 
 _MOMENT_BYTES = {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from shardscope.html_table import html_table
-from shardscope.memory.words import gib
+from shardscope.core.html_table import html_table
+from shardscope.core.words import gib
 from shardscope.trace.files import read_bytes, refuse_file
 
 BEFORE = "allocated before the history begins"

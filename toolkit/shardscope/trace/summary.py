@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.html_table import html_table
+from shardscope.core.html_table import html_table
 from shardscope.timing.report import seconds_words
 from shardscope.trace.nesting import union_ns
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace

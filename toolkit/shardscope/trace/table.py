@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.html_table import html_table
+from shardscope.core.html_table import html_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from shardscope.core.errors import refuse
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, replace, written_aside
 from shardscope.training.checkpoint_pickles import CheckedReader, checked_loading, is_own, pickled_items
 from shardscope.training.position import read_position, write_position
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def save(

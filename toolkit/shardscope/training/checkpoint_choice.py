@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardscope.core.errors import refuse
 from shardscope.training.checkpoint_folders import checkpoints_of, is_whole
 from shardscope.training.checkpoint_manifest import UnsignedError, check_signed, run_of
-from shardscope.validation import refuse
 
 MAX_NAMED = 3
 """Checkpoints that were not taken and that a message names."""

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
+from shardscope.core.errors import refuse
 from shardscope.training.checkpoint_manifest import Ranges, UnsignedError, check_signed, key_path
-from shardscope.validation import refuse
 
 METADATA_FILE = ".metadata"
 FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardscope.validation import whole_number
+from shardscope.core.errors import whole_number
 
 MAX_PROFILED_STEPS = 1000
 """A trace of more is gigabytes, held in the rank's memory until it is written."""

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import Value, refuse
 from shardscope.training.kept_tokens import shipped_tokens
 from shardscope.training.tokenizer import SHIPPED_TEXT, encode_text
-from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
     import numpy

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 FULL_RATE = 2e-5
 """Llama 2's supervised fine-tune (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""

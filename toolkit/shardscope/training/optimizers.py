@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardscope.core.errors import Value, refuse
 from shardscope.training.lion import Lion
 from shardscope.training.muon import muon
-from shardscope.validation import Value, refuse
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1

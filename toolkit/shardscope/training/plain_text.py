@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 STRUCTURED_SUFFIXES = {
     ".jsonl": "JSON lines",

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.registry import frameworks
 from shardscope.training.aside import check_own
 from shardscope.training.checkpoint_folders import POSITION_FILE
 from shardscope.training.checkpoint_manifest import Ranges, UnsignedError, run_of, sign_checkpoint
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.engine import Engine
-    from shardscope.plan import Plan
 
 
 def position_of(engine: Engine) -> dict[str, Any]:

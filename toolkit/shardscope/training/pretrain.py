@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import real_number, refuse
 from shardscope.training.text_task import TextTask
 from shardscope.training.tokenizer import VOCAB_SIZE, write_tokenizer
-from shardscope.validation import real_number, refuse
 
 if TYPE_CHECKING:
     import torch
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

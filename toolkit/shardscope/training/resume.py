@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.checkpoints import resumed
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from shardscope.json_text import parse_json
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
+from shardscope.core.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

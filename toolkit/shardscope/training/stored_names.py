@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 HEAD = "lm_head.weight"
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}

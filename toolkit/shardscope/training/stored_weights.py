@@ -15,7 +15,7 @@ from shardscope.training.initial_weights import CPU, FreshWeights, Region, part
 from shardscope.training.stored_names import sources
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
     from shardscope.training.weights_folder import WeightsFolder
 
 

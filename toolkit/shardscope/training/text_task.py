@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardscope.core.errors import Value, flag, real_number, refuse, whole_number
 from shardscope.frameworks.registry import check_trained
 from shardscope.training.checkpoint_choice import (
     Choice,
@@ -24,13 +25,12 @@ from shardscope.training.checkpoint_choice import (
 from shardscope.training.plain_text import check_is_plain_text
 from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT
-from shardscope.validation import Value, flag, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 EXPORT = "export"
 """Folder of a run in which its model lies as transformers opens it."""

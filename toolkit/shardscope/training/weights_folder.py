@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope import hf_config
-from shardscope.architecture import Architecture
-from shardscope.json_text import parse_json
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import refuse
+from shardscope.core.json_text import parse_json
 from shardscope.training.safetensors_header import StoredTensor, read_header
 from shardscope.training.stored_names import is_unused, sources
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.training.tokenizer import pieces
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     import numpy

@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-from shardscope.validation import Value, real_number, refuse
+from shardscope.core.errors import Value, real_number, refuse
 
 LARGE = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 MOST_TOKENS = 1e18

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from shardscope.core.words import gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
-from shardscope.memory.words import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT

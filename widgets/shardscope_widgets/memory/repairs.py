@@ -9,8 +9,8 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.words import gib
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.words import gib
 from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.repairs import Repair, predict_seconds
 from shardscope.planner.room import fits, shortages

@@ -8,8 +8,8 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 import shardscope as ss
+from shardscope.core.words import gib
 from shardscope.memory.report import MemoryReport, StageMemory
-from shardscope.memory.words import gib
 from shardscope.planner.room import beside_the_card
 from shardscope_widgets.kit.pins import PinName, name_pins
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from shardscope.core.words import gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
-from shardscope.memory.words import gib
 from shardscope.planner.room import beside_the_card
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
 from shardscope_widgets.kit.theme import (

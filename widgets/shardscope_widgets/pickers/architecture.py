@@ -11,7 +11,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.catalog import model_names
-from shardscope.validation import FieldError, refuse
+from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.pickers.base import Picker, Row

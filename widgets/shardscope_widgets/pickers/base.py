@@ -13,8 +13,8 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from shardscope.cluster import MAX_BYTES
-from shardscope.validation import FieldError, refuse
+from shardscope.core.cluster import MAX_BYTES
+from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 

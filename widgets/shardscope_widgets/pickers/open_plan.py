@@ -15,7 +15,7 @@ from typing import Any
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.validation import FieldError, refuse
+from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.run.export_panel import folder_name

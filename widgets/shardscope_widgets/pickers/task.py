@@ -12,9 +12,9 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
-from shardscope.validation import FieldError
 from shardscope_widgets.checks.own_code import functions_here
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate

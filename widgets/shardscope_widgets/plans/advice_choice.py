@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.advice import Advice
 from shardscope.planner.advising.words import named
 from shardscope.planner.differences import does_the_same

@@ -6,7 +6,7 @@ import threading
 import time
 from html import escape
 
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.runs.free_now import FreeNow, free_now
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.debounce import Later

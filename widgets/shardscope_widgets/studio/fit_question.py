@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shardscope as ss
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.planner.advising.words import named
 from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.repairs import MAX_TIMES_SLOWER

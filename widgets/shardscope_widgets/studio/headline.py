@@ -6,8 +6,8 @@ import re
 from html import escape
 
 import shardscope as ss
+from shardscope.core.words import gib
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.words import gib
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit.words import devices, title
 

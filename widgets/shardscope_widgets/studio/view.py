@@ -15,13 +15,13 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
 from shardscope.runs.folder import FINAL
-from shardscope.validation import FieldError
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls

@@ -9,9 +9,9 @@ import anywidget
 import numpy as np
 import traitlets
 
+from shardscope.core.errors import whole_number
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS, Tiler
-from shardscope.validation import whole_number
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardscope.recipe import Recipe
+    from shardscope.core.recipe import Recipe
 
 ADAM = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam")
 CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType({

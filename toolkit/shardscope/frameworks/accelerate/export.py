@@ -11,7 +11,7 @@ from shardscope.export.text import yaml_text
 from shardscope.export.unsaid import sentences, unsaid
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 CONFIG_FILE = "accelerate_config.yaml"
 LAUNCH_FILE = "accelerate_launch.sh"

@@ -13,13 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardscope.core.errors import Fix, refuse
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.validation import Fix, refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 """What Accelerate reads; a kernel's own such variables would make another run of the plan."""

@@ -8,6 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, read_json, read_yaml, text_of
 from shardscope.export.unsaid import noted
@@ -16,14 +19,11 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.places import Keys
-from shardscope.recipe import Recipe
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
 
 TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 """``distributed_type`` values that a layout here is made from."""
@@ -115,7 +115,7 @@ def read(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.plan.Plan.from_accelerate`."""
+    """See :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
     document.known((), TOP_LEVEL, OTHERS)
     if document.get("distributed_type") is None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate import plugins
 from shardscope.runs.lazy_functions import check_was_run, refuse_lazy_function
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 @dataclass(frozen=True)

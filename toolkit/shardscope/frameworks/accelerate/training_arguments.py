@@ -10,7 +10,7 @@ from shardscope.export.text import yaml_text
 from shardscope.export.unsaid import sentences, unsaid
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 ARGUMENTS_FILE = "training_arguments.yaml"
 

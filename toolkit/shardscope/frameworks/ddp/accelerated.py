@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.words import count
 from shardscope.frameworks.accelerate.plugins import contradicts
-from shardscope.memory.words import count
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:

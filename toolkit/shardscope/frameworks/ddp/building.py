@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from shardscope.memory.building import in_fp32, is_drawn_in_parts, packed
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import Term
-    from shardscope.plan import Plan
 
 
 def on_host(plan: Plan) -> Term:

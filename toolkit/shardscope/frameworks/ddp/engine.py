@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shardscope.core.words import count
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.engine import BuildModel
-from shardscope.memory.words import count
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.torch_engine import TorchEngine
 

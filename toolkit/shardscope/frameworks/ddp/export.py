@@ -12,7 +12,7 @@ from shardscope.frameworks.accelerate.training_arguments import training_argumen
 from shardscope.frameworks.ddp.files import COVERED
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def files(plan: Plan) -> list[Exported | Absent]:

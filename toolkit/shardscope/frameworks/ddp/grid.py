@@ -8,9 +8,9 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.planner.grid import Grid, crossed
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardscope.fixes import checked
-from shardscope.layout import Degrees, Layout
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
+from shardscope.core.fixes import checked
+from shardscope.core.layout import Degrees, Layout
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 @checked

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.frameworks.limits import PACKED_TRAINED, check_compiler, check_recipe
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 DDP_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32, base_width, widths
+from shardscope.core.words import count, gib
 from shardscope.frameworks.ddp.peaks import NOTHING_GATHERED, peaks
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import FP32, base_width, widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def shapes(plan: Plan) -> Shapes:

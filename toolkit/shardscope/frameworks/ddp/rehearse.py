@@ -15,8 +15,8 @@ from shardscope.rehearsal.torch_step import FakeContext, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.engine import BuildModel
-    from shardscope.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.arithmetic import largest
-from shardscope.memory.precision import FP32, widths
+from shardscope.core.arrays.arithmetic import largest
+from shardscope.core.precision import FP32, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 SCHEDULES: dict[str, str] = {}
 """It has no pipeline."""

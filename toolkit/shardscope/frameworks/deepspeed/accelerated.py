@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
 from shardscope.frameworks.deepspeed.config import deepspeed_config
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
 """What DeepSpeed takes from the model, and Accelerate does not make."""

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div, is_array, largest, looked_up, where
+from shardscope.core.precision import FP32
+from shardscope.core.words import gib
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
 from shardscope.memory.activations import layer_activations, modules_of, unsaved_at_start
-from shardscope.memory.arithmetic import ceil_div, is_array, largest, looked_up, where
 from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import Phase, Term, summed
-from shardscope.memory.words import gib
 from shardscope.parameter_names import mlp_inputs, names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.counted import Counted, Layer
     from shardscope.memory.backward import Backward
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 class Sizes(NamedTuple):

@@ -14,8 +14,8 @@ from shardscope.memory.report import no_bytes
 from shardscope.memory.stages import shapes_of, stage_of
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import Term
-    from shardscope.plan import Plan
 
 
 def on_host(plan: Plan) -> Term:

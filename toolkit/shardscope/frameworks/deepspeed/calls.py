@@ -16,8 +16,8 @@ from shardscope.parameter_names import attention_inputs, names_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardscope.architecture import Architecture
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.recipe import Recipe
 
 DROPOUTS = frozenset({"gpt2", "gpt_neox", "phi3", "phi"})
 """Families with a dropout module behind attention and another behind the feed-forward."""

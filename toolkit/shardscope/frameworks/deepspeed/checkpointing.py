@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.core.errors import refuse
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, replace, written_aside
 from shardscope.training.position import read_position, write_position
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.training.pretrained import WholeTensors
 
 TAG = "zero"

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.precision import FP32, widths
-from shardscope.validation import one_of, refuse
+from shardscope.core.errors import one_of, refuse
+from shardscope.core.precision import FP32, widths
 
 if TYPE_CHECKING:
-    from shardscope.recipe import Recipe
+    from shardscope.core.recipe import Recipe
 
 _FIELD = "Layout.communication_data_type"
 

@@ -9,7 +9,7 @@ from shardscope.frameworks.deepspeed.offload import params_buffer_elements
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 NVME_FOLDER = "/local_nvme"
 """Where DeepSpeed's own examples put swapped tensors; an engine replaces it with a folder that exists."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import largest, looked_up
+from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.buckets import (
     Cut,
     Instant,
@@ -32,15 +34,13 @@ from shardscope.frameworks.deepspeed.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.arithmetic import largest, looked_up
-from shardscope.memory.precision import widths
 from shardscope.memory.stages import INPUTS, outer_tensors
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 _MATRICES = 3
 """A gated feed-forward's matrices; where there are fewer, the last one is told again."""

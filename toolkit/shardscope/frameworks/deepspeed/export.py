@@ -19,7 +19,7 @@ from shardscope.frameworks.deepspeed.files import COVERED
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 CONFIG_FILE = "ds_config.json"
 OWN_KEY = "shardscope"

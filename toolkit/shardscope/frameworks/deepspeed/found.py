@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.core.words import count
 from shardscope.frameworks.deepspeed.communication import casts, reduced_width
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.engine import HeldTensors
-from shardscope.memory.words import count
 from shardscope.training.accounting import tensor_bytes
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 SHARED = {
     0: "every rank has all weights, gradients and optimizer state",

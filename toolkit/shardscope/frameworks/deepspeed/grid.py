@@ -6,16 +6,16 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.layout import check_experts, check_heads, check_layers, divisors
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.layout import check_experts, check_heads, check_layers, divisors
 from shardscope.planner.grid import DATA_PARALLEL, Columns, Grid, allowed, crossed, passing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:

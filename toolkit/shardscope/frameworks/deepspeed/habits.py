@@ -11,7 +11,7 @@ from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def reduces_in(plan: Plan) -> ReduceType:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import ceil_div, where
+from shardscope.core.precision import FP32
+from shardscope.core.words import count
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
-from shardscope.memory.arithmetic import ceil_div, where
 from shardscope.memory.head import head_terms, loss_in_force
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, chosen
-from shardscope.memory.words import count
 
 if TYPE_CHECKING:
     from shardscope.memory.step import StageStep

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.deepspeed import extensions
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def before_fork(plan: Plan, device_type: str) -> None:

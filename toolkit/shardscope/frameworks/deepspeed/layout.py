@@ -9,10 +9,10 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shardscope.fixes import checked
-from shardscope.frameworks.deepspeed.communication import check_communication
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
-from shardscope.layout import (
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.errors import flag, one_of, refuse
+from shardscope.core.fixes import checked
+from shardscope.core.layout import (
     Degrees,
     Layout,
     check_degrees,
@@ -22,14 +22,14 @@ from shardscope.layout import (
     largest_divisor,
     left_over_ranks,
 )
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.frameworks.deepspeed.communication import check_communication
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
 from shardscope.unknown_family import UnknownFamily
-from shardscope.validation import flag, one_of, refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 MAX_ELEMENTS = 2**53
 MANY = 2**14

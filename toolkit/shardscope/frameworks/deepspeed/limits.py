@@ -11,15 +11,15 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.host import multiplies_in_fp16
 from shardscope.memory.head import loss_in_force
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; Adam on the host is its own."""

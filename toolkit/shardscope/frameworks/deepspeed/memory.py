@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div, holds, largest, smallest, where
+from shardscope.core.precision import FP32, widths
+from shardscope.core.words import gib
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
@@ -19,18 +22,15 @@ from shardscope.frameworks.deepspeed.second_parts import second_parts
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.arithmetic import ceil_div, holds, largest, smallest, where
 from shardscope.memory.optimizers import flat_state, flat_working
-from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 _IN_TWO_GROUPS = ("adamw_8bit", "adafactor")
 """Client optimizers, whose matrices decay and vectors do not; DeepSpeed's own take all as one group."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.precision import FP32
+from shardscope.core.words import gib
 from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.frameworks.deepspeed.swapping import Swapped, aligned
-from shardscope.memory.arithmetic import ceil_div, largest, where
-from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, chosen, no_bytes
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.backward import Backward, Peak, PeakTerms
     from shardscope.memory.state import TrainingState
-    from shardscope.plan import Plan
 
 PARAMS_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import by_value, holds, smallest
+from shardscope.core.arrays.arithmetic import by_value, holds, smallest
+from shardscope.core.precision import widths
+from shardscope.core.words import gib
 from shardscope.memory.backward import Peak, PeakTerms
-from shardscope.memory.precision import widths
 from shardscope.memory.report import Term
 from shardscope.memory.step import in_flight
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.backward import Backward
     from shardscope.memory.stages import Stage
     from shardscope.memory.state import TrainingState
-    from shardscope.plan import Plan
 
 
 def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> TrainingState:

@@ -7,19 +7,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, read_json
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
-from shardscope.places import Keys
-from shardscope.recipe import Recipe
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
 
 ZERO = "zero_optimization"
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
@@ -136,7 +136,7 @@ def read(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.plan.Plan.from_deepspeed`."""
+    """See :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
     document = read_json(file)
     for keys, known, others in SECTIONS:
         document.known(keys, known, others)
@@ -323,7 +323,7 @@ def _batches(document: Document, rest: Rest, model_parallel: int) -> tuple[int |
 
 def _as_written(rest: Rest) -> Mapping[str, Any] | None:
     """How the plan beside the file would be written."""
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
     if not isinstance(rest.layout, ZeroLayout) or rest.architecture is None or rest.cluster is None:
         return None

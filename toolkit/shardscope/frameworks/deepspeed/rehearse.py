@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardscope.core.errors import one_of, refuse
 from shardscope.frameworks.deepspeed.fake_device import import_deepspeed
 from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
@@ -30,10 +31,9 @@ from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.result import RehearsedStage
-from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
 MAX_MICRO_BATCHES = 2

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearse_experts import in_groups_of_experts, routed, spread
 from shardscope.frameworks.deepspeed.rehearse_labels import labelled
-from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
@@ -23,8 +23,8 @@ from shardscope.training.optimizers import build_optimizer
 from shardscope.training.recompute import apply_recompute
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import Component
-    from shardscope.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
 NUM_STEPS = 2

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.rehearsal.world import real_numbers
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
 _STAGING = {

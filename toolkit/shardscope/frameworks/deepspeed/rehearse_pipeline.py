@@ -22,7 +22,7 @@ from shardscope.frameworks.deepspeed.rehearse_engine import (
 from shardscope.training.model_parts import part_of
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.tracker import Tracker
 

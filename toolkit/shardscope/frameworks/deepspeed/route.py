@@ -8,8 +8,8 @@ from shardscope.frameworks.deepspeed.calls import NOTHING, Call, layer_calls
 from shardscope.frameworks.deepspeed.visits import Event, Node, backward_of, forward_of, with_recomputation
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.recipe import Recipe
 
 _TIED = -1
 """Stands for the embedding's tensor."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import looked_up
 from shardscope.frameworks.deepspeed.tensors import cut_each, tensors_on
-from shardscope.memory.arithmetic import looked_up
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 class SecondParts(NamedTuple):

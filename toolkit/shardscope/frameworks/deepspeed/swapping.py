@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.tensors import (
     FP64,
     Tensors,
@@ -17,15 +19,13 @@ from shardscope.frameworks.deepspeed.tensors import (
     sub_groups,
     tensors_on,
 )
-from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.optimizers import flat_state
-from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 MIN_FILE_BYTES = 2**20
 """Least that is swapped (``MIN_AIO_BYTES`` and the default ``block_size``)."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from shardscope.core.arrays.arithmetic import ceil_div, largest
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.calls import around
-from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.precision import FP32, widths
 from shardscope.memory.stages import INPUTS, outer_tensors, rank_shapes
 from shardscope.parameter_names import names_of
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import RankShape, Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 _Number = TypeVar("_Number", bound=int)
 

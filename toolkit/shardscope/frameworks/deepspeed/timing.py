@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.communication import reduced_width
 from shardscope.frameworks.deepspeed.counted import expert_replicas
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.arithmetic import ceil_div, largest, where
-from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 SCHEDULES = {"1f1b": "deepspeed.runtime.pipe.schedule.TrainSchedule"}
 OVERLAP = Overlap()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
+from shardscope.core.words import count
 from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
 from shardscope.frameworks.fsdp2.export import resharding, why_not_accelerate
-from shardscope.memory.words import count
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:

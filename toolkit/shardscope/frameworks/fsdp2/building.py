@@ -8,8 +8,8 @@ from shardscope.memory.building import in_fp32, is_drawn_in_parts, packed
 from shardscope.memory.report import no_bytes
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import Term
-    from shardscope.plan import Plan
 
 
 def on_host(plan: Plan) -> Term:

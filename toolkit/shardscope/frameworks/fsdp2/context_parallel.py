@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardscope.core.words import count
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.ring import Ring
-from shardscope.memory.words import count
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.micro_batches import IGNORED_LABEL
 

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shardscope.core.words import count
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2 import found
 from shardscope.frameworks.fsdp2.export import resharding
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.fsdp2.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
-from shardscope.memory.words import count
 from shardscope.training import gradients
 from shardscope.training.gradients import local
 from shardscope.training.initial_weights import fill_buffers

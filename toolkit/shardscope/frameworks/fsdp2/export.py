@@ -14,7 +14,7 @@ from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, 
 from shardscope.frameworks.fsdp2.files import COVERED
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16", "fp8-mixed": "bfloat16"}
 LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")

@@ -6,14 +6,14 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.layout import Degrees, check_context, check_heads, check_layers, divisors
 from shardscope.planner.grid import PER_STEP, Grid, allowed, crossed, passing
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:

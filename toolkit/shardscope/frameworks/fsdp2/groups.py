@@ -12,17 +12,17 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, smallest, where
+from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.quantized import numbers_saved
-from shardscope.memory.arithmetic import by_value, ceil_div, looked_up, smallest, where
 from shardscope.memory.lora import adapter_targets, first_layer, layer_adapters
-from shardscope.memory.precision import widths
 from shardscope.memory.stages import layer_shard, rank_shapes
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 
 class Group(NamedTuple):

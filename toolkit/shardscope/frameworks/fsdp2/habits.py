@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_checkpoint
-from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def reduces_in(plan: Plan) -> ReduceType:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shardscope.fixes import checked
-from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.layout import (
+from shardscope.core.errors import FieldError, one_of, refuse
+from shardscope.core.fixes import checked
+from shardscope.core.layout import (
     Degrees,
     Layout,
     check_context,
@@ -18,12 +18,12 @@ from shardscope.layout import (
     check_layers,
     left_over_ranks,
 )
-from shardscope.validation import FieldError, one_of, refuse
+from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 @checked

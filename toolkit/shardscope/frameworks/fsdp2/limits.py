@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.limits import (
     PACKED_TRAINED,
     TRAINED,
@@ -14,10 +15,9 @@ from shardscope.frameworks.limits import (
     check_staged,
 )
 from shardscope.memory.modules.attention import fused_attention
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 CUT_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2"),

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.training.initial_weights import InitialWeights, Region
 from shardscope.training.on_meta import give_memory
 

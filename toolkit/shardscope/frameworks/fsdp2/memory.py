@@ -11,15 +11,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import by_value, largest
+from shardscope.core.precision import base_width, widths
+from shardscope.core.words import gib
 from shardscope.frameworks.fsdp2.groups import groups_of
 from shardscope.frameworks.fsdp2.peaks import gathered_at_loss
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
 from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
 from shardscope.frameworks.fsdp2.stage_peaks import peaks
-from shardscope.memory.arithmetic import by_value, largest
 from shardscope.memory.building import is_drawn_in_parts
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import base_width, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import (
     Shapes,
@@ -32,11 +33,10 @@ from shardscope.memory.stages import (
     stage_of,
 )
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 
 counts_neighbours = True

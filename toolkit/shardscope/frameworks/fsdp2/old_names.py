@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardscope.validation import Fix
+from shardscope.core.errors import Fix
 
 
 class Strategy(NamedTuple):

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import fullest, largest, where
+from shardscope.core.precision import widths
+from shardscope.core.words import gib
 from shardscope.frameworks.fsdp2 import said
-from shardscope.memory.arithmetic import fullest, largest, where
 from shardscope.memory.backward import Backward, Peak, PeakTerms
-from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, summed
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.groups import Group, Groups
     from shardscope.frameworks.fsdp2.pipelined import Waiting
     from shardscope.memory.order import Place
     from shardscope.memory.report import Phase
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:

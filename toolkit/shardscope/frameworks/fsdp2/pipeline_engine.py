@@ -19,10 +19,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shardscope.core.layout import even_stages
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.pipeline import StageModule
-from shardscope.layout import even_stages
 from shardscope.training import micro_batches, pretrained
 from shardscope.training.gradients import local
 from shardscope.training.memory_watch import MemoryWatch

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, where
+from shardscope.core.precision import FP32, widths
+from shardscope.core.words import gib
 from shardscope.memory.activations import edge_activations, head_input, modules_of
-from shardscope.memory.arithmetic import by_value, ceil_div, holds, where
-from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term
 from shardscope.memory.step import in_flight
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 class Waiting(NamedTuple):

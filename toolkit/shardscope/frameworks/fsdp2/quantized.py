@@ -14,18 +14,18 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import ceil_div, looked_up
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.errors import refuse
+from shardscope.core.precision import widths
 from shardscope.memory.lora import first_layer
-from shardscope.memory.precision import widths
 from shardscope.memory.quantization import check_kernels, nf4_bytes
 from shardscope.memory.stages import layers_by_kind, rank_shapes
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 
 @lru_cache(maxsize=1024)

@@ -11,21 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.errors import refuse
 from shardscope.frameworks.fsdp2.engines import engine_of
 from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
 from shardscope.frameworks.fsdp2.rehearse_pipeline import check_staged, play_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
-from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.building import is_drawn_in_parts
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.engine import BuildModel
-    from shardscope.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker

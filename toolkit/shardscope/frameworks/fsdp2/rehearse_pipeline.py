@@ -13,13 +13,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from shardscope.core.errors import refuse
 from shardscope.rehearsal.extent import NUM_STEPS
 from shardscope.rehearsal.torch_step import finish_step, prepare
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
-    from shardscope.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker

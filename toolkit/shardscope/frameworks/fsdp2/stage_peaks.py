@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import is_array, largest, where
 from shardscope.frameworks.fsdp2 import said
 from shardscope.frameworks.fsdp2.peaks import Step
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
-from shardscope.memory.arithmetic import is_array, largest, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.groups import Groups
     from shardscope.memory.backward import Backward
     from shardscope.memory.order import Place
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 def peaks(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import by_value, smallest, where
-from shardscope.memory.precision import base_width, widths
+from shardscope.core.arrays.arithmetic import by_value, smallest, where
+from shardscope.core.precision import base_width, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 SCHEDULES = {
     "gpipe": "torch.distributed.pipelining.ScheduleGPipe",

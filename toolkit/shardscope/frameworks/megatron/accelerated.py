@@ -6,15 +6,15 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate.plugins import check_carried, check_on_gpu, contradicts
-from shardscope.validation import refuse
 
 MODELS = ("gpt2", "llama", "glm4_moe")
 """Decoders whose configuration the plugin makes Megatron-LM's arguments of: it looks for these words in a
 ``model_type`` (MODEL_CONFIGS_TO_MEGATRON_PARSERS in accelerate/utils/dataclasses.py, 1.15)."""
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:

@@ -9,24 +9,24 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, where
+from shardscope.core.precision import FP32, HALF
+from shardscope.core.words import count, kib
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.schedule import fullest
-from shardscope.memory.arithmetic import by_value, ceil_div, looked_up, where
 from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.modules.megatron import norm_statistics
-from shardscope.memory.precision import FP32, HALF
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
-from shardscope.memory.words import count, kib
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 
 _NO_LAYER = Layer(0, 0, 0, 0)

@@ -13,8 +13,8 @@ from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 Flags = dict[str, Any]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from shardscope.memory.report import no_bytes
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import Term
-    from shardscope.plan import Plan
 
 
 def on_host(plan: Plan) -> Term:

@@ -33,7 +33,7 @@ from shardscope.training.checkpoint_pickles import (
 from shardscope.training.position import read_position, write_position
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:

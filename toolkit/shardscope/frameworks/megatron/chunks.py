@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.export.documents import Document
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 SAME = "num-virtual-stages-per-pipeline-rank"

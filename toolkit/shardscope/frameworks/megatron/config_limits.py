@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,

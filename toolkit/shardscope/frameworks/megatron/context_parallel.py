@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 PROBE_TOKENS = 64
 """In each piece of the sequence that shows whether attention is over all of it."""

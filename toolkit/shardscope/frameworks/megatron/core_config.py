@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
-from shardscope.memory.arithmetic import ceil_div
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
 """Megatron-LM's default for ``--make-vocab-size-divisible-by``, times tp."""

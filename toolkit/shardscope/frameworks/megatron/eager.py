@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.megatron import repeats_heads
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
     from shardscope.memory.modules.saved import Modules
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
 from shardscope.frameworks.megatron import checkpointing, engine_model, engine_step
 from shardscope.frameworks.megatron.engine_numbers import optimizer_numbers
@@ -25,7 +26,6 @@ from shardscope.training.on_meta import build_on_meta
 from shardscope.training.position import position_of
 from shardscope.training.precision_found import check_copied
 from shardscope.training.stored_weights import TensorsByName
-from shardscope.validation import refuse
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -15,7 +15,7 @@ from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.weights_config import core_numbers, model_numbers
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 DTYPES = {
     "bf16-mixed": torch.bfloat16,

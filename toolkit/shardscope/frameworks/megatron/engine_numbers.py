@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardscope.core.errors import refuse
 from shardscope.training.optimizers import build_optimizer
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.frameworks.engine import BuildOptimizer

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.context_parallel import check_length, own_pieces
 from shardscope.training import micro_batches
 from shardscope.training.micro_batches import IGNORED_LABEL
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.training.memory_watch import MemoryWatch

@@ -19,7 +19,7 @@ from shardscope.frameworks.megatron.launching import ONE_CONNECTION, wants_one_c
 from shardscope.frameworks.megatron.limits import check_trainable
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 FLAGS_FILE = "megatron_arguments.txt"
 GATES = ("gemma", "gemma2", "gemma3_text", "phi", "falcon", "gpt_neox", "starcoder2", "nemotron")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.validation import refuse
+from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 OTHER_LAYERS = {
     "olmo2": "norms behind attention and MLP, and one for all query heads together",

@@ -11,17 +11,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import looked_up
+from shardscope.core.arrays.arithmetic import looked_up
+from shardscope.core.errors import refuse
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.stages import layers_by_kind, rank_shapes
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster, Gpu
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster, Gpu
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 SOURCE = "read from Transformer Engine 2.20's source and never run here"
 

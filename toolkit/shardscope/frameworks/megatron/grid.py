@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, divisors
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout, splits
-from shardscope.layout import Degrees, check_context, check_experts, check_heads, divisors
 from shardscope.planner.grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
@@ -22,9 +22,9 @@ from shardscope.planner.grid import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:

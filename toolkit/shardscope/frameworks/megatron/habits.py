@@ -12,7 +12,7 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def reduces_in(plan: Plan) -> ReduceType:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.parameter_names import names_of
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 MAPPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 """Families whose weights go into a ``GPTModel`` and come back."""

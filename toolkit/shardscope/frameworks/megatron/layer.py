@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.frameworks.megatron.eager import eager_attention
-from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.megatron import (
     branches,
@@ -19,7 +19,7 @@ from shardscope.memory.modules.megatron import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
     from shardscope.memory.modules.saved import Modules, Saved
 
 

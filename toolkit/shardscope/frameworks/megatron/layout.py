@@ -8,8 +8,9 @@ from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from shardscope.fixes import checked
-from shardscope.layout import (
+from shardscope.core.errors import FieldError, flag, one_of, refuse
+from shardscope.core.fixes import checked
+from shardscope.core.layout import (
     Degrees,
     Layout,
     check_context,
@@ -20,12 +21,11 @@ from shardscope.layout import (
     divisors,
     left_over_ranks,
 )
-from shardscope.validation import FieldError, flag, one_of, refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 
 MomentType = Literal["fp32", "bf16", "fp16", "fp8"]

@@ -6,13 +6,13 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import refuse
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.megatron.config_limits import check_computed
 from shardscope.frameworks.megatron.hf_names import check_mapped
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 TRAINED = {
     "method": ("full",),

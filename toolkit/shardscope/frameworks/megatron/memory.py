@@ -11,6 +11,9 @@ from functools import lru_cache, partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
+from shardscope.core.precision import FP32, num_moments, widths
+from shardscope.core.words import gib
 from shardscope.frameworks.megatron import precision_aware
 from shardscope.frameworks.megatron.activations import stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
@@ -18,21 +21,18 @@ from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.replicas import replicas_of
 from shardscope.frameworks.megatron.schedule import chunk_layers
-from shardscope.memory.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
-from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.memory.report import Term, no_bytes, summed
 from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.report import Component
-    from shardscope.plan import Plan
 
 _DUMMIES = (
     "one half-precision gradient of each shape of matrix, which autograd is shown while kernels add to the "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import largest, where
-from shardscope.memory.precision import FP32, HALF
+from shardscope.core.arrays.arithmetic import largest, where
+from shardscope.core.precision import FP32, HALF
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
-    from shardscope.recipe import Recipe
+    from shardscope.core.recipe import Recipe
 
 _BYTES = {"fp32": FP32, "bf16": HALF, "fp16": HALF, "fp8": 1}
 

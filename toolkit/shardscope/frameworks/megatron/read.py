@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.errors import Value, refuse
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, text_of
 from shardscope.export.unsaid import noted
@@ -27,14 +30,11 @@ from shardscope.frameworks.megatron.read_architecture import (
     sizes,
     the_architecture,
 )
-from shardscope.places import Keys
-from shardscope.recipe import Recipe
-from shardscope.validation import Value, refuse
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
 
 DEGREES = {
     "tp": "tensor-model-parallel-size",
@@ -91,7 +91,7 @@ def read(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.plan.Plan.from_megatron`."""
+    """See :meth:`shardscope.core.plan.Plan.from_megatron`."""
     document, file = _document(arguments)
     for flag, why in REFUSED.items():
         if document.get(flag):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardscope.architecture import Architecture
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import refuse
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
 from shardscope.export.beside import Rest, named
 from shardscope.export.documents import Document
 from shardscope.frameworks.megatron.arguments import architecture_flags
-from shardscope.places import Keys
-from shardscope.recipe import Recipe
-from shardscope.validation import refuse
 
 Says = dict[str, tuple[Keys, Any]]
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.core_config import (
     check_rehearsed,
     padded_vocab_size,
@@ -34,13 +36,11 @@ from shardscope.frameworks.megatron.fused_modules import (
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
-from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
 NoteProgress = Callable[[str, float], None]

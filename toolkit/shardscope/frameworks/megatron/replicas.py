@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import by_value, largest, where
+from shardscope.core.arrays.arithmetic import by_value, largest, where
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 class Replicas(NamedTuple):

@@ -7,14 +7,14 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.arrays.arithmetic import fullest as rows_fullest
+from shardscope.core.arrays.arithmetic import is_array, largest, looked_up, smallest, where
 from shardscope.frameworks.megatron.layout import counted_ends
-from shardscope.memory.arithmetic import fullest as rows_fullest
-from shardscope.memory.arithmetic import is_array, largest, looked_up, smallest, where
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
     from shardscope.frameworks.megatron.layer import Layer
-    from shardscope.plan import Plan
 
 
 class Fullest(NamedTuple):

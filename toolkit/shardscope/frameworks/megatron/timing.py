@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.replicas import replicas_of
-from shardscope.memory.arithmetic import ceil_div, largest, where
-from shardscope.memory.precision import FP32, widths
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.stages import Stage
-    from shardscope.plan import Plan
 
 SCHEDULES = {
     "1f1b": "forward_backward_pipelining_without_interleaving",

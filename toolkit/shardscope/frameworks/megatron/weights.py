@@ -21,7 +21,7 @@ from shardscope.frameworks.megatron.hf_names import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from shardscope.core.errors import Value, refuse
 from shardscope.frameworks.megatron.config_limits import (
     TANH_GELUS,
     activation_name,
     check_computed,
     rope_of,
 )
-from shardscope.validation import Value, refuse
 
 
 def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str, Any]:

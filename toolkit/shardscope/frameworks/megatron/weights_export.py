@@ -16,7 +16,7 @@ from shardscope.frameworks.megatron.weights_main import MainWeights, data_group
 from shardscope.training.pretrained import MAX_FILE_BYTES, write_pretrained
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 def export_hf(

@@ -12,7 +12,7 @@ from shardscope.frameworks.megatron.weights import Part, megatron_tensor, places
 from shardscope.frameworks.megatron.weights_main import MainWeights
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 _TRANSFORMER_ENGINE = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_"), "input_layernorm."),

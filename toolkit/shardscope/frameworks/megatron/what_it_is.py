@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.core.words import count
 from shardscope.frameworks.megatron.context_parallel import check_attention
 from shardscope.frameworks.megatron.engine_model import attention_of, leaves
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.memory.words import count
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) -> dict[str, Any]:

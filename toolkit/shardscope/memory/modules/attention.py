@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.saved import INT64, Modules, Saved
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.plan import Plan
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
 
 EAGER = frozenset({"gemma2", "gpt_oss"})
 """Families that transformers runs without a fused kernel: SDPA can neither cap scores nor add sinks."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import kernel_tensors, widths
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 COMPILED_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "granite"),

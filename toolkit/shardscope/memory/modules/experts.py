@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.saved import INT64, Modules, Saved
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import kernel_tensors
 from shardscope.memory.modules.saved import Modules, Saved
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:

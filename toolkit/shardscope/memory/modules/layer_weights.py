@@ -9,7 +9,7 @@ from shardscope.memory.stages import rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 class Weights(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import kernel_tensors, widths
 from shardscope.memory.modules.gpt2 import gelu_in_plain_operations
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.precision import FP32
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:

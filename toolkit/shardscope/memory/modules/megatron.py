@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.saved import Cut, Modules, Saved
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 INDEX = 8
 """Bytes of an index: PyTorch's are int64."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.memory.precision import FP32
+from shardscope.core.precision import FP32
 from shardscope.parameter_names import attention_inputs, mlp_inputs
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 Operator = Literal["norms", "attention", "mlp", "experts"]
 Cut = Literal["tp", "key_value_heads", "sequence", "expert_tokens", "whole"]

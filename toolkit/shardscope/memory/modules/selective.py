@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.precision import FP32
 from shardscope.memory.lora import first_layer
 from shardscope.memory.modules.attention import in_plain_math, is_eager, widths
 from shardscope.memory.modules.saved import Modules, Saved
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
+    from shardscope.core.architecture import Architecture
 
 
 def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.memory.words import gib
 from shardscope.planner.advising import words
 from shardscope.planner.advising.bench import (
     PAYS,
@@ -26,7 +26,7 @@ from shardscope.timing.report import seconds_words
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.planner.ranking import Ranking
 
 MAX_ALTERNATIVES = 2

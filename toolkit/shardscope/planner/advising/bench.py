@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.cluster import BEFORE_AMPERE
-from shardscope.fixes import as_it_is
-from shardscope.layout import Layout, divisors
-from shardscope.plan import Plan
+from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.fixes import as_it_is
+from shardscope.core.layout import Layout, divisors
+from shardscope.core.plan import Plan
 from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import Place, shortages
 from shardscope.support import supported
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Loss, Recipe, Recompute
     from shardscope.memory.report import MemoryReport
-    from shardscope.recipe import Loss, Recipe, Recompute
     from shardscope.timing.report import StepReport
 
 PAYS = 1.10

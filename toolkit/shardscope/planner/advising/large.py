@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.layout import Layout, divisors
-from shardscope.memory.words import count
+from shardscope.core.layout import Layout, divisors
+from shardscope.core.words import count
 from shardscope.planner.advising import rungs, words
 from shardscope.planner.advising.bench import Tried, is_faster, offloads
 from shardscope.planner.advising.path import figures

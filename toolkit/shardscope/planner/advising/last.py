@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.words import gib
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.registry import frameworks, is_trained
-from shardscope.memory.words import gib
 from shardscope.planner.advising import words
 from shardscope.planner.advising.alternatives import find_better
 from shardscope.planner.advising.bench import PAYS, WORTH_A_SETTING

@@ -20,11 +20,11 @@ from shardscope.planner.advising.bench import (
 from shardscope.planner.advising.large import SPLIT
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Method
     from shardscope.planner.advising.path import Path
-    from shardscope.recipe import Method
 
 MAX_NODES = 1024
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import count, gib
+from shardscope.core.words import count, gib
 from shardscope.planner.advising import rungs, words
 from shardscope.planner.advising.bench import state_bytes, state_is_too_much
 from shardscope.planner.advising.path import figures

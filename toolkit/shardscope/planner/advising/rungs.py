@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.layout import Layout, divisors
+from shardscope.core.layout import Layout, divisors
 from shardscope.planner.advising.bench import (
     PAYS,
     WORTH_A_SETTING,
@@ -19,7 +19,7 @@ from shardscope.planner.advising.bench import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
+    from shardscope.core.cluster import Cluster
 
 MAX_STAGES, MAX_TENSOR_PARALLEL, MAX_EXPERT_PARALLEL = 32, 8, 64
 """Degrees that are tried; what needs more is left to the search."""

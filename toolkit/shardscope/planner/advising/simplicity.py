@@ -13,11 +13,11 @@ from shardscope.planner.grid import DATA_PARALLEL, DEGREES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.layout import Layout
-    from shardscope.plan import Plan
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.planner.advising.bench import Tried
     from shardscope.planner.ranking import Ranking
-    from shardscope.recipe import Recipe
 
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
 """Degrees that count as a setting where they are above 1."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import gib
+from shardscope.core.words import gib
 from shardscope.timing.report import seconds_words
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
-    from shardscope.plan import Plan
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
     from shardscope.planner.advising.bench import Tried
-    from shardscope.recipe import Recipe
     from shardscope.timing.report import StepReport
 
 AGAIN = {

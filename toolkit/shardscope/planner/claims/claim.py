@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.html_table import NO_VALUE, html_table
+from shardscope.core.html_table import NO_VALUE, html_table
 
 if TYPE_CHECKING:
     import pandas as pd

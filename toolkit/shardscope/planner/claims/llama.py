@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.layout import Layout
+from shardscope.core.layout import Layout
 from shardscope.planner.claims.claim import TOLERANCE, Claim, Number
 from shardscope.planner.claims.settings import GB, plan_of
 

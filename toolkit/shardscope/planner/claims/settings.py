@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardscope.catalog import models
-from shardscope.cluster import Cluster
-from shardscope.layout import Layout
-from shardscope.plan import Plan
-from shardscope.recipe import Recipe
+from shardscope.core.cluster import Cluster
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
 
 GB = 1e9
 """People who say "840 GB" mean 10^9 bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.catalog import gpus
-from shardscope.layout import Layout
+from shardscope.core.layout import Layout
 from shardscope.planner.claims.claim import TOLERANCE, Claim, Number, Verdict
 from shardscope.planner.claims.settings import plan_of, with_nvme
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardscope.layout import Layout
-from shardscope.memory.precision import FP32, HALF
+from shardscope.core.layout import Layout
+from shardscope.core.precision import FP32, HALF
 from shardscope.planner.claims.claim import Claim, Number
 from shardscope.planner.claims.settings import GB, plan_of, training_state
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from shardscope.html_table import html_table
+from shardscope.core.errors import refuse
+from shardscope.core.finding import SEVERITIES, Finding, Severity
+from shardscope.core.html_table import html_table
 from shardscope.planner.preflight import (
     checkpoints,
     data,
@@ -25,11 +27,9 @@ from shardscope.planner.preflight import (
     widths,
 )
 from shardscope.planner.preflight.case import Case
-from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.run import Run
 
 __all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "check_runs", "findings"]

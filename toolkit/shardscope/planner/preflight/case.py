@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
-    from shardscope.plan import Plan
     from shardscope.planner.repairs import Repair
     from shardscope.runs.run import Run
     from shardscope.timing.report import Part, StepReport

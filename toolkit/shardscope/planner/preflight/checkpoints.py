@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.core.finding import Finding
+from shardscope.core.words import count
 from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
-from shardscope.memory.words import count
 from shardscope.planner.preflight.case import Case, changed_plan, changed_task
 from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere, with_parts
-from shardscope.planner.preflight.finding import Finding
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def tied_checkpoints(case: Case) -> Iterator[Finding]:
@@ -277,7 +277,7 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
 
 def _plan_of(path: Path) -> Plan | None:
     """The plan of the run whose checkpoint ``path`` is; None where that is not known."""
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.records import read_json  # Not above: planning needs nothing of runs.
 
     record = read_json(path.parent.parent / "run.json")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardscope.core.finding import Finding
 from shardscope.planner.preflight.case import Case, changed_plan, changed_task
-from shardscope.planner.preflight.finding import Finding
 from shardscope.training.tokenizer import SHIPPED_TEXT
 
 MAX_EPOCHS = 4

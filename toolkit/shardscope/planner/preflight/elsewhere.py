@@ -12,7 +12,7 @@ from shardscope.planner.preflight.case import memory_of
 from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.planner.several import Way
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")

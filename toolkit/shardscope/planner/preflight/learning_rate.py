@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardscope.core.finding import Finding, Severity
 from shardscope.planner.preflight.case import Case, changed_task
-from shardscope.planner.preflight.finding import Finding, Severity
 from shardscope.planner.preflight.usual_rates import TOO_HIGH, Usual, usual_rates
 
 BETA_2 = 0.95

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardscope.core.finding import Finding
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.data import SHIPPED_TOKENS
-from shardscope.planner.preflight.finding import Finding
 
 READS_PER_SECOND = 3_000
 """Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/

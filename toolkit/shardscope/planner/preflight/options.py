@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardscope.core.finding import Finding
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, changed_plan
-from shardscope.planner.preflight.finding import Finding
 
 
 def without_use(case: Case) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardscope.core.finding import Finding
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, fastest, variants
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
 
 WORTH = 0.005

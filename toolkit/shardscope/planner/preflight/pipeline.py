@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.layout import divisors
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
 from shardscope.planner.preflight.case import Case, Change, fastest, variants
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.several import Way, searched
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 
 def few_micro_batches(case: Case) -> Iterator[Finding]:

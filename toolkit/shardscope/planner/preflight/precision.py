@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.cluster import BEFORE_AMPERE
+from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.finding import Finding
+from shardscope.core.words import gib
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.words import gib
 from shardscope.planner.preflight.case import Case, changed_plan, memory_of
 from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff: bf16 has 8 significant bits, fp16 11 (IEEE 754-2019, table 3.5)."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardscope.memory.words import gib
+from shardscope.core.finding import Finding
+from shardscope.core.words import gib
 from shardscope.planner.preflight.case import NOTICEABLE, Case, Variant, fastest, variants
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
 from shardscope.support import supported
 from shardscope.timing.report import seconds_words

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.layout import divisors
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.question import Question
+from shardscope.core.words import gib
 from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.memory.words import gib
 from shardscope.planner.changes import RECIPE_WORDS
 from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.preflight.case import Case, Variant, fastest, variants
-from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.question import Question
 from shardscope.planner.preflight.recomputation import recomputing
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
@@ -28,7 +28,7 @@ from shardscope.planner.several import (
 from shardscope.support import supported
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.planner.repairs import Repair
 
 RECOMPUTED = ("none", "selective", "full")

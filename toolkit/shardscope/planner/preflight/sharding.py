@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardscope.layout import divisors
-from shardscope.memory.words import gib
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.words import gib
 from shardscope.planner.preflight.case import NOTICEABLE, Case, fastest, variants
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import gigabytes_per_second, percent
 from shardscope.timing.report import seconds_words
 
@@ -72,7 +72,7 @@ def too_fine(case: Case) -> Iterator[Finding]:
 
 def _gathered_bytes(case: Case) -> float:
     """Of one gather: a decoder layer's weights in the type of products."""
-    from shardscope.memory.precision import widths
+    from shardscope.core.precision import widths
 
     arch, degrees = case.plan.architecture, case.plan.degrees
     layer = sum(arch.layer_parameters(arch.num_hidden_layers - 1).values())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.planner.preflight.elsewhere import with_parts
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 SPELLED = {"hidden_size": "hidden", "intermediate_size": "mlp", "head_dim": "head", "vocab_size": "vocab"}
 """What a widened model's name says of each field."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
-from shardscope.layout import divisors
-from shardscope.memory.precision import FP32, HALF
 from shardscope.planner.preflight.case import Case, changed_plan, fastest, variants
-from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.wider import aligned, wider
 from shardscope.planner.preflight.words import percent
 from shardscope.timing.calibration import rates_for
@@ -17,7 +17,7 @@ from shardscope.timing.layers import PEAKS
 from shardscope.timing.products import ALIGNED
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 ALIGNED_BYTES = 16
 """Matrix units take rows in multiples of 16 bytes: "most efficient with multiples of 8" in half precision,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardscope.memory.precision import FP32
-from shardscope.memory.words import gib
-from shardscope.planner.preflight.finding import Finding
+from shardscope.core.finding import Finding
+from shardscope.core.precision import FP32
+from shardscope.core.words import gib
 from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
 
 SHARDED = (

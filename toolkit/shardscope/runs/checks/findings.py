@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import refuse
+from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import preflight
-from shardscope.planner.preflight.finding import SEVERITIES, Finding
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, optimizer, precision, profile
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import source_of
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.run import Run
 
 CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
@@ -34,7 +34,7 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
 
 
 def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
-    """Return the findings of a plan, its task and earlier runs: :meth:`shardscope.plan.Plan.findings`."""
+    """The findings of a plan, its task and earlier runs: :meth:`shardscope.core.plan.Plan.findings`."""
     earlier = preflight.check_runs(runs)
     found = [*preflight.findings(plan, task, earlier), *profile.check_profiled(plan, task, earlier)]
     source = source_of(task)

@@ -9,8 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from shardscope.core.finding import Finding
 from shardscope.frameworks.fsdp2.old_names import CONFIG, REPLACED, STRATEGIES
-from shardscope.planner.preflight.finding import Finding
 from shardscope.runs.checks.script import Script, at_line, is_constant, keywords
 
 OLD_CLASS, PLUGIN = "FullyShardedDataParallel", "FullyShardedDataParallelPlugin"

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.finding import Finding
+from shardscope.core.finding import Finding
 from shardscope.runs.checks.script import DEFINITIONS, LOOPS, Script, at_line
 
 OPTIMIZER = re.compile(r"\w*optim\w*|(\w+_)?opt(_\w+)?", re.IGNORECASE)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.finding import Finding
+from shardscope.core.finding import Finding
 from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
 
 SCALERS = re.compile(

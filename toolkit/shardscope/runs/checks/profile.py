@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from shardscope.core.finding import Finding
 from shardscope.planner.preflight.case import changed_task
-from shardscope.planner.preflight.finding import Finding
 from shardscope.runs.task_source import source_of
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.runs.run import Run
 
 

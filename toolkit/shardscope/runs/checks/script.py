@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardscope.planner.preflight.finding import Finding, Severity
+from shardscope.core.finding import Finding, Severity
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
 
 MAX_CHARACTERS = 2**20
 """Longer than any script that a user wrote."""

@@ -9,8 +9,8 @@ from datetime import date
 from types import MappingProxyType
 from typing import Any, Self
 
-from shardscope.serialization import JsonNoun, part
-from shardscope.validation import Value, flag, near, one_of, real_number, refuse, whole_number, with_article
+from shardscope.core.errors import Value, flag, near, one_of, real_number, refuse, whole_number, with_article
+from shardscope.core.serialization import JsonNoun, part
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""

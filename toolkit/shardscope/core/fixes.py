@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from shardscope.validation import FieldError, known_keys
+from shardscope.core.errors import FieldError, known_keys
 
 Noun = TypeVar("Noun")
 P = ParamSpec("P")
@@ -107,7 +107,7 @@ def find_changes(refusal: FieldError) -> dict[str, object]:
     changes: dict[str, object] = {}
     for name, value in (refusal.fix_values or {}).items():
         if name == "layout":
-            from shardscope.layout import Layout  # layout.py imports this module.
+            from shardscope.core.layout import Layout  # layout.py imports this module.
 
             changes["Layout"] = getattr(Layout, value)()
         else:
@@ -118,8 +118,8 @@ def find_changes(refusal: FieldError) -> dict[str, object]:
 
 def _owner(name: str) -> str:
     """Return the noun whose field a fix names, of those that are refused together in a plan."""
+    from shardscope.core.recipe import Recipe
     from shardscope.frameworks.registry import frameworks
-    from shardscope.recipe import Recipe
 
     if name in _fields(Recipe):
         return "Recipe"

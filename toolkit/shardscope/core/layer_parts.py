@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardscope.serialization import JsonNoun
-from shardscope.size_limits import LIMITS, limited, limited_field
-from shardscope.validation import Value, refuse, whole_number
+from shardscope.core.errors import Value, refuse, whole_number
+from shardscope.core.serialization import JsonNoun
+from shardscope.core.size_limits import LIMITS, limited, limited_field
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,14 @@ from math import gcd, isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from shardscope.fixes import as_it_is, known_arguments
-from shardscope.serialization import JsonNoun
-from shardscope.validation import known_keys, one_of, refuse, whole_number
+from shardscope.core.errors import known_keys, one_of, refuse, whole_number
+from shardscope.core.fixes import as_it_is, known_arguments
+from shardscope.core.serialization import JsonNoun
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.recipe import Recipe
 
 MAX_DEGREE = 2**20
 
@@ -282,7 +282,7 @@ class Layout(JsonNoun):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote, whichever framework it names."""
-        from shardscope.serialization import from_text
+        from shardscope.core.serialization import from_text
 
         return from_text(text, "Layout", cls.from_dict)
 
@@ -290,7 +290,7 @@ class Layout(JsonNoun):
         """One JSON object; ``framework`` says whose fields these are."""
         import json
 
-        from shardscope.serialization import FORMAT_VERSION
+        from shardscope.core.serialization import FORMAT_VERSION
 
         return json.dumps({"shardscope": "Layout", "version": FORMAT_VERSION, **self.to_dict()}, indent=2)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardscope.validation import FieldError
+from shardscope.core.errors import FieldError
 
 Keys = tuple[str, ...]
 """The way to a value: the keys from the outside to it."""

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope import parameter_shapes
+from shardscope.core.errors import Value, flag, one_of, refuse, whole_number
+from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
+from shardscope.core.serialization import JsonNoun, part
+from shardscope.core.size_limits import LIMITS, limited, limited_field
 from shardscope.family_rules import check_family
-from shardscope.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
-from shardscope.serialization import JsonNoun, part
-from shardscope.size_limits import LIMITS, limited, limited_field
-from shardscope.validation import Value, flag, one_of, refuse, whole_number
 
 __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
 
@@ -180,7 +180,7 @@ class Architecture(JsonNoun):
 
         Raises ``ValueError`` for other text and for sizes outside 1m to 10t.
         """
-        from shardscope import sized  # it imports this module
+        from shardscope.core import sized  # it imports this module
 
         return sized.of_size(size)
 

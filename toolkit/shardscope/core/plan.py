@@ -8,19 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from shardscope.architecture import Architecture
-from shardscope.cluster import Cluster
-from shardscope.fixes import checked
-from shardscope.html_table import html_fields
-from shardscope.layout import Degrees, Layout
-from shardscope.recipe import Recipe
-from shardscope.serialization import JsonNoun, part
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import known_keys, refuse, with_article
+from shardscope.core.fixes import checked
+from shardscope.core.html_table import html_fields
+from shardscope.core.layout import Degrees, Layout
+from shardscope.core.recipe import Recipe
+from shardscope.core.serialization import JsonNoun, part
 from shardscope.support import check_sequence, check_supported, check_targets
-from shardscope.validation import known_keys, refuse, with_article
 
 if TYPE_CHECKING:
+    from shardscope.core.finding import Finding
     from shardscope.memory.report import MemoryReport
-    from shardscope.planner.preflight.finding import Finding
     from shardscope.planner.repairs import Repair
     from shardscope.rehearsal.process import Progress
     from shardscope.runs.run import Run

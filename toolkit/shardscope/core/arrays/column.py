@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.memory.alike import value_codes
+from shardscope.core.arrays.alike import value_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.memory.rows import Rows
+    from shardscope.core.arrays.rows import Rows
 
 
 _numbers = count()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from shardscope.planner.preflight.question import Question
+from shardscope.core.question import Question
 
 if TYPE_CHECKING:
-    from shardscope.plan import Plan
+    from shardscope.core.plan import Plan
     from shardscope.planner.several import Way
 
 Severity = Literal["danger", "warning", "hint"]

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
-from shardscope.html_table import html_dataclass
-from shardscope.json_text import key_lines, parse_json
-from shardscope.places import Keys, Places
-from shardscope.validation import FieldError, known_keys, refuse
+from shardscope.core.errors import FieldError, known_keys, refuse
+from shardscope.core.html_table import html_dataclass
+from shardscope.core.json_text import key_lines, parse_json
+from shardscope.core.places import Keys, Places
 
 Made = TypeVar("Made")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.memory import asked, column
-from shardscope.memory.column import ARRAYS, Column, applied, remembering, together
+from shardscope.core.arrays import asked, column
+from shardscope.core.arrays.column import ARRAYS, Column, applied, remembering, together
 
 _ARRAY: Any = (np.ndarray, Column)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardscope.fixes import checked
-from shardscope.serialization import JsonNoun
-from shardscope.validation import Value, flag, one_of, real_number, refuse, whole_number
+from shardscope.core.errors import Value, flag, one_of, real_number, refuse, whole_number
+from shardscope.core.fixes import checked
+from shardscope.core.serialization import JsonNoun
 
 Method = Literal["full", "lora", "qlora"]
 Quantization = Literal["int8", "nf4"]

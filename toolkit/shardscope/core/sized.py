@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from shardscope.architecture import Architecture
-from shardscope.validation import Value, refuse
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import Value, refuse
 
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 ASPECT = 128
@@ -15,7 +15,7 @@ LLaMA 7B and 65B have 128 and 102."""
 
 
 def of_size(size: str) -> Architecture:
-    """See :meth:`shardscope.architecture.Architecture.of_size`."""
+    """See :meth:`shardscope.core.architecture.Architecture.of_size`."""
     target = _number(size)
     vocab = 2_048 if target < 10**7 else 8_192 if target < 10**8 else 32_000
     tied = target < 10**9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shardscope.recipe import Recipe
+    from shardscope.core.recipe import Recipe
 
 FP32 = 4
 HALF = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardscope.validation import whole_number
+from shardscope.core.errors import whole_number
 
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
     "hidden_size": (1, 262_144),

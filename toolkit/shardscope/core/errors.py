@@ -61,7 +61,7 @@ class FieldError(ValueError):
         Keys are the object and its field, as in :attr:`field`. Another framework is
         ``{"Layout": Layout.fsdp2()}``.
         """
-        from shardscope.fixes import find_changes  # fixes.py imports this module.
+        from shardscope.core.fixes import find_changes  # fixes.py imports this module.
 
         return find_changes(self)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.memory.alike import distinct, value_codes
-from shardscope.memory.column import Column, at_rows, keys_of, question
+from shardscope.core.arrays.alike import distinct, value_codes
+from shardscope.core.arrays.column import Column, at_rows, keys_of, question
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.memory.rows import Rows
+    from shardscope.core.arrays.rows import Rows
 
 
 class _Questions(NamedTuple):
