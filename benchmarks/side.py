@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shardscope.runs.processes import signal_process
+from shardscope.machine.processes import signal_process
 from shardscope.runs.records import LineTail
 
 POLL_SECONDS = 0.005

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from shardscope.host import multiplies_in_fp16
+from shardscope.machine.host import multiplies_in_fp16
 
 EXTRAS = {
     "accelerate": "train",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.memory.report import PHASES, StageMemory
 from shardscope.timing.calibration_store import (
     FOLDER_VARIABLE,

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import shardscope as ss
+from shardscope.machine.processes import start_of, this_machine
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import start_of, this_machine
 
 SECONDS = 180.0
 MAX_EVENTS = 200

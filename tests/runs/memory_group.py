@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardscope.host import memory_groups
+from shardscope.machine.host import memory_groups
 
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Of version 2 and of version 1."""

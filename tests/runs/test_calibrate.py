@@ -17,7 +17,7 @@ from run_helpers import make_plan, seconds_until
 import shardscope as ss
 from shardscope.calibration import process
 from shardscope.calibration.process import CalibrationError
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.timing.calibration import COLLECTIVES, Calibration, rates_for
 from shardscope.timing.calibration_runs import residual
 from shardscope.timing.calibration_store import data_folder, file_for, locked, stored

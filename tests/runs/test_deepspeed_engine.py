@@ -21,7 +21,7 @@ from shardscope.core.errors import FieldError  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
-from shardscope.host import multiplies_in_fp16  # noqa: E402
+from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 
 NUM_STEPS = 4
 SAVED_AFTER = 2

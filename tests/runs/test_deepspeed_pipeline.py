@@ -19,7 +19,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
-from shardscope.host import multiplies_in_fp16  # noqa: E402
+from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 from shardscope.training.checkpoint_folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
 
 SAVED_AFTER = 2

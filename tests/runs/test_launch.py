@@ -21,9 +21,9 @@ from run_helpers import make_plan, processes_of, seconds_until
 import shardscope as ss
 from shardscope import Architecture, Plan
 from shardscope.core.errors import FieldError, refuse
+from shardscope.machine.processes import num_cores
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
-from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")

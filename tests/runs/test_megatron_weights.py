@@ -21,7 +21,7 @@ from tests.runs.two_ranks import StandInContext, on_ranks
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.architecture import MixtureOfExperts
 from shardscope.frameworks.megatron.hf_names import check_mapped
-from shardscope.runs.processes import is_alive, start_of
+from shardscope.machine.processes import is_alive, start_of
 
 SHAPE = {
     "hidden_size": 48,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from shardscope.machine.processes import is_alive, start_of, this_machine
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import is_alive, start_of, this_machine
 from shardscope.runs.records import (
     LineTail,
     append_line,

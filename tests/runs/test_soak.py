@@ -22,9 +22,9 @@ from tests.soak.report import report
 from tests.soak.residue import MARK, Before, left_in_folder, left_processes
 from tests.soak.soaking import Outcome
 
+from shardscope.machine.processes import start_of
 from shardscope.runs import lease
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import start_of
 
 ROOT = Path(__file__).parents[2]
 FEW = (

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from shardscope.machine.processes import PR_SET_CHILD_SUBREAPER
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import PR_SET_CHILD_SUBREAPER
 
 MARK = "SHARDSCOPE_SOAK"
 """Environment variable by which processes of one launch are known, whoever is their parent."""

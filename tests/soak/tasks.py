@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardscope.runs import processes
+from shardscope.machine import processes
 
 KEY = "SOAK_API_KEY"
 """Environment variable with what no file of a run may hold."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import shardscope as ss
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_store import machine_name
 from shardscope.timing.collectives import seconds

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardscope.catalog import models
 from shardscope.core.architecture import Architecture, LatentAttention, MixtureOfExperts
-from shardscope.unknown_family import SIZES
+from shardscope.families.unknown import SIZES
 
 LLAMA = models["llama-3.1-8b"]
 DEEPSEEK = models["deepseek-v3"]
@@ -337,7 +337,7 @@ def test_repeated_questions_cost_next_to_nothing() -> None:
 def test_importing_brings_no_heavy_library() -> None:
     code = (
         "import sys, shardscope.core.architecture, shardscope.catalog, shardscope.core.cluster;"
-        "import shardscope.detection;"
+        "import shardscope.machine.detection;"
         "shardscope.catalog.models['deepseek-v3'].num_parameters; shardscope.core.cluster.Cluster.detect();"
         "print(sorted({'torch','transformers','pandas','plotly','IPython'} & set(sys.modules)))"
     )

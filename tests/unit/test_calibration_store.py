@@ -13,7 +13,7 @@ import pytest
 from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
 
 import shardscope as ss
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.timing import calibration_store
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep, median_step, residual

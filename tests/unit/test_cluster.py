@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.needs import needs
 
-from shardscope import detection, host
 from shardscope.catalog import gpus, links
 from shardscope.core.cluster import Cluster, Gpu, Link
+from shardscope.machine import detection, host
 
 H100 = gpus["h100-sxm-80gb"]
 CLUSTER = Cluster.parse("4x8xh100-sxm-80gb")

@@ -11,9 +11,9 @@ import pytest
 import shardscope as ss
 from shardscope.catalog import models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
+from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
 from shardscope.memory import stages
 from shardscope.memory.modules.known import KNOWN
-from shardscope.parameter_names import attention_inputs, mlp_inputs, names_of
 
 ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs import processes
+from shardscope.machine import processes
+from shardscope.machine.processes import start_of
 from shardscope.runs import supervisor as supervising
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, HangWatch
-from shardscope.runs.processes import start_of
 from shardscope.runs.records import read_json, read_lines, write_json
 from shardscope.runs.stacks import busy_with, main_thread, place_in_words, process_state
 from shardscope.runs.supervisor import Supervisor

@@ -16,8 +16,8 @@ from tests.needs import needs
 
 from shardscope.catalog import config_of, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
-from shardscope.hf_config import FAMILIES
-from shardscope.parameter_names import names_of
+from shardscope.families.hf_config import FAMILIES
+from shardscope.families.parameter_names import names_of
 
 LLAMA = {
     "model_type": "llama",

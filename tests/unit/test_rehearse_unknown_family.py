@@ -8,7 +8,7 @@ from tests.needs import needs
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
-from shardscope.unknown_family import UnknownFamily
+from shardscope.families.unknown import UnknownFamily
 
 needs("transformers")
 

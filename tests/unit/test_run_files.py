@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from shardscope.machine.processes import this_machine
 from shardscope.runs import metrics_table, redaction
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.metrics_table import csv_in_pieces, curve
 from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.processes import this_machine
 from shardscope.runs.records import append_line, encode, read_json, read_lines, write_json
 from shardscope.runs.redaction import LogCleaner, redact
 from shardscope.runs.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.host import memory_limit
+from shardscope.machine.host import memory_limit
 from shardscope.runs import host_watch
 from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import RunFolder

@@ -8,7 +8,7 @@ import pytest
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.unknown_family import UnknownFamily
+from shardscope.families.unknown import UnknownFamily
 
 CONFIG = {
     "model_type": "stablelm",

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import real_number, refuse
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.private_file import open_private_file
 from shardscope.timing.calibration import Calibration

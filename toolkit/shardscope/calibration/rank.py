@@ -15,7 +15,7 @@ from typing import Any
 
 def main() -> None:
     """Measure together with the other ranks. Lines have ``progress``, ``measured`` or ``error``."""
-    from shardscope.runs.processes import die_with_parent
+    from shardscope.machine.processes import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     settings = json.loads(sys.argv[2])

@@ -13,7 +13,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Gpu, Link
 from shardscope.core.errors import near
 from shardscope.core.html_table import html_table
-from shardscope.host import host_memory_bytes
+from shardscope.machine.host import host_memory_bytes
 
 Noun = TypeVar("Noun")
 

@@ -1,1 +1,1 @@
-"""What the user describes: a model, GPUs, what to train and how to spread it; and how a bad value is refused."""
+"""What the user describes: a model, GPUs, what to train, how to spread it; and refusals of bad values."""

@@ -13,13 +13,13 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from shardscope import parameter_shapes
 from shardscope.core.errors import Value, flag, one_of, refuse, whole_number
 from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.core.serialization import JsonNoun, part
 from shardscope.core.size_limits import LIMITS, limited, limited_field
-from shardscope.family_rules import check_family
-from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
+from shardscope.families import parameter_shapes
+from shardscope.families.parameter_shapes import LAYER_GROUPS, Parameter
+from shardscope.families.rules import check_family
 
 __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
 
@@ -149,7 +149,7 @@ class Architecture(JsonNoun):
         """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
         fields = dict(data)
         if cls is Architecture and "config_json" in fields:
-            from shardscope.unknown_family import UnknownFamily  # it imports this module
+            from shardscope.families.unknown import UnknownFamily  # it imports this module
 
             return UnknownFamily.from_dict(fields)  # type: ignore[return-value]
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
@@ -169,7 +169,7 @@ class Architecture(JsonNoun):
         ``rehearse_only`` takes any ``model_type`` that the installed transformers knows (``train`` extra);
         where there are no formulas for it, its plans have ``plan.rehearse()`` and no ``plan.memory()``.
         """
-        from shardscope import hf_config  # it imports this module
+        from shardscope.families import hf_config  # it imports this module
 
         flag("rehearse_only", rehearse_only)
         return hf_config.load(config, rehearse_only)

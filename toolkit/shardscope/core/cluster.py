@@ -214,7 +214,7 @@ class Cluster(JsonNoun):
         links that there are with ``dataclasses.replace``. Raises ``ValueError`` for bad values.
         """
         from shardscope.catalog import entries, links  # it imports this module
-        from shardscope.host import host_memory_bytes
+        from shardscope.machine.host import host_memory_bytes
 
         if not isinstance(gpu, Gpu):
             refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
@@ -271,7 +271,7 @@ class Cluster(JsonNoun):
         A card that the catalogue does not know is described by the driver's own figures, and what those do
         not say is None. AMD GPUs, and MIG slices named by their UUID, are not detected; use :meth:`parse`.
         """
-        from shardscope.detection import detect
+        from shardscope.machine.detection import detect
 
         return detect()
 

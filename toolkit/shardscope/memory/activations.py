@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.arrays.arithmetic import holds
 from shardscope.core.precision import FP32, widths
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import (
     broadcasts_views,
@@ -29,7 +30,6 @@ from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
 from shardscope.memory.modules.selective import held_by_products, selective_layer
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

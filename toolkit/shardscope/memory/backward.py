@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import is_array, smallest
 from shardscope.core.precision import FP32
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token, widths
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.modules.saved import stream_readers
 from shardscope.memory.report import Phase, Term
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

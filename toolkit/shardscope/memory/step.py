@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
 from shardscope.core.words import count, gib, kib
+from shardscope.families.parameter_names import attention_inputs
 from shardscope.memory.activations import (
     LayerActivations,
     cast_weights,
@@ -25,7 +26,6 @@ from shardscope.memory.order import order_of
 from shardscope.memory.quantization import largest_matrix
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
-from shardscope.parameter_names import attention_inputs
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -12,7 +12,7 @@ from typing import Any
 
 def main() -> None:
     """Answer one plan. Every line is an object with ``progress``, ``stages`` or ``error``."""
-    from shardscope.runs.processes import die_with_parent
+    from shardscope.machine.processes import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     # What libraries print must not get between the lines of the answer.

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from shardscope.families.unknown import UnknownFamily
 from shardscope.memory import overheads
 from shardscope.memory.band import TENSORS, band
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
-from shardscope.unknown_family import UnknownFamily
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardscope.detection import ask_quietly
+from shardscope.machine.detection import ask_quietly
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_new
 from shardscope.runs.folder import RunFolder

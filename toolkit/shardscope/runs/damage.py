@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from shardscope.core.errors import real_number, whole_number
+from shardscope.machine.os_errors import describe_shortage
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.folder import STATUSES, RunFolder
-from shardscope.runs.os_errors import describe_shortage
 from shardscope.runs.records import load_json
 
 MAX_WORLD_SIZE = 16_384

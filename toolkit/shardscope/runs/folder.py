@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardscope.core.errors import Value, refuse
-from shardscope.runs.os_errors import describe_shortage
+from shardscope.machine.os_errors import describe_shortage
 from shardscope.runs.records import append_line
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]

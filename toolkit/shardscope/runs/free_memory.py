@@ -11,7 +11,7 @@ from shardscope.runs.folder import FINAL
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.detection import GpuNow
+    from shardscope.machine.detection import GpuNow
     from shardscope.runs.run import Run
 
 TOLD_PROCESSES = 3

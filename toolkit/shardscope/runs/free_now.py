@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.words import gib
-from shardscope.detection import gpus_now
+from shardscope.machine.detection import gpus_now
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.host_watch import free_host_memory
 from shardscope.runs.records import read_json
 from shardscope.runs.run import Run, runs
 
 if TYPE_CHECKING:
-    from shardscope.detection import GpuNow
+    from shardscope.machine.detection import GpuNow
 
 MAX_USERS = 4
 """Told one by one; more are counted."""

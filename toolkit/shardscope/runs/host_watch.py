@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardscope.core.words import gib
-from shardscope.host import memory_limit
+from shardscope.machine.host import memory_limit
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
 from shardscope.runs.records import read_json

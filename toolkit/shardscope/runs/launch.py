@@ -24,8 +24,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Value, flag, refuse
-from shardscope.detection import gpus_now
 from shardscope.frameworks.registry import check_trained
+from shardscope.machine.detection import gpus_now
+from shardscope.machine.processes import num_cores, start_of, this_machine
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
@@ -35,14 +36,13 @@ from shardscope.runs.lazy_functions import refuse_lazy_function
 from shardscope.runs.lease import hold_until_end, open_lease, release, stop_supervisor
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
-from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import names_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.detection import GpuNow
+    from shardscope.machine.detection import GpuNow
     from shardscope.runs.context import Context
 
 NEEDED = ("torch", "accelerate", "cloudpickle")

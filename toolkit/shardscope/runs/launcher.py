@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.frameworks.registry import before_fork
+from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
@@ -27,7 +28,6 @@ from shardscope.runs.loopback import ADDRESS, check_loopback
 from shardscope.runs.new_secrets import send_new_secrets
 from shardscope.runs.packing import take_task, unpack
 from shardscope.runs.patient_output import flush_output
-from shardscope.runs.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.runs.records import append_line, read_json, read_lines, write_json
 
 

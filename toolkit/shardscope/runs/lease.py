@@ -15,8 +15,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from shardscope.machine.processes import end_session, ended_well, move_past_standard_streams, start_of
 from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.processes import end_session, ended_well, move_past_standard_streams, start_of
 from shardscope.runs.records import delete_halves, read_lines
 from shardscope.runs.redaction import LogCleaner
 

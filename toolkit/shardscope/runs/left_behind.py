@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from shardscope.runs import processes
+from shardscope.machine import processes
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import read_json
 from shardscope.runs.stack_calls import ANSWER_SECONDS, StackCalls

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardscope.host import CGROUP_ROOT, memory_groups
+from shardscope.machine.host import CGROUP_ROOT, memory_groups
 
 GROUP_FILES = ("memory.events", "memory.oom_control")
 """Of cgroup version 2 (Documentation/admin-guide/cgroup-v2.rst: processes of this group and those below it

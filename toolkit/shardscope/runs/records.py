@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from shardscope.machine.os_errors import is_absent
+from shardscope.machine.processes import start_of
 from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import (
     NotRegularFileError,
@@ -25,8 +27,6 @@ from shardscope.records.regular_files import (
     open_to_read,
     skip_hole,
 )
-from shardscope.runs.os_errors import is_absent
-from shardscope.runs.processes import start_of
 from shardscope.runs.redaction import redactor
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import flag, real_number, refuse, whole_number
+from shardscope.machine.os_errors import describe_os_error, is_absent
+from shardscope.machine.processes import is_alive, this_machine
 from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.runs.asked import why_no_trace
@@ -25,8 +27,6 @@ from shardscope.runs.damage import (
 from shardscope.runs.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
 from shardscope.runs.logged_memory import LoggedMemory
-from shardscope.runs.os_errors import describe_os_error, is_absent
-from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
     MAX_LINES_BYTES,
     LineTail,

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
+from shardscope.machine import processes
+from shardscope.machine.os_errors import describe_shortage, is_absent
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs import processes
 from shardscope.runs.beside import LOOK_SECONDS, Beside
 from shardscope.runs.causes import Failure, all_failures, died_untimely
 from shardscope.runs.environment import launcher_environment
@@ -28,7 +29,6 @@ from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder, Status
 from shardscope.runs.left_behind import LeftBehind
 from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.os_errors import describe_shortage, is_absent
 from shardscope.runs.records import (
     LineTail,
     delete_halves,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import JsonNoun
-from shardscope.host import host_cores
+from shardscope.machine.host import host_cores
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep
 

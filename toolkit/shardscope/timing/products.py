@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.stages import rank_shapes
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

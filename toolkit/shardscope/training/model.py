@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from shardscope.families.unknown import UnknownFamily
 from shardscope.memory.modules.attention import layers_with_windows
-from shardscope.unknown_family import UnknownFamily
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope import hf_config
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.json_text import parse_json
+from shardscope.families import hf_config
 from shardscope.training.safetensors_header import StoredTensor, read_header
 from shardscope.training.stored_names import is_unused, sources
 

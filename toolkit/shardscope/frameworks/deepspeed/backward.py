@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.arrays.arithmetic import ceil_div, is_array, largest, looked_up, where
 from shardscope.core.precision import FP32
 from shardscope.core.words import gib
+from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
 from shardscope.memory.activations import layer_activations, modules_of, unsaved_at_start
@@ -15,7 +16,6 @@ from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_back
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.report import Phase, Term, summed
-from shardscope.parameter_names import mlp_inputs, names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from shardscope.families.parameter_names import attention_inputs, names_of
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.stages import rank_shapes
-from shardscope.parameter_names import attention_inputs, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,9 @@ from shardscope.core.layout import (
     largest_divisor,
     left_over_ranks,
 )
+from shardscope.families.unknown import UnknownFamily
 from shardscope.frameworks.deepspeed.communication import check_communication
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
-from shardscope.unknown_family import UnknownFamily
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -15,7 +15,7 @@ from shardscope.core.errors import refuse
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
-from shardscope.host import multiplies_in_fp16
+from shardscope.machine.host import multiplies_in_fp16
 from shardscope.memory.head import loss_in_force
 
 if TYPE_CHECKING:

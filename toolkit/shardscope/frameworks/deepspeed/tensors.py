@@ -13,10 +13,10 @@ import numpy as np
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest
 from shardscope.core.precision import FP32, widths
+from shardscope.families.parameter_names import names_of
 from shardscope.frameworks.deepspeed.calls import around
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.stages import INPUTS, outer_tensors, rank_shapes
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardscope.frameworks.megatron import random_tracker
 from shardscope.frameworks.megatron.weights_export import wait_for_weights
 from shardscope.frameworks.megatron.weights_load import unwrapped
-from shardscope.runs.processes import die_with_parent
+from shardscope.machine.processes import die_with_parent
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, replace, written_aside
 from shardscope.training.checkpoint_pickles import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.errors import refuse
+from shardscope.families.parameter_names import names_of
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
 from shardscope.memory.modules.attention import is_eager, kernel_tensors, scores_per_token, widths
 from shardscope.memory.modules.compiled import unsaved_in_first_compiled_layer
 from shardscope.memory.modules.decoder import latent_ranks, query_key_norms
 from shardscope.memory.modules.layernorm import casts_norms, inner_bytes, statistics
 from shardscope.memory.modules.saved import Modules, Saved
-from shardscope.parameter_names import attention_inputs, mlp_inputs, names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.precision import FP32, HALF
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.activations import kept_apart, kept_by_selective, masks_kept, saved_tensors
 from shardscope.memory.backward import final_norm, inner_gradients
 from shardscope.memory.modules.attention import (
@@ -25,7 +26,6 @@ from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.modules.layer_weights import layer_weights
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
 from shardscope.memory.modules.selective import held_by_products
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.stages import rank_shapes
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

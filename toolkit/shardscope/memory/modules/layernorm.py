@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.parameter_names import names_of
 from shardscope.memory.modules.attention import kernel_tensors, widths
 from shardscope.memory.modules.gpt2 import gelu_in_plain_operations
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
-from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.precision import FP32
-from shardscope.parameter_names import attention_inputs, mlp_inputs
+from shardscope.families.parameter_names import attention_inputs, mlp_inputs
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from shardscope.runs.os_errors import is_absent
+from shardscope.machine.os_errors import is_absent
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

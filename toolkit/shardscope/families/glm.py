@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.hf_families.common import Fields, HfConfig, sizes
+from shardscope.families.common import Fields, HfConfig, sizes
 
 
 def glm(c: HfConfig) -> Fields:

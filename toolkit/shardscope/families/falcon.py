@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.core.errors import Value, one_of, refuse
-from shardscope.hf_families.common import Fields, HfConfig, even_heads, sizes, window
+from shardscope.families.common import Fields, HfConfig, even_heads, sizes, window
 
 
 def falcon(c: HfConfig) -> Fields:

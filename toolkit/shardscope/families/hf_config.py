@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import Value, near, refuse
 from shardscope.core.json_text import parse_json
-from shardscope.hf_families import FAMILIES
-from shardscope.hf_families.common import HfConfig
+from shardscope.families import FAMILIES
+from shardscope.families.common import HfConfig
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
@@ -78,7 +78,7 @@ def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = F
     called = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
         if rehearse_only and isinstance(family, str):
-            from shardscope.unknown_family import UnknownFamily
+            from shardscope.families.unknown import UnknownFamily
 
             return UnknownFamily.of_config(data, str(called))
         _refuse_family(data, family)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.hf_families.common import Fields, HfConfig, sizes, window
+from shardscope.families.common import Fields, HfConfig, sizes, window
 
 
 def mistral(c: HfConfig) -> Fields:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.size_limits import limited_field
-from shardscope.parameter_shapes import Parameter
+from shardscope.families.parameter_shapes import Parameter
 
 SIZES = (
     "hidden_size",

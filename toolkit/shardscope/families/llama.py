@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, sizes
+from shardscope.families.common import Fields, HfConfig, bias, even_heads, sizes
 
 
 def llama(c: HfConfig) -> Fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
 
 _PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardscope.core.errors import whole_number
 from shardscope.core.size_limits import LIMITS
-from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
 
 _BOTH_WAYS = "the model attends to later tokens too"
 

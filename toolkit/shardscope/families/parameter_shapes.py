@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.parameter_names import mlp_inputs, names_of, norm_names
+from shardscope.families.parameter_names import mlp_inputs, names_of, norm_names
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

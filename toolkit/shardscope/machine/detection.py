@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardscope.catalog import entries, gpus, links
 from shardscope.core.cluster import Cluster, Gpu
-from shardscope.host import host_cores, host_memory_bytes
+from shardscope.machine.host import host_cores, host_memory_bytes
 
 Found = TypeVar("Found")
 

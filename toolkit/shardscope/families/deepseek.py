@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.core.errors import whole_number
-from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, sizes
+from shardscope.families.common import Fields, HfConfig, bias, even_heads, sizes
 
 
 def deepseek_v2(c: HfConfig) -> Fields:

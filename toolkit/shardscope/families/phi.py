@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.core.errors import Value, refuse
-from shardscope.hf_families.common import Fields, HfConfig, sizes, window
+from shardscope.families.common import Fields, HfConfig, sizes, window
 
 
 def phi(c: HfConfig) -> Fields:

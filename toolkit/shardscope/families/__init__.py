@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardscope.core.architecture import MODEL_TYPES
-from shardscope.hf_families.common import Fields, HfConfig
-from shardscope.hf_families.deepseek import deepseek_v2, deepseek_v3
-from shardscope.hf_families.falcon import falcon, starcoder2
-from shardscope.hf_families.gemma import gemma, gemma2, gemma3_text
-from shardscope.hf_families.glm import glm, glm4
-from shardscope.hf_families.gpt import gpt2, gpt_neox, gpt_oss
-from shardscope.hf_families.llama import granite, llama, nemotron, olmo2
-from shardscope.hf_families.mistral import mistral, mixtral
-from shardscope.hf_families.phi import phi, phi3
-from shardscope.hf_families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from shardscope.families.common import Fields, HfConfig
+from shardscope.families.deepseek import deepseek_v2, deepseek_v3
+from shardscope.families.falcon import falcon, starcoder2
+from shardscope.families.gemma import gemma, gemma2, gemma3_text
+from shardscope.families.glm import glm, glm4
+from shardscope.families.gpt import gpt2, gpt_neox, gpt_oss
+from shardscope.families.llama import granite, llama, nemotron, olmo2
+from shardscope.families.mistral import mistral, mixtral
+from shardscope.families.phi import phi, phi3
+from shardscope.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 
 FAMILIES: Mapping[str, Callable[[HfConfig], Fields]] = {
     adapter.__name__: adapter
