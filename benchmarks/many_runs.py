@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import shardscope as ss
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, write_json
+from shardscope.records.files import append_line, write_json
+from shardscope.records.folder import RunFolder
 
 NUM_RUNS = 5000
 NUM_STEPS = 10

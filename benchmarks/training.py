@@ -22,8 +22,8 @@ import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
 from shardscope.export.train_file import MODEL_FILE, SCRIPT_FILE, written_config
 from shardscope.machine.processes import free_port, num_cores
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.records import read_json, read_lines
+from shardscope.records.files import read_json, read_lines
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
 
 LAYOUTS = {

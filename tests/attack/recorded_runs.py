@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shardscope as ss
 from shardscope.machine.processes import start_of, this_machine
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 
 SECONDS = 180.0
 MAX_EVENTS = 200

@@ -18,7 +18,7 @@ import pytest
 from run_helpers import make_plan, processes_of
 from tests.soak.residue import is_free
 
-from shardscope.runs.folder import FINAL
+from shardscope.records.folder import FINAL
 from shardscope.runs.run import Run
 
 SECONDS_PER_TEST = 180

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tests.needs import needs
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, read_lines
+from shardscope.records.files import append_line, read_lines
+from shardscope.records.folder import RunFolder
 
 torch = needs("torch")
 
+from shardscope.records.private_file import open_private_file  # noqa: E402
 from shardscope.runs.commands import NUM_SLOTS, CommandFeed, PollTable  # noqa: E402
 from shardscope.runs.context import Context  # noqa: E402
-from shardscope.runs.private_file import open_private_file  # noqa: E402
 
 
 @pytest.fixture

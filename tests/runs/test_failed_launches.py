@@ -23,8 +23,9 @@ from test_final_status import start_kernel
 from tests.faults import all_of_them
 from tests.needs import few
 
+from shardscope.records import files as records
 from shardscope.runs import launch as launch_module
-from shardscope.runs import lease, records
+from shardscope.runs import lease
 from shardscope.runs import run as run_module
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run, runs

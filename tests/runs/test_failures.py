@@ -19,12 +19,12 @@ from run_helpers import make_plan, seconds_until
 from test_stop import begun, rank_pid
 from tests.needs import few
 
+from shardscope.records.files import append_line, read_json, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs import launcher
 from shardscope.runs.causes import died_untimely, first_failure, looks_like_peer_lost
 from shardscope.runs.exceptions import exception_record
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.launch import launch
-from shardscope.runs.records import append_line, read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -217,7 +217,7 @@ def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path)
     import multiprocessing, os, sys
     from pathlib import Path
     from shardscope.runs import launcher
-    from shardscope.runs.folder import RunFolder
+    from shardscope.records.folder import RunFolder
     launcher._note_reaped()
     folder = RunFolder(sys.argv[1])
     child = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))

@@ -12,7 +12,7 @@ import pytest
 import run_tasks as tasks
 from tests.faults import long_one
 
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import launch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]

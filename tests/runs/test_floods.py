@@ -11,8 +11,8 @@ import pytest
 import run_tasks as tasks
 from run_helpers import processes_of, seconds_until
 
+from shardscope.records.files import read_lines
 from shardscope.runs.launch import launch
-from shardscope.runs.records import read_lines
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from shardscope.machine.processes import is_alive, start_of, this_machine
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import (
+from shardscope.records.files import (
     LineTail,
     append_line,
     encode,
@@ -25,6 +24,7 @@ from shardscope.runs.records import (
     read_tail_text,
     write_json,
 )
+from shardscope.records.folder import RunFolder
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.supervisor import Supervisor

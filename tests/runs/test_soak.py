@@ -23,8 +23,8 @@ from tests.soak.residue import MARK, Before, left_in_folder, left_processes
 from tests.soak.soaking import Outcome
 
 from shardscope.machine.processes import start_of
+from shardscope.records.folder import RunFolder
 from shardscope.runs import lease
-from shardscope.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 FEW = (

@@ -11,7 +11,7 @@ import pytest
 from tests.needs import needs, skip_without
 
 import shardscope as ss
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
 from shardscope.training.checkpoint_choice import newest_checkpoint
 from shardscope.training.checkpoint_folders import POSITION_FILE
 

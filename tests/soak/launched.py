@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.run import Run
 
 START_SECONDS = 120.0

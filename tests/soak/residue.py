@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from shardscope.machine.processes import PR_SET_CHILD_SUBREAPER
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 
 MARK = "SHARDSCOPE_SOAK"
 """Environment variable by which processes of one launch are known, whoever is their parent."""

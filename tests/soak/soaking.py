@@ -19,7 +19,7 @@ from tests.soak.launched import Launched, StuckError, wait_until
 from tests.soak.residue import MARK, Before, be_the_parent_of_orphans, end, left_in_folder, left_processes
 from tests.soak.tasks import KEY
 
-from shardscope.runs.folder import FINAL
+from shardscope.records.folder import FINAL
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 
 
 @pytest.fixture

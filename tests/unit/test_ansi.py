@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import write_json
+from shardscope.records.files import write_json
+from shardscope.records.folder import RunFolder
+from shardscope.records.terminal_text import plain_text
 from shardscope.runs.run import Run
-from shardscope.runs.terminal_text import plain_text
 from shardscope_widgets.run.ansi import to_html
 from shardscope_widgets.run.log import marked
 

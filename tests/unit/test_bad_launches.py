@@ -17,9 +17,9 @@ from test_free_memory import GIB, TOTAL, pretend_cards
 from tests.needs import needs_installed
 
 import shardscope as ss
+from shardscope.records.files import append_line
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import most_cpu_ranks
-from shardscope.runs.records import append_line
 from shardscope_widgets import RunView, Studio
 
 pytestmark = needs_installed("torch")

@@ -10,9 +10,9 @@ import pytest
 from calibrations import calibration
 
 import shardscope as ss
-from shardscope.runs.folder import RunFolder
+from shardscope.records.files import append_line
+from shardscope.records.folder import RunFolder
 from shardscope.runs.measured_step import MIN_PROFILED_STEPS, keep_step, predicted_step
-from shardscope.runs.records import append_line
 from shardscope.timing.calibration_runs import MIN_STEPS, SKIPPED_STEPS
 from shardscope.timing.calibration_store import data_folder, file_for, store_calibration, stored
 

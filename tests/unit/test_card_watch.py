@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from shardscope.records.files import append_line, read_lines, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs import card_watch
 from shardscope.runs.beside import Beside
 from shardscope.runs.card_watch import CardWatch, card_samples
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, read_lines, write_json
 
 
 class NvmlError(Exception):
@@ -106,7 +106,7 @@ def test_a_run_on_cpu_ranks_asks_no_driver(tmp_path: Path) -> None:
 import sys
 import threading
 from shardscope.runs.card_watch import CardWatch
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 folder = RunFolder({str(folder.path)!r})
 watch = CardWatch(folder)
 watch.look()

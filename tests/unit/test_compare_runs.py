@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.records.files import append_line, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs import compare, launch
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, write_json
 
 
 def leave_run(

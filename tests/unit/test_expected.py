@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs import follow as follow_module
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.follow import PIECE_BYTES
+from shardscope.records import follow as follow_module
+from shardscope.records.files import append_line, write_json
+from shardscope.records.folder import RunFolder
+from shardscope.records.follow import PIECE_BYTES
 from shardscope.runs.measured import predicted_tensors
 from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
-from shardscope.runs.records import append_line, write_json
 
 ON_GPUS = ss.Plan(
     ss.models["gpt2"],

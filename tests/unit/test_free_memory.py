@@ -15,11 +15,11 @@ from tests.needs import needs_installed
 import shardscope as ss
 from shardscope.machine.detection import gpus_now
 from shardscope.machine.processes import this_machine
+from shardscope.records.files import append_line, read_json, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs import host_watch
 from shardscope.runs import launch as launch_module
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory, holders
-from shardscope.runs.records import append_line, read_json, write_json
 
 GIB = 2**30
 TOTAL = 85_520_809_984

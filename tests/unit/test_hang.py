@@ -14,10 +14,10 @@ import pytest
 
 from shardscope.machine import processes
 from shardscope.machine.processes import start_of
+from shardscope.records.files import read_json, read_lines, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs import supervisor as supervising
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, HangWatch
-from shardscope.runs.records import read_json, read_lines, write_json
 from shardscope.runs.stacks import busy_with, main_thread, place_in_words, process_state
 from shardscope.runs.supervisor import Supervisor
 

@@ -20,10 +20,10 @@ from tests.faults import all_of_them
 from written_runs import PLAN, write_run
 
 import shardscope as ss
+from shardscope.records.folder import RunFolder
+from shardscope.records.log_search import LogSearch
 from shardscope.runs import launch as launch_module
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_now import free_now
-from shardscope.runs.log_search import LogSearch
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets.kit.clickable import IgnoredError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardscope.runs.log_search import MAX_LINE, MAX_MATCHES, LogSearch
+from shardscope.records.log_search import MAX_LINE, MAX_MATCHES, LogSearch
 
 
 def everything(search: LogSearch) -> LogSearch:

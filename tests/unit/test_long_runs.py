@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.records import files as records
 from shardscope.records import json_values
-from shardscope.runs import records
-from shardscope.runs.folder import RunFolder
+from shardscope.records.files import append_line, encode, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.logged_memory import LoggedMemory
-from shardscope.runs.records import append_line, encode, write_json
 from shardscope.runs.run import Run
 
 NUM_LINES = 60_000

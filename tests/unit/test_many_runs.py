@@ -15,9 +15,9 @@ from tests.faults import long_one
 from written_runs import write_run
 
 import shardscope as ss
+from shardscope.records.files import append_line
+from shardscope.records.folder import RunFolder
 from shardscope.runs import totals
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line
 
 LISTED = """
 import sys, tracemalloc

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shardscope.machine.processes import start_of
-from shardscope.runs.folder import RunFolder
+from shardscope.records.files import write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR
 from shardscope.runs.quiet import Activity, QuietWatch
-from shardscope.runs.records import write_json
 
 RANK = """
 import sys, threading, time

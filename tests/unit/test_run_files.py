@@ -15,15 +15,15 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from shardscope.machine.processes import this_machine
-from shardscope.runs import metrics_table, redaction
+from shardscope.records import metrics_table, redaction
+from shardscope.records.files import append_line, encode, read_json, read_lines, write_json
+from shardscope.records.folder import RunFolder
+from shardscope.records.metrics_table import csv_in_pieces, curve
+from shardscope.records.redaction import LogCleaner, redact
+from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.environment import launcher_environment
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.metrics_table import csv_in_pieces, curve
 from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.records import append_line, encode, read_json, read_lines, write_json
-from shardscope.runs.redaction import LogCleaner, redact
 from shardscope.runs.run import Run
-from shardscope.runs.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
 
 HF = "hf_" + "aB3" * 11

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardscope.runs.redaction import LogCleaner, redact, secret_values
+from shardscope.records.redaction import LogCleaner, redact, secret_values
 
 KEY = "aB3dE5gH7jK9mN1p"
 HEX = "0f1e2d3c4b5a6978"

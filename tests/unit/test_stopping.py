@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json, write_json
+from shardscope.records.files import read_json, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.stopping import every_rank_looks, note_that_it_looks, notebook, who_asked
 
 

@@ -25,8 +25,8 @@ from traitlets import TraitError
 
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line
+from shardscope.records.files import append_line
+from shardscope.records.folder import RunFolder
 from shardscope_widgets import MemoryView, Studio, TraceView
 from shardscope_widgets.checks.view import summary
 from shardscope_widgets.kit.numbers import short

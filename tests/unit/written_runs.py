@@ -13,9 +13,9 @@ from tests.saved_checkpoints import write_checkpoint
 
 import shardscope as ss
 from shardscope.machine.processes import start_of, this_machine
+from shardscope.records.files import append_line, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.asked import asked_of
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, write_json
 from shardscope.training.checkpoint_folders import checkpoint_path
 
 PLAN = ss.Plan(

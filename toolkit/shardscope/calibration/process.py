@@ -19,8 +19,8 @@ from typing import IO, Any
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import real_number, refuse
 from shardscope.machine.host import host_cores
+from shardscope.records.private_file import open_private_file
 from shardscope.runs.environment import launcher_environment
-from shardscope.runs.private_file import open_private_file
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_store import (
     check_writable,

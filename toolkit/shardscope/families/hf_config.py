@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import Value, near, refuse
 from shardscope.core.json_text import parse_json
-from shardscope.families import FAMILIES
 from shardscope.families.common import HfConfig
+from shardscope.families.registry import FAMILIES
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""

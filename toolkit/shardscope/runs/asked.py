@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
+from shardscope.records.folder import FINAL, RunFolder
 
 if TYPE_CHECKING:
     from shardscope.planner.differences import Difference

@@ -10,14 +10,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from shardscope.records.folder import RunFolder
+from shardscope.records.metrics_table import csv_in_pieces
+from shardscope.records.redaction import LogCleaner, known_secrets
+from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.card_watch import CardWatch
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import HangWatch
 from shardscope.runs.host_watch import HostWatch
-from shardscope.runs.metrics_table import csv_in_pieces
 from shardscope.runs.quiet import QuietWatch
-from shardscope.runs.redaction import LogCleaner, known_secrets
-from shardscope.runs.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
 
 LOOK_SECONDS = 1.0

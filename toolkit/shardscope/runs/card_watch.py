@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shardscope.machine.detection import ask_quietly
+from shardscope.records.files import append_line, encode, read_json, read_lines
+from shardscope.records.folder import RunFolder
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_new
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import append_line, encode, read_json, read_lines
 
 MAX_SAMPLES = 600
 """In the file, whatever a run takes: of more, the older ones are thinned evenly."""

@@ -12,9 +12,9 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from shardscope.records.files import read_json, read_lines, read_tail_text
+from shardscope.records.folder import RunFolder
 from shardscope.records.json_values import is_number
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json, read_lines, read_tail_text
 
 PEER_LOST_TEXTS = (
     "connection closed by peer",

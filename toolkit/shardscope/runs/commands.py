@@ -12,9 +12,9 @@ import os
 import struct
 from typing import Any
 
+from shardscope.records.files import LineTail
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import LineTail
 
 NUM_SLOTS = 1024
 """Polls whose decision is kept; no rank runs that far ahead of another."""

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.files import encode, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.commands import CommandFeed, PollTable
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.profiling import Profile
-from shardscope.runs.records import encode, write_json
 from shardscope.runs.stopping import note_that_it_looks
 
 if TYPE_CHECKING:

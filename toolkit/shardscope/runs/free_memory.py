@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
 from shardscope.core.words import count, gib
-from shardscope.runs.folder import FINAL
+from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.words import gib
 from shardscope.machine.detection import gpus_now
-from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.records.files import read_json
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.runs.host_watch import free_host_memory
-from shardscope.runs.records import read_json
 from shardscope.runs.run import Run, runs
 
 if TYPE_CHECKING:

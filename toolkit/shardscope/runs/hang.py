@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackCalls, places
 from shardscope.runs.stacks import busy_with
 

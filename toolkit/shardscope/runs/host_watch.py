@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardscope.core.words import gib
 from shardscope.machine.host import memory_limit
-from shardscope.runs.folder import RunFolder
+from shardscope.records.files import read_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
-from shardscope.runs.records import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,16 +27,16 @@ from shardscope.core.errors import Value, flag, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import gpus_now
 from shardscope.machine.processes import num_cores, start_of, this_machine
+from shardscope.records.files import write_json
+from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
-from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
 from shardscope.runs.lazy_functions import refuse_lazy_function
 from shardscope.runs.lease import hold_until_end, open_lease, release, stop_supervisor
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
-from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import names_engine
 

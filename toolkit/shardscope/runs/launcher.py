@@ -21,14 +21,14 @@ from typing import Any
 
 from shardscope.frameworks.registry import before_fork
 from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
+from shardscope.records.files import append_line, read_json, read_lines, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.loopback import ADDRESS, check_loopback
 from shardscope.runs.new_secrets import send_new_secrets
 from shardscope.runs.packing import take_task, unpack
 from shardscope.runs.patient_output import flush_output
-from shardscope.runs.records import append_line, read_json, read_lines, write_json
 
 
 def main(folder: RunFolder) -> int:

@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass, field
 
 from shardscope.machine.processes import end_session, ended_well, move_past_standard_streams, start_of
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.records import delete_halves, read_lines
-from shardscope.runs.redaction import LogCleaner
+from shardscope.records.files import delete_halves, read_lines
+from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
 """How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""

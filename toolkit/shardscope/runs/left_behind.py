@@ -10,8 +10,8 @@ import os
 import time
 
 from shardscope.machine import processes
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.stack_calls import ANSWER_SECONDS, StackCalls
 from shardscope.runs.verdict import is_finished_everywhere
 

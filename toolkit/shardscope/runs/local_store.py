@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from shardscope.records.private_file import open_private_file
 from shardscope.runs.commands import PollTable
-from shardscope.runs.private_file import open_private_file
 
 BACKEND = "shardscope-local"
 """The name under which torch elastic finds the rendezvous below."""

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import LineTail, parse_lines
+from shardscope.records.files import LineTail, parse_lines
+from shardscope.records.folder import RunFolder
 
 # As ``records.encode`` writes it. In a value that is text the quotes of such words have backslashes.
 _NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d{1,17})(?=[,}])')

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import parse_lines, read_tail
+from shardscope.records.files import parse_lines, read_tail
+from shardscope.records.folder import RunFolder
 from shardscope.timing.calibration_runs import MeasuredStep, median_step
 from shardscope.timing.calibration_store import store_step
 

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from shardscope.runs.redaction import known_secrets, learn_secret, secret_values
+from shardscope.records.redaction import known_secrets, learn_secret, secret_values
 
 PART_CHARACTERS = 300
 """Of a longer secret each part is masked for itself: a line of at most PIPE_BUF bytes is written as a whole

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 from shardscope.runs.unpicklable import find_unpicklable, name_of
 
 MAX_SOURCE_CHARACTERS = 2**20

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardscope.core.errors import whole_number
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 
 MAX_STEPS = 1_000_000
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, MAX_GAP_SECONDS, default_least_seconds
 from shardscope.runs.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCalls, places
 from shardscope.runs.stacks import busy_with, main_thread

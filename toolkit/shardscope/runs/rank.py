@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, start_of
+from shardscope.records.files import keep_json, read_json, write_json
+from shardscope.records.folder import RunFolder
 from shardscope.runs.exceptions import exception_record
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.lazy_functions import check_was_run
 from shardscope.runs.loopback import ADDRESS
 from shardscope.runs.patient_output import flush_output, print_patiently, restore_output
-from shardscope.runs.records import keep_json, read_json, write_json
 from shardscope.runs.stacks import answer_with_stacks
 
 if TYPE_CHECKING:

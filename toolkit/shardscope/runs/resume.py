@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.records import read_json
+from shardscope.records.files import read_json
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.training.checkpoint_choice import choose_for_resume
 from shardscope.training.checkpoint_folders import POSITION_FILE
 

@@ -14,20 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import flag, real_number, refuse, whole_number
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import is_alive, this_machine
-from shardscope.records.json_values import parse_object
-from shardscope.records.regular_files import NotRegularFileError, check_regular
-from shardscope.runs.asked import why_no_trace
-from shardscope.runs.causes import all_failures
-from shardscope.runs.damage import (
-    check_kinds,
-    check_supervisor,
-    check_transition,
-    read_description,
-)
-from shardscope.runs.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
-from shardscope.runs.follow import Follow
-from shardscope.runs.logged_memory import LoggedMemory
-from shardscope.runs.records import (
+from shardscope.records.damage import check_kinds, check_supervisor, check_transition, read_description
+from shardscope.records.files import (
     MAX_LINES_BYTES,
     LineTail,
     append_line,
@@ -38,10 +26,17 @@ from shardscope.runs.records import (
     read_tail_text,
     write_json,
 )
-from shardscope.runs.redaction import redact
+from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
+from shardscope.records.follow import Follow
+from shardscope.records.json_values import parse_object
+from shardscope.records.redaction import redact
+from shardscope.records.regular_files import NotRegularFileError, check_regular
+from shardscope.records.terminal_text import plain_text
+from shardscope.runs.asked import why_no_trace
+from shardscope.runs.causes import all_failures
+from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.stopping import Button, every_rank_looks, notebook
 from shardscope.runs.story import tell
-from shardscope.runs.terminal_text import plain_text
 
 if TYPE_CHECKING:
     from shardscope.runs.compare import Runs

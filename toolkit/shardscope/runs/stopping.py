@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import keep_json, read_json
+from shardscope.records.files import keep_json, read_json
+from shardscope.records.folder import RunFolder
 
 Button = Literal["Stop", "Save and stop"]
 """The buttons that ask a run to stop; the second one with a checkpoint."""

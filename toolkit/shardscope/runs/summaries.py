@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.machine.os_errors import describe_shortage
+from shardscope.records.damage import check_kinds, short_words
+from shardscope.records.files import finite_or_special, parse_lines, read_tail
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
-from shardscope.runs.damage import check_kinds, short_words
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.records import finite_or_special, parse_lines, read_tail
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run
 

@@ -20,16 +20,7 @@ from typing import Any, Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.json_values import is_number
-from shardscope.records.regular_files import open_to_append
-from shardscope.runs.beside import LOOK_SECONDS, Beside
-from shardscope.runs.causes import Failure, all_failures, died_untimely
-from shardscope.runs.environment import launcher_environment
-from shardscope.runs.exceptions import exception_record
-from shardscope.runs.folder import RunFolder, Status
-from shardscope.runs.left_behind import LeftBehind
-from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.records import (
+from shardscope.records.files import (
     LineTail,
     delete_halves,
     read_json,
@@ -37,6 +28,15 @@ from shardscope.runs.records import (
     read_present_json,
     write_json,
 )
+from shardscope.records.folder import RunFolder, Status
+from shardscope.records.json_values import is_number
+from shardscope.records.regular_files import open_to_append
+from shardscope.runs.beside import LOOK_SECONDS, Beside
+from shardscope.runs.causes import Failure, all_failures, died_untimely
+from shardscope.runs.environment import launcher_environment
+from shardscope.runs.exceptions import exception_record
+from shardscope.runs.left_behind import LeftBehind
+from shardscope.runs.new_secrets import SecretReceiver
 from shardscope.runs.stopping import who_asked
 from shardscope.runs.story import Story, tell
 from shardscope.runs.verdict import Evidence, Verdict, decide_status

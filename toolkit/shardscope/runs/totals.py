@@ -15,11 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.files import (
+    LineTail,
+    finite_or_special,
+    parse_lines,
+    read_json,
+    read_tail,
+    write_json,
+)
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_int, is_number
+from shardscope.records.metrics_table import curve
 from shardscope.records.regular_files import check_regular, size_of
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.metrics_table import curve
-from shardscope.runs.records import LineTail, finite_or_special, parse_lines, read_json, read_tail, write_json
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run

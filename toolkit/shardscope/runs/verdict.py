@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardscope.records.folder import Status
 from shardscope.runs.causes import Failure, describe_exit, describe_late_exit
-from shardscope.runs.folder import Status
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardscope.records.files import read_json
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_to_read
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_json
 
 MANIFEST_FILE = "manifest.json"
 KEY_BYTES = 32

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardscope.frameworks.engine import Engine, HeldTensors
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 from shardscope.training import accounting
 from shardscope.training.census import Census
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from shardscope.runs.terminal_text import CONTROLS, as_shown
+from shardscope.records.terminal_text import CONTROLS, as_shown
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 GREY = "grey"

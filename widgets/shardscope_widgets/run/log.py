@@ -11,11 +11,11 @@ from typing import Any
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.records.files import read_tail_text
+from shardscope.records.folder import RunFolder
+from shardscope.records.log_search import MAX_MATCHES, LogSearch
+from shardscope.records.redaction import redact
 from shardscope.records.regular_files import check_regular
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.log_search import MAX_MATCHES, LogSearch
-from shardscope.runs.records import read_tail_text
-from shardscope.runs.redaction import redact
 from shardscope_widgets.kit import controls
 from shardscope_widgets.run import ansi
 from shardscope_widgets.run.log_pane import LogPane

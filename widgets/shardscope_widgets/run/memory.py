@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import shardscope as ss
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import check_regular
-from shardscope.runs.folder import RunFolder
 from shardscope.runs.measured import measured_memory
 from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
 from shardscope_widgets.kit import controls

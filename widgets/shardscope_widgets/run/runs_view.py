@@ -13,8 +13,8 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.records.folder import FINAL
 from shardscope.runs.compare import Runs
-from shardscope.runs.folder import FINAL
 from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
 from shardscope.runs.summaries import RunSummaries, RunSummary, run_folders

@@ -12,10 +12,10 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.follow import Follow
 from shardscope.runs.causes import first_failure
 from shardscope.runs.expected import Expected
-from shardscope.runs.folder import FINAL, RunFolder
-from shardscope.runs.follow import Follow
 from shardscope.runs.pace import Pace
 from shardscope.runs.stopping import Button
 from shardscope_widgets.kit import controls

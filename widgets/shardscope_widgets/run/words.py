@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 import shardscope as ss
+from shardscope.records.follow import Follow
 from shardscope.runs.expected import Expected
-from shardscope.runs.follow import Follow
 from shardscope.runs.memory_by_rank import RankMemory
 from shardscope.runs.pace import Slowest
 from shardscope_widgets.kit.numbers import Scale, Unit

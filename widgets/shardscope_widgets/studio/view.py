@@ -21,7 +21,7 @@ from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
-from shardscope.runs.folder import FINAL
+from shardscope.records.folder import FINAL
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import shardscope as ss
 from shardscope.planner.verdict import assess
-from shardscope.runs.folder import RunFolder
+from shardscope.records.folder import RunFolder
 from shardscope.runs.measured_step import latest_lines
 from shardscope.timing.calibration_runs import median_step, residual
 from shardscope.timing.report import StepReport

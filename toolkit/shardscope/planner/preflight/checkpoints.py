@@ -59,7 +59,7 @@ def resumed(case: Case) -> Iterator[Finding]:
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
-    from shardscope.runs.records import read_json  # Not above: planning needs nothing of runs.
+    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
 
     position = read_json(Path(path) / "position.json")
     if position is not None:
@@ -278,7 +278,7 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
 def _plan_of(path: Path) -> Plan | None:
     """The plan of the run whose checkpoint ``path`` is; None where that is not known."""
     from shardscope.core.plan import Plan
-    from shardscope.runs.records import read_json  # Not above: planning needs nothing of runs.
+    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
 
     record = read_json(path.parent.parent / "run.json")
     if record is None or not isinstance(record.get("plan"), dict):
@@ -290,7 +290,7 @@ def _plan_of(path: Path) -> Plan | None:
 
 
 def _steps_done(path: Path) -> int | None:
-    from shardscope.runs.records import read_json
+    from shardscope.records.files import read_json
 
     found = (read_json(path / "position.json") or {}).get("num_steps_done")
     return found if isinstance(found, int) else None

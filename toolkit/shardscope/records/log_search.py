@@ -6,9 +6,9 @@ import os
 from collections import deque
 from pathlib import Path
 
+from shardscope.records.redaction import redact
 from shardscope.records.regular_files import is_hole, open_to_read, skip_hole
-from shardscope.runs.redaction import redact
-from shardscope.runs.terminal_text import as_shown, plain_text
+from shardscope.records.terminal_text import as_shown, plain_text
 
 MAX_MATCHES = 200
 """The last lines that are kept; all are counted."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardscope.records.files import LineTail, finite_or_special
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import LineTail, finite_or_special
 
 PIECE_BYTES = 2**20
 """Of each rank's metrics at one look, some thousand lines: a long run is read in pieces."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from shardscope.core.errors import real_number, whole_number
 from shardscope.machine.os_errors import describe_shortage
+from shardscope.records.files import load_json
+from shardscope.records.folder import STATUSES, RunFolder
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
-from shardscope.runs.folder import STATUSES, RunFolder
-from shardscope.runs.records import load_json
 
 MAX_WORLD_SIZE = 16_384
 """Ranks that a handle follows; a run.json with more is damaged."""

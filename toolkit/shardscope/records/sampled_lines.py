@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardscope.records.files import LineTail
 from shardscope.records.regular_files import size_of
-from shardscope.runs.records import LineTail
 
 
 class SampledLines:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import AnyStr
 
 from shardscope.records.regular_files import open_to_change, size_of
-from shardscope.runs.secret_forms import KNOWN_FORMS, is_path, is_secret_name
+from shardscope.records.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 
 MASK = "*"
 MIN_LENGTH = 8

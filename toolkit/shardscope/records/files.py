@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from shardscope.machine.os_errors import is_absent
 from shardscope.machine.processes import start_of
 from shardscope.records.json_values import parse_object
+from shardscope.records.redaction import redactor
 from shardscope.records.regular_files import (
     NotRegularFileError,
     check_regular,
@@ -27,7 +28,6 @@ from shardscope.records.regular_files import (
     open_to_read,
     skip_hole,
 )
-from shardscope.runs.redaction import redactor
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MAX_RECORD_BYTES = 2**24

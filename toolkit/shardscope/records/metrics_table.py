@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from shardscope.records.files import LineTail, finite_or_special
+from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_new, size_of
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import LineTail, finite_or_special
 
 FIRST = ("step", "rank", "time")
 PIECE_BYTES = 2**20
