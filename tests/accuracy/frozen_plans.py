@@ -19,7 +19,7 @@ from tests.unit.planning import ANY_OPTIONS, ANY_RECIPE
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 SEED = 26
 SAMPLED = 60

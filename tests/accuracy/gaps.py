@@ -10,8 +10,8 @@ from tests.accuracy.own_code import with_communication
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import Scored, predicted
 
-from shardscope.memory import overheads
-from shardscope.memory.band import allocated_and_freed
+from shardscope.memory.overheads import libraries as overheads
+from shardscope.memory.overheads.band import allocated_and_freed
 
 SHARE = 0.9
 """Of the rows, each source counting alike: the figure of :func:`chosen_share`."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tests.accuracy.kinds import kind
 from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summary
 
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 WIDE = 1.5
 """A band whose top is more times its bottom than this says little."""

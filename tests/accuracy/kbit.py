@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from shardscope import Plan
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations import modules_of
+from shardscope.memory.activations.forward import modules_of
 from shardscope.memory.moments import moments as moments_of
-from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Component, Moment, Term
+from shardscope.memory.state.quantization import frozen_base_bytes
 
 
 def kbit_training(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from tests.accuracy.rows import Row, text
 
-from shardscope.memory import overheads
-from shardscope.memory.band import TENSORS, allocated_and_freed
+from shardscope.memory.overheads import libraries as overheads
+from shardscope.memory.overheads.band import TENSORS, allocated_and_freed
 from shardscope.memory.report import MemoryReport, Moment, StageMemory
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from tests.accuracy.tidying import tidy
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
-from shardscope.timing.schedules import Schedule
+from shardscope.timing.pipeline import Schedule
 
 
 class Mapped(NamedTuple):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from shardscope import Architecture, Plan
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.precision import FP32
-from shardscope.memory import overheads
-from shardscope.memory.band import band
-from shardscope.memory.modules.attention import widths
-from shardscope.memory.modules.saved import Saved
+from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.activations.modules.saved import Saved
+from shardscope.memory.overheads import libraries as overheads
+from shardscope.memory.overheads.band import band
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
 
 HALF = 2

@@ -16,9 +16,9 @@ from tests.accuracy.rows import Row, number, text
 from shardscope import Plan, Recipe
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.band import band
-from shardscope.memory.modules.attention import widths as attention_widths
-from shardscope.memory.overheads import Band, communication
+from shardscope.memory.activations.modules.attention import widths as attention_widths
+from shardscope.memory.overheads.band import band
+from shardscope.memory.overheads.libraries import Band, communication
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
 
 OwnCode = Literal[

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from shardscope import Layout, Plan
 from shardscope.core.precision import FP32
-from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, Moment, Term
+from shardscope.memory.state.quantization import layer_linears
 
 HALF = 2
 BUCKET = 200_000_000

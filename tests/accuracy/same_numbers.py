@@ -31,7 +31,7 @@ from typing import Any
 import shardscope as ss
 from shardscope.machine.host import host_cores
 from shardscope.memory.report import PHASES, StageMemory
-from shardscope.timing.calibration_store import (
+from shardscope.timing.calibration.store import (
     FOLDER_VARIABLE,
     MachineRecord,
     machine_name,

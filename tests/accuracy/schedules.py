@@ -9,8 +9,8 @@ from types import MappingProxyType
 from tests.accuracy.rows import Row, text
 
 import shardscope as ss
+from shardscope.timing.pipeline import Schedule, bubbles
 from shardscope.timing.report import StepReport
-from shardscope.timing.schedules import Schedule, bubbles
 
 _ZERO_BUBBLE: tuple[tuple[str, Schedule, tuple[str, ...]], ...] = (
     (r"\bzb-?h1\b", "zb-h1", ()),

@@ -7,8 +7,8 @@ import re
 from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import text
 
-from shardscope.memory.quantization import layer_linears
-from shardscope.timing.calibration import rates_for
+from shardscope.memory.state.quantization import layer_linears
+from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.report import StepReport
 
 _PLANNED_BYTES = 3 * 2.5

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardscope.timing.calibration_store import FOLDER_VARIABLE
+from shardscope.timing.calibration.store import FOLDER_VARIABLE
 
 
 @contextmanager

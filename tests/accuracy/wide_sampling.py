@@ -20,8 +20,8 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.memory.modules.known import KNOWN
-from shardscope.support import supported
+from shardscope.memory.activations.modules.known import KNOWN
+from shardscope.prediction.support import supported
 
 MAX_HIDDEN = 8192
 """Of published models, the widest that are drawn."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.timing.calibration import COLLECTIVES, rates_for
+from shardscope.timing.calibration.curves import COLLECTIVES, rates_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 

@@ -18,9 +18,9 @@ import shardscope as ss
 from shardscope.calibration import process
 from shardscope.calibration.process import CalibrationError
 from shardscope.machine.host import host_cores
-from shardscope.timing.calibration import COLLECTIVES, Calibration, rates_for
-from shardscope.timing.calibration_runs import residual
-from shardscope.timing.calibration_store import data_folder, file_for, locked, stored
+from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, rates_for
+from shardscope.timing.calibration.finished_runs import residual
+from shardscope.timing.calibration.store import data_folder, file_for, locked, stored
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time")]
 

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations import cast_weights, saved_tensors
-from shardscope.memory.lora import adapter_targets
-from shardscope.memory.modules.compiled import COMPILED_FAMILIES
-from shardscope.memory.modules.first_layer import unsaved_in_first_layer
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.forward import cast_weights, saved_tensors
+from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
+from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
+from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.state.lora import adapter_targets
 from shardscope.rehearsal.conversion import converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.rehearsal.world import _transformers_as_on_real_tensors

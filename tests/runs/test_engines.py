@@ -21,7 +21,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
-from shardscope.memory.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
 from shardscope.runs.launch import launch  # noqa: E402
 
 NUM_STEPS = 5
@@ -339,7 +339,7 @@ def test_a_contradiction_fails_the_run(framework: str, body: Any, words: str, tm
 
 
 def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.memory import building
+    from shardscope.memory.overheads import building
 
     building.HOST_BUILD_BYTES = 0
     ctx.engine.fresh_weights = True
@@ -393,7 +393,7 @@ def test_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
 
 
 def pretrained_from_meta(ctx: StandInContext) -> str:
-    from shardscope.memory import building
+    from shardscope.memory.overheads import building
     from shardscope.training.pretrain import Pretrain
 
     building.HOST_BUILD_BYTES = 0

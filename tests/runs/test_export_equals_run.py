@@ -31,8 +31,8 @@ from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
 from shardscope.frameworks.megatron.engine_model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.megatron.real_cpu import cpu_ranks  # noqa: E402
 from shardscope.frameworks.registry import engine_for  # noqa: E402
-from shardscope.memory import building  # noqa: E402
-from shardscope.memory.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.overheads import building  # noqa: E402
+from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5

@@ -13,7 +13,7 @@ from test_saved_tensors import FULL, one_layer
 from tests.needs import needs
 from tests.peak import Peak
 
-from shardscope.memory.float8 import linear_working
+from shardscope.memory.activations.float8 import linear_working
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.peak import Peak
 
-from shardscope.memory import head
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations import head
+from shardscope.memory.activations.modules.saved import Modules
 from shardscope.training.loss import chunked_cross_entropy
 
 

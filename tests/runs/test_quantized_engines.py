@@ -18,7 +18,7 @@ needs("bitsandbytes")
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.memory.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
 
 NUM_STEPS = 3
 TARGETS = ("q_proj", "v_proj", "down_proj")

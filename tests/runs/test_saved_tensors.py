@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations import (
+from shardscope.memory.activations.forward import (
     cast_weights,
     kept_by_selective,
     layer_activations,
     saved_tensors,
 )
-from shardscope.memory.lora import adapter_targets
-from shardscope.memory.modules.first_layer import unsaved_in_first_layer
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
+from shardscope.memory.activations.modules.saved import Modules
+from shardscope.memory.state.lora import adapter_targets
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from shardscope.training.recompute import apply_recompute

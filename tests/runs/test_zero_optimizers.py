@@ -9,7 +9,7 @@ import sys
 
 from tests.needs import needs
 
-from shardscope.memory.optimizers import flat_state
+from shardscope.memory.state.optimizers import flat_state
 
 SCRIPT = """
 import importlib, json, torch, deepspeed, bitsandbytes as bnb

@@ -7,8 +7,8 @@ from typing import Any
 
 import shardscope as ss
 from shardscope.machine.host import host_cores
-from shardscope.timing.calibration import Calibration
-from shardscope.timing.calibration_store import machine_name
+from shardscope.timing.calibration.curves import Calibration
+from shardscope.timing.calibration.store import machine_name
 from shardscope.timing.collectives import seconds
 from shardscope.timing.rates import LinkRate, rates_of
 from shardscope.timing.traffic import Transfer

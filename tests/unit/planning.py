@@ -17,7 +17,7 @@ from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES, Recipe
 from shardscope.frameworks.registry import frameworks
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 
 class Stranger:

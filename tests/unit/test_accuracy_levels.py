@@ -15,7 +15,7 @@ from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import MemoryScore, absolute, overall_line, percentile, score_memory
 from tests.accuracy.writing import memory_report
 
-from shardscope.memory import overheads
+from shardscope.memory.overheads import libraries as overheads
 
 # Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
 # what ran beside the plan described, and by plan.memory() alone.

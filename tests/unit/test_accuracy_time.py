@@ -25,8 +25,8 @@ from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
-from shardscope.timing.calibration_store import FOLDER_VARIABLE
-from shardscope.timing.schedules import Schedule, bubbles
+from shardscope.timing.calibration.store import FOLDER_VARIABLE
+from shardscope.timing.pipeline import Schedule, bubbles
 
 
 def row(**fields: Any) -> dict[str, Any]:

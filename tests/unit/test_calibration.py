@@ -25,8 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.timing.calibration import Calibration
-from shardscope.timing.calibration_fit import Term, two_terms
+from shardscope.timing.calibration.curves import Calibration
+from shardscope.timing.calibration.fit import Term, two_terms
 from shardscope.timing.collectives import one_call
 from shardscope.timing.rates import rates_of
 

@@ -14,10 +14,10 @@ from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
 
 import shardscope as ss
 from shardscope.machine.host import host_cores
-from shardscope.timing import calibration_store
-from shardscope.timing.calibration import rates_for
-from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep, median_step, residual
-from shardscope.timing.calibration_store import (
+from shardscope.timing.calibration import store as calibration_store
+from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep, median_step, residual
+from shardscope.timing.calibration.store import (
     MachineRecord,
     NotStoredError,
     calibration_for,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.memory.activations import layer_activations
-from shardscope.memory.backward import layer_backward
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.backward import layer_backward
+from shardscope.memory.activations.forward import layer_activations
+from shardscope.memory.activations.modules.saved import Modules
 
 LLAMA = ss.models["llama-3.1-8b"]
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -18,7 +18,7 @@ from shardscope.frameworks.deepspeed import grid
 from shardscope.frameworks.deepspeed.buckets import Cut, Piece, all_reduce_bucket, copied
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.habits import reduce_remedy, reduces_in
-from shardscope.memory.many import peak_bytes
+from shardscope.prediction.batch.memory import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -31,7 +31,7 @@ from shardscope.frameworks.deepspeed.tensors import (
     sub_groups,
     tensors_of,
 )
-from shardscope.memory.stages import Stage, shapes_of, stage_of
+from shardscope.memory.state.stages import Stage, shapes_of, stage_of
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 P = LLAMA.num_parameters

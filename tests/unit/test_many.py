@@ -17,7 +17,7 @@ import shardscope as ss
 from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
-from shardscope.memory.many import peak_bytes
+from shardscope.prediction.batch.memory import peak_bytes
 
 MADE_BY = {
     "ddp": Layout.ddp,

@@ -9,8 +9,8 @@ from planning import LLAMA
 
 import shardscope as ss
 from shardscope.frameworks.megatron.eager import eager_attention, takes_plain_softmax
-from shardscope.memory.modules.megatron import copies_query, fused_product, repeats_heads
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.modules.megatron import copies_query, fused_product, repeats_heads
+from shardscope.memory.activations.modules.saved import Modules
 
 GPT = ss.models["gpt-3-175b"]
 SEQ = 2048

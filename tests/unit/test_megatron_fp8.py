@@ -17,8 +17,8 @@ from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.fp8 import copies
 from shardscope.frameworks.megatron.layer import Cuts, layer
-from shardscope.memory.many import peak_bytes
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.modules.saved import Modules
+from shardscope.prediction.batch.memory import peak_bytes
 
 LLAMA_8B = ss.models["llama-3.1-8b"]
 HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32

@@ -13,7 +13,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.schedule import Fullest, chunk_layers, fullest
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.modules.saved import Modules
 
 GPT = ss.models["gpt-3-175b"]
 H, A, S = 12_288, 96, 2048

@@ -12,7 +12,7 @@ import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.rehearse import rehearse
-from shardscope.memory.many import peak_bytes
+from shardscope.prediction.batch.memory import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -19,8 +19,8 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron import cpu_stand_in
 from shardscope.frameworks.megatron.rehearse import rehearse
 from shardscope.memory.report import PHASES, Moment
+from shardscope.prediction.support import supported
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
-from shardscope.support import supported
 
 FILE = STORED / "megatron.jsonl"
 SAMPLES = (

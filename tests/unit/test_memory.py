@@ -17,13 +17,13 @@ import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory import overheads
-from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
-from shardscope.memory.lora import adapter_parameters, layer_adapters
-from shardscope.memory.modules.saved import Modules
+from shardscope.memory.activations.forward import layer_activations, modules_of, saved_tensors
+from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.moments import moments
+from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.stages import Stage, layer_shard
+from shardscope.memory.state.lora import adapter_parameters, layer_adapters
+from shardscope.memory.state.stages import Stage, layer_shard
 
 GIB = 2**30
 NAMES = (

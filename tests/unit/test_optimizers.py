@@ -13,7 +13,7 @@ from tests.peak import Peak
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture, MixtureOfExperts
-from shardscope.memory.optimizers import ELEMENTWISE, flat_working, tensor_state
+from shardscope.memory.state.optimizers import ELEMENTWISE, flat_working, tensor_state
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from shardscope.training.optimizers import build_optimizer

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import shardscope as ss
-from shardscope.memory import overheads
+from shardscope.memory.overheads import libraries as overheads
 
 MIB = 2**20
 SMALL = replace(ss.models["llama-3.2-1b"], num_hidden_layers=2)

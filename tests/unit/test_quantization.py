@@ -12,7 +12,7 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
-from shardscope.memory.quantization import nf4_bytes
+from shardscope.memory.state.quantization import nf4_bytes
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 

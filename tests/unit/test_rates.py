@@ -6,7 +6,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.catalog import entries
-from shardscope.timing.products import Products, unaligned
+from shardscope.timing.matmul import Products, unaligned
 from shardscope.timing.rates import rates_of
 
 

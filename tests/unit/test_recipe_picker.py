@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.support import SUPPORT, supported
+from shardscope.prediction.support import SUPPORT, supported
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import RecipePicker
 from shardscope_widgets.pickers.recipe_choices import ADVANCED, OPEN, chosen, options

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.accuracy import same_numbers
 
-from shardscope.timing.calibration_store import FOLDER_VARIABLE
+from shardscope.timing.calibration.store import FOLDER_VARIABLE
 
 EVERY = 45
 """Of so many stored plans, one is computed here."""

@@ -19,7 +19,7 @@ from shardscope.core.arrays.rows import Rows
 from shardscope.frameworks.megatron.layer import Layer
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.schedule import Fullest, _steps, chunk_layers, fullest
-from shardscope.memory.many import Varied
+from shardscope.prediction.batch.memory import Varied
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

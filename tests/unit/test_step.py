@@ -13,9 +13,9 @@ from planning import plans
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.prediction.step import bubble_seconds
+from shardscope.timing.pipeline import bubbles
 from shardscope.timing.report import PARTS, StepReport, seconds_words
-from shardscope.timing.schedules import bubbles
-from shardscope.timing.step import bubble_seconds
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 COMMUNICATION = (

@@ -10,7 +10,7 @@ import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.counted import counted
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.stages import Stage
+from shardscope.memory.state.stages import Stage
 from shardscope.timing.report import StepReport
 from shardscope.timing.traffic import StateTraffic
 

@@ -12,7 +12,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES
 from shardscope.memory.report import COMPONENTS
-from shardscope.support import SUPPORT
+from shardscope.prediction.support import SUPPORT
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),

@@ -13,7 +13,7 @@ from tests.accuracy.rehearsing import in_words
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.memory.many import peak_bytes
+from shardscope.prediction.batch.memory import peak_bytes
 
 UNSEEN = sorted(STORED.glob("*-unseen.jsonl"))
 """Of :mod:`wide_sampling` and :mod:`recipe_sampling`, seed 78811; ``mixed`` is 78812, drawn once formulas had

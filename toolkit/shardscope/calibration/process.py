@@ -21,8 +21,8 @@ from shardscope.core.errors import real_number, refuse
 from shardscope.machine.host import host_cores
 from shardscope.records.private_file import open_private_file
 from shardscope.runs.environment import launcher_environment
-from shardscope.timing.calibration import Calibration
-from shardscope.timing.calibration_store import (
+from shardscope.timing.calibration.curves import Calibration
+from shardscope.timing.calibration.store import (
     check_writable,
     data_folder,
     file_for,
@@ -64,7 +64,7 @@ def calibrate(
     (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception in it,
     KeyboardInterrupt included, ends the processes and is passed on.
 
-    Kept in ``folder``, by default this user's data folder (``timing/calibration_store.py``), where
+    Kept in ``folder``, by default this user's data folder (``timing/calibration/store.py``), where
     ``plan.step()`` finds it; another folder is read if ``SHARDSCOPE_DATA_HOME`` names it.
 
     Raises ``ValueError`` for what is not this machine, ``ImportError`` without the extra "train",

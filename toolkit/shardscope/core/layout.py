@@ -55,7 +55,7 @@ class Layout(JsonNoun):
     """The name that people read."""
     default_kernels: ClassVar[str] = "transformers"
     """Whose modules run when ``Recipe.kernels`` is None."""
-    # What the framework can run of a recipe, and the memory model has a formula for (shardscope.support).
+    # What the framework can run of a recipe, and the memory model has a formula for: prediction/support.py.
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger")
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora")
     supported_precisions: ClassVar[tuple[str, ...]] = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")

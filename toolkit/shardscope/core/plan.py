@@ -16,7 +16,7 @@ from shardscope.core.html_table import html_fields
 from shardscope.core.layout import Degrees, Layout
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import JsonNoun, part
-from shardscope.support import check_sequence, check_supported, check_targets
+from shardscope.prediction.support import check_sequence, check_supported, check_targets
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
@@ -106,8 +106,8 @@ class Plan(JsonNoun):
         bandwidth of its memory, its link, the speed of an NVMe. ``ss.calibrate()`` measures them. Computed
         once for each calibration: who asks again gets the same report, until another one is stored.
         """
-        from shardscope.timing.calibration import rates_for
-        from shardscope.timing.step import step
+        from shardscope.prediction.step import step
+        from shardscope.timing.calibration.curves import rates_for
 
         rates = rates_for(self.cluster)
         found = self._steps.get(rates)
@@ -262,7 +262,7 @@ class Plan(JsonNoun):
 
     @cached_property
     def _memory(self) -> MemoryReport:
-        from shardscope.memory.predict import predict
+        from shardscope.prediction.memory import predict
 
         return predict(self)
 

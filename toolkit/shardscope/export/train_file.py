@@ -8,7 +8,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
-from shardscope.memory.head import loss_in_force
+from shardscope.memory.activations.head import loss_in_force
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.habits import Habits
     from shardscope.memory.report import Term
-    from shardscope.memory.stages import Shapes, Stage, StageShape
-    from shardscope.memory.state import TrainingState
+    from shardscope.memory.state.stages import Shapes, Stage, StageShape
+    from shardscope.memory.state.training_state import TrainingState
     from shardscope.timing.traffic import Overlap, StateTraffic
 
 
@@ -52,7 +52,7 @@ class TimingModel(Protocol):
     """What every framework's ``timing.py`` offers."""
 
     SCHEDULES: Mapping[str, str]
-    """Its pipeline schedules by the names of ``timing/schedules.py``, each with upstream's own."""
+    """Its pipeline schedules by the names of ``timing/pipeline.py``, each with upstream's own."""
 
     def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
         """What one rank of a stage sends for parameters, gradients and optimizer in one step."""

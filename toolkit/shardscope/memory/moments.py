@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import largest, looked_up
 from shardscope.core.words import count, gib
-from shardscope.memory import overheads
-from shardscope.memory.backward import Peak
+from shardscope.memory.activations.backward import Peak
+from shardscope.memory.activations.step import StageStep
+from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import Component, Moment, Term, chosen, no_bytes
-from shardscope.memory.step import StageStep
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.modules.saved import Modules
-    from shardscope.memory.stages import Stage
-    from shardscope.memory.state import TrainingState
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
+    from shardscope.memory.state.training_state import TrainingState
 
 _NONE_YET = no_bytes("none before backward: freed after the last optimizer step")
 _NOTHING = no_bytes("nothing is held at this moment")

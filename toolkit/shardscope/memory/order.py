@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
-from shardscope.memory.activations import cast_weights, casts_in_forward
-from shardscope.memory.float8 import layer_working
-from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
-from shardscope.memory.stages import layers_by_kind
+from shardscope.memory.activations.float8 import layer_working
+from shardscope.memory.activations.forward import cast_weights, casts_in_forward
+from shardscope.memory.activations.modules.instants import Instant, LayerInstants, layer_instants
+from shardscope.memory.state.stages import layers_by_kind
 
 if TYPE_CHECKING:
-    from shardscope.memory.step import StageStep
+    from shardscope.memory.activations.step import StageStep
 
 
 class KindOfLayer(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from shardscope.core.arrays.arithmetic import where
 from shardscope.core.errors import one_of
 from shardscope.core.words import gib, in_parts
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,7 +172,7 @@ class MemoryReport:
     def is_tight(self) -> bool:
         """Whether it fits, but of runs that need so much of their card some run out of memory.
 
-        See :data:`~shardscope.memory.overheads.TIGHT_PERCENT`.
+        See :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
         """
         return self.fits and 100 * self.peak_bytes > TIGHT_PERCENT * self.usable_bytes
 

@@ -17,7 +17,7 @@ from shardscope.core.errors import one_of
 from shardscope.core.layout import Layout
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,10 +14,10 @@ from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.many import Varied
 from shardscope.planner.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
-from shardscope.planner.table import Table, split
-from shardscope.support import check_supported, supported
+from shardscope.prediction.batch.memory import Varied
+from shardscope.prediction.batch.table import Table, split
+from shardscope.prediction.support import check_supported, supported
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,7 +1,7 @@
 """The single changes that may save memory, each as a new plan and the words that a button would say.
 
 Nothing here knows a framework: its layout class lists its fields and their values (``Layout.choices``), and
-what of a recipe it can run (``shardscope.support``). What a Plan refuses is no change.
+what of a recipe it can run (``shardscope.prediction.support``). What a Plan refuses is no change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.layout import divisors
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout

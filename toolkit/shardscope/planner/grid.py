@@ -13,7 +13,7 @@ import numpy as np
 
 from shardscope.core.arrays.alike import rows_alike, value_codes
 from shardscope.core.fixes import as_it_is
-from shardscope.memory.many import Varied
+from shardscope.prediction.batch.memory import Varied
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

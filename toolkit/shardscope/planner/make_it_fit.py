@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardscope.frameworks.registry import frameworks, is_trained
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advising.bench import PAYS
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds

@@ -10,8 +10,8 @@ from shardscope.core.arrays.arithmetic import looked_up
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations import modules_of
-from shardscope.memory.many import StageBytes, Varied, stage_bytes
+from shardscope.memory.activations.forward import modules_of
+from shardscope.prediction.batch.memory import StageBytes, Varied, stage_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.layout import Layout
     from shardscope.core.recipe import Recipe
-    from shardscope.planner.table import Table
+    from shardscope.prediction.batch.table import Table
 
 
 class Needs(NamedTuple):

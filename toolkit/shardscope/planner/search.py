@@ -15,15 +15,15 @@ from shardscope.core.errors import FieldError, nearest, one_of, refuse, whole_nu
 from shardscope.core.plan import Plan, check_noun
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
-from shardscope.memory.activations import modules_of
-from shardscope.memory.many import stage_bytes
+from shardscope.memory.activations.forward import modules_of
 from shardscope.planner.candidates import Candidates, candidates_of
 from shardscope.planner.ranking import Ranking, of_needs
 from shardscope.planner.room_many import Needs, making_bytes, needs
-from shardscope.support import check_sequence, check_targets
-from shardscope.timing.calibration import rates_for
+from shardscope.prediction.batch.memory import stage_bytes
+from shardscope.prediction.batch.step import step_seconds
+from shardscope.prediction.support import check_sequence, check_targets
+from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.layers import PEAKS
-from shardscope.timing.many import step_seconds
 from shardscope.timing.rates import check_links
 
 if TYPE_CHECKING:

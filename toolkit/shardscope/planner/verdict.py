@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.words import gib
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.room import Place, places
 
 if TYPE_CHECKING:

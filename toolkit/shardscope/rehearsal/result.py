@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardscope.families.unknown import UnknownFamily
-from shardscope.memory import overheads
-from shardscope.memory.band import TENSORS, band
+from shardscope.memory.overheads import libraries as overheads
+from shardscope.memory.overheads.band import TENSORS, band
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
 
 if TYPE_CHECKING:

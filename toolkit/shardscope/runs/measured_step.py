@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.records.files import parse_lines, read_tail
 from shardscope.records.folder import RunFolder
-from shardscope.timing.calibration_runs import MeasuredStep, median_step
-from shardscope.timing.calibration_store import store_step
+from shardscope.timing.calibration.finished_runs import MeasuredStep, median_step
+from shardscope.timing.calibration.store import store_step
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -26,7 +26,7 @@ MIN_PROFILED_STEPS = 20
 
 def predicted_step(plan: Plan) -> dict[str, Any] | None:
     """What ``plan.step()`` says at launch, for ``run.json``; None where it cannot say."""
-    from shardscope.timing.calibration import rates_for
+    from shardscope.timing.calibration.curves import rates_for
 
     try:
         seconds = plan.step().seconds

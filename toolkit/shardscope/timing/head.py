@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up, smallest
 from shardscope.core.precision import FP32
-from shardscope.memory.head import LOSS_CHUNK_TOKENS, loss_in_force
-from shardscope.memory.logits import logits_per_token
-from shardscope.memory.stages import vocab_rows
-from shardscope.timing.products import unaligned
+from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, loss_in_force
+from shardscope.memory.activations.logits import logits_per_token
+from shardscope.memory.state.stages import vocab_rows
+from shardscope.timing.matmul import unaligned
 
 if TYPE_CHECKING:
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
     from shardscope.timing.layers import LayerWork
 
 
@@ -50,7 +50,7 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     if kind == "chunked":
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
     elif kind == "fused" and modules.kernels != "megatron":
-        # As many bytes of logits as the input has (memory/head.py).
+        # As many bytes of logits as the input has (memory/activations/head.py).
         chunks = smallest(tokens, ceil_div(rows, arch.hidden_size))
     hidden = arch.hidden_size
     # The weights are read again for each chunk.

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, where
 from shardscope.core.precision import FP32
-from shardscope.memory.activations import saved_tensors
-from shardscope.memory.modules.attention import in_plain_math, is_eager
-from shardscope.memory.modules.attention import widths as attention_widths
+from shardscope.memory.activations.forward import saved_tensors
+from shardscope.memory.activations.modules.attention import in_plain_math, is_eager
+from shardscope.memory.activations.modules.attention import widths as attention_widths
 from shardscope.timing.collectives import calls_on
-from shardscope.timing.parallel import parallel_calls
-from shardscope.timing.products import (
+from shardscope.timing.matmul import (
     LayerProducts,
     adapter_products,
     attention_per_token,
@@ -23,12 +22,13 @@ from shardscope.timing.products import (
     layer_products,
     plain_attention,
 )
+from shardscope.timing.parallel import parallel_calls
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.frameworks.registry import TimingModel
-    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved import Modules
     from shardscope.timing.rates import MatrixRate, Rates
     from shardscope.timing.traffic import Transfer
 

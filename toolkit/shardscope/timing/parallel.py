@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up, where
 from shardscope.core.precision import FP32
-from shardscope.memory.modules.attention import widths as attention_widths
-from shardscope.memory.stages import layers_by_kind
+from shardscope.memory.activations.modules.attention import widths as attention_widths
+from shardscope.memory.state.stages import layers_by_kind
 from shardscope.timing.sent import Sent, sent
 from shardscope.timing.traffic import Beneath, Collective, Transfer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
     from shardscope.timing.layers import LayerWork
 
 

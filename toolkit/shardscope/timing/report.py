@@ -14,7 +14,7 @@ from shardscope.core.words import gib
 if TYPE_CHECKING:
     import pandas as pd
 
-    from shardscope.timing.calibration_runs import Residual
+    from shardscope.timing.calibration.finished_runs import Residual
 
 Part = Literal[
     "matrices",

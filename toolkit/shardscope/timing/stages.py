@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest, smallest, where
-from shardscope.memory.stages import layers_by_kind
+from shardscope.memory.state.stages import layers_by_kind
 from shardscope.timing.head import ends
-from shardscope.timing.host import host_seconds
 from shardscope.timing.layers import LayerWork
+from shardscope.timing.offload import host_seconds
 from shardscope.timing.rates import check_links
 from shardscope.timing.report import PARTS
 from shardscope.timing.sent import sent, told
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.modules.saved import Modules
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
     from shardscope.timing.sent import Sent, Told

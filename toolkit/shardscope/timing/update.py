@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import looked_up
 from shardscope.core.precision import FP32, widths
-from shardscope.memory.stages import INPUTS, layers_by_kind, rank_shapes
+from shardscope.memory.state.stages import INPUTS, layers_by_kind, rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
     from shardscope.timing.rates import Rates
 
 _MOMENT_BYTES = {

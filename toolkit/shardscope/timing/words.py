@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def told(part: Part, plan: Plan, rates: Rates) -> str:
     """The formula of one part."""
-    from shardscope.timing import schedules
+    from shardscope.timing import pipeline as schedules
 
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]

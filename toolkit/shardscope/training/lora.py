@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardscope.core.words import count
-from shardscope.memory.lora import adapter_targets
+from shardscope.memory.state.lora import adapter_targets
 
 
 def add_adapters(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from shardscope.memory.head import LOSS_CHUNK_TOKENS
+from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS
 
 IGNORED = -100
 

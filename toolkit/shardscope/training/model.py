@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardscope.families.unknown import UnknownFamily
-from shardscope.memory.modules.attention import layers_with_windows
+from shardscope.memory.activations.modules.attention import layers_with_windows
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
 

@@ -11,7 +11,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.chart import Chart

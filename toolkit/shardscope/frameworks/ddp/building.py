@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.building import in_fp32, is_drawn_in_parts, packed
+from shardscope.memory.overheads.building import in_fp32, is_drawn_in_parts, packed
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -44,7 +44,7 @@ class DdpLayout(Layout):
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """bitsandbytes' int8 products take no part in autocast, and were counted in plain modules only."""
         # The formulas import this module's base.
-        from shardscope.memory.quantization import check_kernels
+        from shardscope.memory.state.quantization import check_kernels
 
         check_kernels(recipe)
         if recipe.base_quantization == "int8" and recipe.precision not in ("bf16", "fp32"):

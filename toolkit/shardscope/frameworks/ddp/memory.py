@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from shardscope.core.precision import FP32, base_width, widths
 from shardscope.core.words import count, gib
 from shardscope.frameworks.ddp.peaks import NOTHING_GATHERED, peaks
-from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term
-from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
-from shardscope.memory.state import TrainingState
+from shardscope.memory.state.optimizer_state import optimizer_bytes
+from shardscope.memory.state.quantization import frozen_base_bytes
+from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

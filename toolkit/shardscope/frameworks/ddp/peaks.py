@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import fullest, largest, where
 from shardscope.core.precision import widths
 from shardscope.core.words import gib
-from shardscope.memory.backward import Backward, Peak, PeakTerms
-from shardscope.memory.head import loss_in_force
+from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
+from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.report import Phase, Term, no_bytes, summed
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.modules.instants import Instant
+    from shardscope.memory.activations.modules.instants import Instant
     from shardscope.memory.order import KindOfLayer, Order, Place
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")

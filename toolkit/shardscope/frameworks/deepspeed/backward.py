@@ -11,19 +11,19 @@ from shardscope.core.words import gib
 from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
-from shardscope.memory.activations import layer_activations, modules_of, unsaved_at_start
-from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
-from shardscope.memory.head import loss_in_force
-from shardscope.memory.modules.attention import scores_per_token
+from shardscope.memory.activations.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
+from shardscope.memory.activations.forward import layer_activations, modules_of, unsaved_at_start
+from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.modules.attention import scores_per_token
 from shardscope.memory.report import Phase, Term, summed
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.counted import Counted, Layer
-    from shardscope.memory.backward import Backward
-    from shardscope.memory.modules.saved import Modules
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.activations.backward import Backward
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
 
 
 class Sizes(NamedTuple):
@@ -270,7 +270,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
 def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
     """A dense layer whose activations come back one by one: (bytes before it, in it, elements beside).
 
-    Instants as ``memory/modules/instants.py`` has them: the feed-forward's four, the norm behind attention,
+    Instants as ``memory/activations/modules/instants.py`` has them: the MLP's four, the norm behind attention,
     its output's matrix, its core, its inputs' matrix, and its first norm.
     """
     order = shape.find_order()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.building import in_fp32, is_drawn_in_parts
+from shardscope.memory.overheads.building import in_fp32, is_drawn_in_parts
 from shardscope.memory.report import no_bytes
-from shardscope.memory.stages import shapes_of, stage_of
+from shardscope.memory.state.stages import shapes_of, stage_of
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

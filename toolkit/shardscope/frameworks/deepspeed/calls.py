@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.families.parameter_names import attention_inputs, names_of
-from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.stages import rank_shapes
+from shardscope.memory.state.lora import adapter_targets, first_layer
+from shardscope.memory.state.stages import rank_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,13 +34,13 @@ from shardscope.frameworks.deepspeed.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.stages import INPUTS, outer_tensors
+from shardscope.memory.state.stages import INPUTS, outer_tensors
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 _MATRICES = 3
 """A gated feed-forward's matrices; where there are fewer, the last one is told again."""

@@ -13,11 +13,11 @@ from shardscope.core.arrays.arithmetic import ceil_div, where
 from shardscope.core.precision import FP32
 from shardscope.core.words import count
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
-from shardscope.memory.head import head_terms, loss_in_force
+from shardscope.memory.activations.head import head_terms, loss_in_force
 from shardscope.memory.report import Term, chosen
 
 if TYPE_CHECKING:
-    from shardscope.memory.step import StageStep
+    from shardscope.memory.activations.step import StageStep
 
 
 def logits(step: StageStep) -> tuple[Term, Term]:

@@ -16,7 +16,7 @@ from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
-from shardscope.memory.head import loss_in_force
+from shardscope.memory.activations.head import loss_in_force
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

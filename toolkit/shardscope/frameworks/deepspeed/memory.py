@@ -22,10 +22,10 @@ from shardscope.frameworks.deepspeed.second_parts import second_parts
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.optimizers import flat_state, flat_working
 from shardscope.memory.report import Term, chosen, no_bytes
-from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
-from shardscope.memory.state import TrainingState
+from shardscope.memory.state.optimizers import flat_state, flat_working
+from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

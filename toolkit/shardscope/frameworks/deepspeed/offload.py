@@ -19,8 +19,8 @@ from shardscope.memory.report import Term, chosen, no_bytes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.backward import Backward, Peak, PeakTerms
-    from shardscope.memory.state import TrainingState
+    from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
+    from shardscope.memory.state.training_state import TrainingState
 
 PARAMS_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""

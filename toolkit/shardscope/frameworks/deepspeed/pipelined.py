@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import by_value, holds, smallest
 from shardscope.core.precision import widths
 from shardscope.core.words import gib
-from shardscope.memory.backward import Peak, PeakTerms
+from shardscope.memory.activations.backward import Peak, PeakTerms
+from shardscope.memory.activations.step import in_flight
 from shardscope.memory.report import Term
-from shardscope.memory.step import in_flight
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.backward import Backward
-    from shardscope.memory.stages import Stage
-    from shardscope.memory.state import TrainingState
+    from shardscope.memory.activations.backward import Backward
+    from shardscope.memory.state.stages import Stage
+    from shardscope.memory.state.training_state import TrainingState
 
 
 def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> TrainingState:

@@ -29,7 +29,7 @@ from shardscope.frameworks.deepspeed.rehearse_engine import (
 from shardscope.frameworks.deepspeed.rehearse_pipeline import stages
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.head import loss_in_force
+from shardscope.memory.activations.head import loss_in_force
 from shardscope.rehearsal.result import RehearsedStage
 
 if TYPE_CHECKING:

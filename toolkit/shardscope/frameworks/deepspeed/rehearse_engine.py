@@ -13,7 +13,7 @@ from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearse_experts import in_groups_of_experts, routed, spread
 from shardscope.frameworks.deepspeed.rehearse_labels import labelled
-from shardscope.memory.head import loss_in_force
+from shardscope.memory.activations.head import loss_in_force
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.lora import add_adapters

@@ -19,13 +19,13 @@ from shardscope.frameworks.deepspeed.tensors import (
     sub_groups,
     tensors_on,
 )
-from shardscope.memory.optimizers import flat_state
+from shardscope.memory.state.optimizers import flat_state
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 MIN_FILE_BYTES = 2**20
 """Least that is swapped (``MIN_AIO_BYTES`` and the default ``block_size``)."""

@@ -15,8 +15,8 @@ from shardscope.core.arrays.arithmetic import ceil_div, largest
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
 from shardscope.frameworks.deepspeed.calls import around
-from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.stages import INPUTS, outer_tensors, rank_shapes
+from shardscope.memory.state.lora import adapter_targets, first_layer
+from shardscope.memory.state.stages import INPUTS, outer_tensors, rank_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import RankShape, Stage
+    from shardscope.memory.state.stages import RankShape, Stage
 
 _Number = TypeVar("_Number", bound=int)
 
@@ -127,7 +127,7 @@ def tensors_on(
 
 def fullest_rank(plan: Plan) -> int:
     """The rank of a plan without pipeline stages that keeps most gradients."""
-    from shardscope.memory.stages import shapes_of, stage_of
+    from shardscope.memory.state.stages import shapes_of, stage_of
 
     if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
         return 0

@@ -13,7 +13,7 @@ from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 SCHEDULES = {"1f1b": "deepspeed.runtime.pipe.schedule.TrainSchedule"}
 OVERLAP = Overlap()

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, smallest, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.quantized import numbers_saved
-from shardscope.memory.lora import adapter_targets, first_layer, layer_adapters
-from shardscope.memory.stages import layer_shard, rank_shapes
+from shardscope.memory.state.lora import adapter_targets, first_layer, layer_adapters
+from shardscope.memory.state.stages import layer_shard, rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 class Group(NamedTuple):

@@ -14,7 +14,7 @@ from shardscope.frameworks.limits import (
     check_recipe,
     check_staged,
 )
-from shardscope.memory.modules.attention import fused_attention
+from shardscope.memory.activations.modules.attention import fused_attention
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

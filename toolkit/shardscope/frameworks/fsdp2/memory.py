@@ -19,10 +19,10 @@ from shardscope.frameworks.fsdp2.peaks import gathered_at_loss
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
 from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
 from shardscope.frameworks.fsdp2.stage_peaks import peaks
-from shardscope.memory.building import is_drawn_in_parts
-from shardscope.memory.optimizer_state import optimizer_bytes
+from shardscope.memory.overheads.building import is_drawn_in_parts
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import (
+from shardscope.memory.state.optimizer_state import optimizer_bytes
+from shardscope.memory.state.stages import (
     Shapes,
     Stage,
     StageShape,
@@ -32,7 +32,7 @@ from shardscope.memory.stages import (
     shapes_of,
     stage_of,
 )
-from shardscope.memory.state import TrainingState
+from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -13,7 +13,7 @@ from shardscope.core.arrays.arithmetic import fullest, largest, where
 from shardscope.core.precision import widths
 from shardscope.core.words import gib
 from shardscope.frameworks.fsdp2 import said
-from shardscope.memory.backward import Backward, Peak, PeakTerms
+from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
 from shardscope.memory.report import Term, summed
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.fsdp2.pipelined import Waiting
     from shardscope.memory.order import Place
     from shardscope.memory.report import Phase
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, where
 from shardscope.core.precision import FP32, widths
 from shardscope.core.words import gib
-from shardscope.memory.activations import edge_activations, head_input, modules_of
+from shardscope.memory.activations.forward import edge_activations, head_input, modules_of
+from shardscope.memory.activations.step import in_flight
 from shardscope.memory.report import Term
-from shardscope.memory.step import in_flight
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 class Waiting(NamedTuple):
@@ -82,7 +82,7 @@ NOTHING_WAITS = Waiting()
 
 
 def is_pipelined(plan: Plan) -> bool:
-    """Whether there are stages: in all of an array of plans, or in none (memory/many.py)."""
+    """Whether there are stages: in all of an array of plans, or in none (prediction/batch/memory.py)."""
     return holds(plan.degrees.pp > 1)
 
 

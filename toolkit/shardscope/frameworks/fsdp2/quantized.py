@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up
 from shardscope.core.errors import refuse
 from shardscope.core.precision import widths
-from shardscope.memory.lora import first_layer
-from shardscope.memory.quantization import check_kernels, nf4_bytes
-from shardscope.memory.stages import layers_by_kind, rank_shapes
+from shardscope.memory.state.lora import first_layer
+from shardscope.memory.state.quantization import check_kernels, nf4_bytes
+from shardscope.memory.state.stages import layers_by_kind, rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 @lru_cache(maxsize=1024)

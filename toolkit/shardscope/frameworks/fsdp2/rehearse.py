@@ -19,7 +19,7 @@ from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
 from shardscope.frameworks.fsdp2.rehearse_pipeline import check_staged, play_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
-from shardscope.memory.building import is_drawn_in_parts
+from shardscope.memory.overheads.building import is_drawn_in_parts
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 

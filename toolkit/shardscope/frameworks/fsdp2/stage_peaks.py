@@ -13,7 +13,7 @@ from shardscope.core.arrays.arithmetic import is_array, largest, where
 from shardscope.frameworks.fsdp2 import said
 from shardscope.frameworks.fsdp2.peaks import Step
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
-from shardscope.memory.backward import Peak
+from shardscope.memory.activations.backward import Peak
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.groups import Groups
-    from shardscope.memory.backward import Backward
+    from shardscope.memory.activations.backward import Backward
     from shardscope.memory.order import Place
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 
 def peaks(

@@ -10,7 +10,7 @@ from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 SCHEDULES = {
     "gpipe": "torch.distributed.pipelining.ScheduleGPipe",

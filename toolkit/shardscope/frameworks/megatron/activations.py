@@ -17,16 +17,16 @@ from shardscope.frameworks.megatron.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.schedule import fullest
-from shardscope.memory.logits import Logits, logits_per_token
-from shardscope.memory.modules.megatron import norm_statistics
+from shardscope.memory.activations.logits import Logits, logits_per_token
+from shardscope.memory.activations.modules.megatron import norm_statistics
 from shardscope.memory.report import Term
-from shardscope.memory.stages import layers_by_kind
+from shardscope.memory.state.stages import layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.modules.saved import Modules
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
 
 
 _NO_LAYER = Layer(0, 0, 0, 0)

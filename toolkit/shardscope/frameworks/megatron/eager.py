@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.precision import FP32
-from shardscope.memory.modules.attention import widths
-from shardscope.memory.modules.megatron import repeats_heads
+from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.activations.modules.megatron import repeats_heads
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved import Modules
 
 
 class Eager(NamedTuple):

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import looked_up
 from shardscope.core.errors import refuse
-from shardscope.memory.modules.attention import widths
-from shardscope.memory.stages import layers_by_kind, rank_shapes
+from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.state.stages import layers_by_kind, rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster, Gpu
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.state.stages import Stage
 
 SOURCE = "read from Transformer Engine 2.20's source and never run here"
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.frameworks.megatron.eager import eager_attention
-from shardscope.memory.modules.attention import widths
-from shardscope.memory.modules.megatron import (
+from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.activations.modules.megatron import (
     branches,
     copies_query,
     core_attention,
@@ -20,7 +20,7 @@ from shardscope.memory.modules.megatron import (
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.memory.modules.saved import Modules, Saved
+    from shardscope.memory.activations.modules.saved import Modules, Saved
 
 
 class Cuts(NamedTuple):

@@ -21,17 +21,17 @@ from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.replicas import replicas_of
 from shardscope.frameworks.megatron.schedule import chunk_layers
-from shardscope.memory.backward import Peak
-from shardscope.memory.modules.attention import widths as attention_widths
-from shardscope.memory.modules.megatron import branches
+from shardscope.memory.activations.backward import Peak
+from shardscope.memory.activations.modules.attention import widths as attention_widths
+from shardscope.memory.activations.modules.megatron import branches
 from shardscope.memory.report import Term, no_bytes, summed
-from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
-from shardscope.memory.state import TrainingState
+from shardscope.memory.state.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
+from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.activations.modules.saved import Modules
     from shardscope.memory.report import Component
 
 _DUMMIES = (

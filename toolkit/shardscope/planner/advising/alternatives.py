@@ -9,7 +9,7 @@ import numpy as np
 
 from shardscope.core.words import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advising import words
 from shardscope.planner.advising.bench import (
     PAYS,

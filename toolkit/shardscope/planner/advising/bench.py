@@ -18,7 +18,7 @@ from shardscope.core.layout import Layout, divisors
 from shardscope.core.plan import Plan
 from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import Place, shortages
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

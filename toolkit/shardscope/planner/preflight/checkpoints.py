@@ -12,7 +12,7 @@ from shardscope.core.finding import Finding
 from shardscope.core.words import count
 from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.lora import adapter_targets
+from shardscope.memory.state.lora import adapter_targets
 from shardscope.planner.preflight.case import Case, changed_plan, changed_task
 from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere, with_parts
 

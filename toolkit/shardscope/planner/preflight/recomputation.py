@@ -8,7 +8,7 @@ from shardscope.core.finding import Finding
 from shardscope.core.words import gib
 from shardscope.planner.preflight.case import NOTICEABLE, Case, Variant, fastest, variants
 from shardscope.planner.preflight.words import percent
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 from shardscope.timing.report import seconds_words
 
 WORDS = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}

@@ -10,7 +10,7 @@ from shardscope.core.finding import Finding
 from shardscope.core.layout import divisors
 from shardscope.core.question import Question
 from shardscope.core.words import gib
-from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.changes import RECIPE_WORDS
 from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.preflight.case import Case, Variant, fastest, variants
@@ -25,7 +25,7 @@ from shardscope.planner.several import (
     searched,
     with_a_smaller_model,
 )
-from shardscope.support import supported
+from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

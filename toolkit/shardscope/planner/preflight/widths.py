@@ -12,9 +12,9 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, changed_plan, fastest, variants
 from shardscope.planner.preflight.wider import aligned, wider
 from shardscope.planner.preflight.words import percent
-from shardscope.timing.calibration import rates_for
+from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.layers import PEAKS
-from shardscope.timing.products import ALIGNED
+from shardscope.timing.matmul import ALIGNED
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

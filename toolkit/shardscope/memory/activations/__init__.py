@@ -1,0 +1,1 @@
+"""What forward leaves for backward, the loss, and what backward holds."""

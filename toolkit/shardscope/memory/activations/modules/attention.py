@@ -1,0 +1,233 @@
+"""What the attention kernel itself saves: fused (flash, memory-efficient), masked, eager, plain math."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+
+EAGER = frozenset({"gemma2", "gpt_oss"})
+"""Families that transformers runs without a fused kernel: SDPA can neither cap scores nor add sinks."""
+
+CONCATENATED = frozenset({"phi3", "glm", "glm4", "gpt_neox", "phi", "nemotron"})
+"""Families that put rotated and other numbers of the query together with ``cat``, which lays it by heads."""
+
+FUSED_VALUES = frozenset({"phi3", "gpt_neox"})
+"""Families whose values are a view of the fused projection's output, which so stays whole."""
+
+
+CHOOSABLE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Families in which ``Recipe.attention`` may differ from what they use by themselves, and is counted."""
+
+
+def is_eager(arch: Architecture, modules: Modules) -> bool:
+    """Whether attention runs in plain operations."""
+    return arch.model_type in EAGER or modules.attention == "eager"
+
+
+class Widths(NamedTuple):
+    """Numbers a token has on each side of the attention kernel."""
+
+    query: int
+    key: int
+    value: int
+    output: int
+
+    @property
+    def inputs(self) -> int:
+        """Query, key and value."""
+        return self.query + self.key + self.value
+
+
+def widths(arch: Architecture) -> Widths:
+    """Numbers of a token in the kernel's operands; with grouped queries keys and values are narrower."""
+    heads, latent = arch.num_attention_heads, arch.latent_attention
+    if latent is not None:
+        # DeepSeek-V2, section 2.1: training expands keys and values to all heads.
+        query = heads * latent.qk_head_dim
+        return Widths(query, query, heads * latent.v_head_dim, heads * latent.v_head_dim)
+    kv = arch.num_key_value_heads * arch.head_dim
+    return Widths(heads * arch.head_dim, kv, kv, heads * arch.head_dim)
+
+
+@lru_cache(maxsize=1024)
+def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
+    """Which layers have a sliding window: those that attend to everything lie evenly between them."""
+    full = num_layers - num_sliding
+    return tuple(
+        (index + 1) * full // num_layers == index * full // num_layers for index in range(num_layers)
+    )
+
+
+def masked(arch: Architecture, modules: Modules) -> bool:
+    """Whether transformers passes a mask, which the kernel keeps: a sliding window in force, or Falcon.
+
+    Falcon always makes its mask (``allow_is_causal_skip=False``).
+    """
+    if arch.model_type == "falcon":
+        return True
+    if modules.attention == "flash":
+        # FlashAttention knows windows, and documents that were packed, by numbers of its own.
+        return False
+    windowed = bool(arch.sliding_window_layers) if modules.windowed is None else modules.windowed
+    return bool(windowed and arch.sliding_window and modules.seq_len >= arch.sliding_window)
+
+
+def scores_per_token(arch: Architecture, modules: Modules) -> int:
+    """Bytes of attention scores that one query keeps, over all heads and keys; 0 with a fused kernel."""
+    heads = arch.num_attention_heads
+    each_key = heads * modules.seq_len
+    if modules.kernels == "megatron":
+        return 0
+    cast = modules.compute if modules.compute < FP32 else 0
+    if arch.model_type == "gpt_oss":
+        # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
+        softmax = heads * (modules.seq_len + 1) * modules.stream
+        return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
+    if is_eager(arch, modules):
+        # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
+        tanh = modules.compute if arch.model_type in EAGER else 0
+        return each_key * (tanh + FP32 + cast)
+    if in_plain_math(arch, modules):
+        # The fp32 softmax; with dropout also its mask and the product of both.
+        return each_key * FP32 * (3 if modules.dropout else 1)
+    return 0
+
+
+def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str = "o_proj") -> list[Saved]:
+    """The kernel's operands, statistics and output, and the output projection's input where it is a copy."""
+    c, heads, width = modules.compute, arch.num_attention_heads, widths(arch)
+    scores = scores_per_token(arch, modules)
+    if scores:
+        feeds = modules.inner_copies(output_projection) * width.output * c
+        return [Saved("attention", _plain_operands(arch, modules) + scores + feeds, "tp")]
+    key, value = width.key, width.value
+    has_mask = masked(arch, modules)
+    tensors = [Saved("attention", FP32 * heads, "tp")]
+    if arch.model_type == "falcon":
+        key, value = _falcon_operands(arch, modules)
+    elif has_mask and width.key < width.query:
+        # With a mask SDPA wants as many keys as queries.
+        key = value = width.query
+    elif arch.model_type in FUSED_VALUES and not (modules.quantized and modules.normed > c):
+        # A base in few bits puts out the type of its input, of which autocast makes copies.
+        value = width.query + 2 * width.key
+    if has_mask:
+        # The kernel keeps the mask in the operands' type.
+        tensors.append(Saved("attention", modules.seq_len * c, "whole"))
+    if arch.model_type == "gpt2":
+        key = value = width.query
+    latent = arch.latent_attention
+    if latent is not None:
+        value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    tensors.append(Saved("attention", (width.query + key + value + width.output) * c, "tp"))
+    copied = modules.inner_copies(
+        output_projection, already_saved=not _output_is_copied(arch, has_mask, modules)
+    )
+    if copied:
+        tensors.append(Saved("attention", width.output * c, "tp"))
+    return tensors
+
+
+def _plain_operands(arch: Architecture, modules: Modules) -> int:
+    """Query, key and value where the scores are a tensor: repeated to all heads; upcast in plain math."""
+    width, c = widths(arch), modules.compute
+    if is_eager(arch, modules):
+        return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
+    if arch.latent_attention is None and modules.dropout:
+        return 3 * width.query * FP32
+    if modules.broadcasts_views:
+        return width.inputs * FP32
+    repeats = arch.model_type == "falcon" or (modules.on_gpu and only_plain_math(arch, modules))
+    if repeats and arch.latent_attention is None:
+        return 3 * width.query * FP32
+    return width.inputs * FP32
+
+
+def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Numbers that key and value keep: newer Falcons repeat both to all heads, older ones' are views.
+
+    Values are a view of the fused output; biases in fp32 make that fp32 under autocast, and the kernel has a
+    copy.
+    """
+    query = widths(arch).query
+    repeated = arch.new_decoder_architecture or (modules.stream > modules.compute and arch.attention_bias)
+    return query, query if repeated else 3 * query
+
+
+def in_plain_math(arch: Architecture, modules: Modules) -> bool:
+    """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
+
+    On a GPU also what :func:`only_plain_math` says. On CPU ranks also with dropout in attention, and where
+    values are narrower than keys.
+    """
+    if has_one_key_head(arch):
+        return True
+    if modules.on_gpu:
+        return only_plain_math(arch, modules)
+    latent = arch.latent_attention
+    return bool(modules.dropout) or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
+
+
+def has_one_key_head(arch: Architecture) -> bool:
+    """Whether SDPA is to broadcast a lone key head, which only plain math does (older Falcons)."""
+    older = arch.model_type == "falcon" and not arch.new_decoder_architecture
+    return older and arch.num_key_value_heads < arch.num_attention_heads
+
+
+def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
+    """Whether products with a lone key head read it where it is: ``expand`` copies only between sequences.
+
+    ``torch.matmul`` folds heads into the batch, which strides allow for a batch of one.
+    """
+    return has_one_key_head(arch) and micro_batch_size == 1
+
+
+def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
+    """Whether the output must be made contiguous for the projection.
+
+    Flash attention lays its output out as the query is. Families that put the query together with ``cat``
+    have it by heads, where the projection wants it by tokens; the memory-efficient kernel, which takes what
+    has a mask or is in fp32, lays it by tokens.
+    """
+    latent = arch.latent_attention
+    if latent is not None:
+        return latent.qk_head_dim == latent.v_head_dim
+    if modules.joins_by_heads:
+        return True
+    flash = modules.fused_attention == "flash" and modules.compute < FP32
+    by_tokens = modules.on_gpu and (has_mask or not flash)
+    return arch.model_type in CONCATENATED and not by_tokens
+
+
+def fused_attention(plan: Plan) -> str:
+    """What :attr:`Modules.fused_attention` says.
+
+    Flash attention is half precision, from Ampere on; before that the memory-efficient kernel takes fp16 and
+    fp32 (torch's ``sdp_utils.cpp``: ``check_sm_version``, ``less_than_sm80_mem_efficient_dtypes``).
+    """
+    if not plan.on_gpu or plan.cluster.gpu.has_flash_attention:
+        return "flash"
+    return "none" if plan.recipe.precision.startswith("bf16") else "efficient"
+
+
+def only_plain_math(arch: Architecture, modules: Modules) -> bool:
+    """Whether CUDA has no fused kernel for this attention: grouped queries without a mask, in fp32 or before
+    Ampere; or bf16 before Ampere.
+
+    Flash attention is half precision; the memory-efficient kernel has no grouped queries (torch's
+    ``sdp_utils.cpp``, ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
+    """
+    if arch.model_type in EAGER:
+        return False
+    if modules.fused_attention == "none":
+        return True
+    grouped = arch.latent_attention is None and arch.num_key_value_heads < arch.num_attention_heads
+    needs_flash = modules.compute == FP32 or modules.fused_attention != "flash"
+    return grouped and needs_flash and not masked(arch, modules)

@@ -1,0 +1,81 @@
+"""An RMSNorm layer of the transformers library: Llama, Granite, Mistral, Qwen, Gemma, Phi-3, GLM, OLMo 2,
+DeepSeek, gpt-oss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.attention import kernel_tensors, widths
+from shardscope.memory.activations.modules.experts import expert_tensors
+from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+
+SCALES_BEFORE_CAST = frozenset({"gemma", "gemma2", "gemma3_text", "olmo2", "gpt_oss"})
+"""Families whose RMSNorm multiplies with its weight before it casts back, and so keeps fp32 numbers."""
+
+
+def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Every tensor that the layer saves."""
+    c, hidden = modules.compute, arch.hidden_size
+    attention_readers, mlp_readers = stream_readers(arch)
+    tensors = [
+        Saved("norms", _norms(arch, modules), "sequence"),
+        Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
+        *kernel_tensors(arch, modules),
+        *query_key_norms(arch, modules),
+        *latent_ranks(arch, modules),
+    ]
+    if moe:
+        return tensors + expert_tensors(arch, modules)
+    tensors.append(Saved("norms", modules.stream_copies(*mlp_readers) * hidden * c, "whole"))
+    tensors.append(Saved("mlp", mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
+    return tensors
+
+
+def mlp_copies(arch: Architecture, modules: Modules) -> int:
+    """Inner widths that the MLP keeps: gate, silu(gate), up, or the activation's input; and the product."""
+    return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
+
+
+def _norms(arch: Architecture, modules: Modules) -> int:
+    """RMSNorm upcasts: fp32 input, 1/rms (one number) and, for the weight's gradient, normalised input."""
+    hidden, count = arch.hidden_size, arch.norms_per_layer
+    saved = count * (hidden * FP32 + FP32)
+    if not modules.trained:
+        return saved
+    if arch.model_type in SCALES_BEFORE_CAST:
+        return saved + count * hidden * FP32
+    # Norms behind a projection (GLM-4) cast back to what it puts out.
+    behind = count - 2 if count > 2 else 0
+    return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
+
+
+def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Norms of queries and keys, where the family has them."""
+    if not arch.qk_norm:
+        return []
+    width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.compute
+    saved = (width.query + width.key) * (FP32 + normed * modules.trained)
+    # OLMo 2 normalises all query heads together, and all key heads.
+    return [Saved("attention", saved + FP32 * (2 if arch.model_type == "olmo2" else heads), "tp")]
+
+
+def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
+    """DeepSeek's compressed query and key-value: each normalised, then projected up."""
+    if arch.latent_attention is None:
+        return []
+    c, saved = modules.compute, 0
+    ranks = (
+        (arch.latent_attention.q_lora_rank, "q_b_proj"),
+        (arch.latent_attention.kv_lora_rank, "kv_b_proj"),
+    )
+    for rank, projection in ranks:
+        if rank:
+            normed = c * modules.trained + c * modules.inner_copies(projection)
+            saved += rank * (FP32 + normed) + FP32
+    return [Saved("attention", saved, "sequence")]

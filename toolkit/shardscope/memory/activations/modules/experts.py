@@ -1,0 +1,67 @@
+"""A dropless mixture in transformers 5: every token goes through its experts and the shared ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+
+def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
+    """What the router, the routed and the shared experts save, with tokens evenly routed."""
+    experts = arch.mixture_of_experts
+    if experts is None:
+        raise AssertionError("an expert layer of an architecture without experts")
+    c, hidden, top_k = modules.compute, arch.hidden_size, experts.num_experts_per_tok
+    shared = experts.shared_expert_intermediate_size
+    # Grouped products are not autocast: they run in the weights' own type, as the stream does.
+    width = modules.stream
+    # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
+    routed = 2 * hidden * width if modules.trained else hidden * width
+    # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.
+    copies = (6 if arch.model_type == "gpt_oss" else 3) + modules.trained
+    inner = copies * experts.moe_intermediate_size * width
+    readers = ("router",) + (("gate_proj", "up_proj") if shared else ())
+    gated = arch.model_type == "qwen2_moe"
+    readers += ("shared_expert_gate",) if gated else ()
+    tensors = [
+        Saved("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
+        Saved("experts", top_k * routed, "sequence"),
+        Saved("experts", top_k * inner, "tp"),
+        Saved("experts", _router(arch, modules), "sequence"),
+    ]
+    if shared:
+        copies = 3 + modules.inner_copies("down_proj")
+        tensors.append(Saved("mlp", copies * shared * c, "tp"))
+    if gated:
+        # What the shared expert puts out, and how much of it its gate lets through.
+        tensors.append(Saved("experts", (hidden + 1) * c, "sequence"))
+    return tensors
+
+
+def _router(arch: Architecture, modules: Modules) -> int:
+    """Scores of all experts, weights and places of the chosen ones, and the sort that groups tokens."""
+    experts = arch.mixture_of_experts
+    assert experts is not None
+    count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
+    places = 4 * INT64 * top_k
+    reads = modules.feeds("router")
+    if arch.model_type == "gpt_oss":
+        # Experts in sorted order choose the biases that get gradients.
+        return 2 * top_k * c + places + INT64 * top_k * modules.trained
+    if arch.model_type == "deepseek_v2":
+        upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
+        return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + places + upcast
+    if arch.model_type in ("qwen2_moe", "qwen3_moe"):
+        return count * FP32 + top_k * c + places
+    if arch.model_type == "deepseek_v3":
+        score = c if modules.autocast else FP32
+        upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
+        # Measured: with everything in fp32 one more tensor of scores stays.
+        scores = count * score * (2 if c == FP32 else 1)
+        return scores + score + 2 * top_k * score + places + upcast
+    return count * FP32 + FP32 + 2 * top_k * FP32 + places

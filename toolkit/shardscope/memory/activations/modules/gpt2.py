@@ -1,0 +1,38 @@
+"""GPT-2's layer in transformers: LayerNorm, one qkv projection, dropout, gelu in plain operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.attention import kernel_tensors
+from shardscope.memory.activations.modules.saved import Modules, Saved
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+
+def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Every tensor that the layer saves. Dropout's mask is a byte a number on a GPU, a number on a CPU."""
+    c, hidden = modules.compute, arch.hidden_size
+    mask = (1 if modules.on_gpu else c) if modules.dropout else 0
+    # LayerNorm's mean and 1/std: fp32, but on a CPU in the type of its input.
+    statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
+    inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
+    return [
+        Saved("norms", 2 * (hidden * modules.normed + statistics) + inputs * hidden * c, "sequence"),
+        *kernel_tensors(arch, modules, output_projection="c_proj"),
+        Saved("norms", 2 * hidden * mask, "sequence"),
+        Saved(
+            "mlp",
+            (gelu_in_plain_operations(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size,
+            "tp",
+        ),
+    ]
+
+
+def gelu_in_plain_operations(modules: Modules) -> int:
+    """0.5 x (1 + tanh(...x^3)): x for its power, 0.5 x, tanh, and 1 + tanh. CUDA autocast powers in fp32."""
+    if modules.autocast and modules.on_gpu:
+        return 3 * FP32 + modules.compute
+    return 4 * modules.compute

@@ -1,0 +1,408 @@
+"""The instants of one layer at which a step can be fullest, operator by operator, as autograd runs them.
+
+Autograd frees what an operator saved as soon as that has gone backward, and has all gradients of weights that
+it passed. So where a layer is fullest depends on the framework: in the feed-forward there is most of what
+forward saved, at the layer's other end there are most gradients of weights.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.precision import FP32, HALF
+from shardscope.families.parameter_names import names_of
+from shardscope.memory.activations.backward import final_norm, inner_gradients
+from shardscope.memory.activations.forward import kept_apart, kept_by_selective, masks_kept, saved_tensors
+from shardscope.memory.activations.modules.attention import EAGER, is_eager, masked, scores_per_token, widths
+from shardscope.memory.activations.modules.experts import expert_tensors
+from shardscope.memory.activations.modules.layer_weights import layer_weights
+from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.activations.modules.selective import held_by_products
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+
+CAST_WEIGHTS = ("qwen2_moe", "qwen3_moe", "gpt_oss")
+"""Families whose router hands out its weights in the type of its input."""
+
+
+class Instant(NamedTuple):
+    """One moment inside a layer."""
+
+    held: int
+    """Bytes for one token: what the layer still has of what it saved, and gradients of activations."""
+    done: int = 0
+    """Weights of the layer that have their gradients by then, the one in the making included."""
+    making: int = 0
+    """Weights of the matrix whose gradient is being made."""
+    experts: int = 0
+    """The same, of routed experts."""
+    products: int = 0
+    """Of ``done``, those that autocast copies: all but routed experts."""
+    whole: int = 0
+    """Weights of the matrix whose product goes backward, which a base in few bits makes whole for it."""
+
+
+class _Cut(NamedTuple):
+    """Into how many parts a rank's tensors are cut."""
+
+    tp: int
+    key_value_heads: int
+    sequence: int
+    whole: int = 1
+
+    def part(self, tensors: tuple[Saved, ...] | list[Saved]) -> int:
+        return sum(ceil_div(tensor.bytes_per_token, getattr(self, tensor.cut_by)) for tensor in tensors)
+
+
+class LayerInstants(NamedTuple):
+    """One layer through a step; bytes for one token."""
+
+    forward: int
+    """The most that it holds while forward is in it."""
+    backward: tuple[Instant, ...]
+    """While backward is in it."""
+    weights: int
+    """The most of its weights that have gradients."""
+
+
+@lru_cache(maxsize=4096)
+def layer_instants(
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
+) -> LayerInstants:
+    """The instants of one layer with that recomputation; the residual stream is in ``cut`` parts.
+
+    Where some layers have a window and others none, those of the kind that saves more.
+    """
+    parts = _Cut(tp, min(tp, arch.num_key_value_heads), cut)
+    everything = parts.part(saved_tensors(arch, moe, modules))
+    stream = ceil_div(arch.hidden_size * modules.stream, cut)
+    kept = everything
+    if recompute == "full":
+        kept = stream
+    elif recompute == "selective":
+        kept = parts.part(kept_by_selective(arch, moe, modules))
+    elif recompute == "offload" and modules.on_gpu:
+        kept = 0
+    kept += held_by_products(arch, moe, modules, recompute)
+    beside = kept_apart(arch, moe, modules, recompute, stream)
+    layer = _Layer(arch, moe, modules, parts, everything, away=recompute == "offload" and modules.on_gpu)
+    forward = layer.forward()
+    backward = layer.backward()
+    if recompute in ("full", "selective"):
+        backward = [one._replace(held=one.held + beside) for one in backward]
+        # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
+        waiting = layer.waiting_for_recomputation()
+        again = max(forward, layer.in_adapter(again=True))
+        backward.append(Instant(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
+        forward = kept + layer.in_passing(recompute)
+    elif layer.away:
+        forward = layer.in_passing(recompute)
+    else:
+        forward = max(forward, layer.product_of_few_bits(), layer.in_adapter(again=False))
+    return LayerInstants(max(kept, forward), tuple(backward), max(one.done for one in backward))
+
+
+class _Layer:
+    """One layer's tensors, in the groups in which backward lets go of them."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        moe: bool,
+        modules: Modules,
+        parts: _Cut,
+        everything: int,
+        *,
+        away: bool = False,
+    ) -> None:
+        self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
+        self.away = away
+        """What is saved waits on the host, and comes back operator by operator (training/recompute.py)."""
+        self.everything = everything
+        c, hidden = modules.compute, arch.hidden_size
+        self.stream = ceil_div(hidden * modules.stream, parts.sequence)
+        self.weights = layer_weights(arch, moe, parts.tp)
+        self.row = hidden * c
+        # A gradient of the compute type beside a wider stream's: autocast casts it, a norm behind makes it.
+        splits = parts.sequence > 1  # and gathers the gradient of what it scattered
+        wider = modules.stream > c
+        self.cast = self.row if wider or arch.norms_per_layer == 4 or splits else 0
+        self.norm = ceil_div(final_norm(arch, modules), parts.sequence)
+        norms = parts.part([saved_tensors(arch, moe, modules)[0]])
+        self.own_norm = norms // max(2, arch.norms_per_layer)
+        if arch.parallel_residual:
+            self.own_norm = 0
+        self.behind = self.own_norm if arch.norms_per_layer == 4 else 0
+        readers = stream_readers(arch)[1]
+        inputs = (
+            0
+            if arch.parallel_residual and arch.norms_per_layer == 1
+            else self.modules.stream_copies(*readers)
+        )
+        self.mlp = ceil_div(self._inner(), parts.tp) + inputs * self.row
+        if moe:
+            self.mlp = parts.part(expert_tensors(arch, modules))
+        self.trained = modules.trained
+        width = widths(arch)
+        self.output = ceil_div(width.output * c, parts.tp)
+        self.query = ceil_div(width.inputs * c, parts.tp)
+
+    def _here(self, left: int, needed: int) -> int:
+        """What is left of all that the layer saved, or what the operator in hand asks back of it."""
+        return needed if self.away else left
+
+    def _inner(self) -> int:
+        tensors = saved_tensors(self.arch, self.moe, self.modules)
+        return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
+
+    def done(self, weights: int) -> int:
+        return weights if self.trained else 0
+
+    def forward(self) -> int:
+        """The most while forward is in the layer, all that it saves included."""
+        return max(self.everything, self._scores_forward(), self._experts_forward())
+
+    def in_adapter(self, *, again: bool) -> int:
+        """As the feed-forward's last adapter reads its input: the product, and unsaved copies of it.
+
+        peft casts it to the adapter's fp32, in which dropout makes another one, before autocast's own copy
+        (``tuners/lora/layer.py``). Beside them are what the projection itself put out, what the norm did
+        and the stream, if they are not the very tensors that are saved. What a recomputation does not reach
+        is the adapter's output, and that scaled; where it began is saved.
+        """
+        arch, modules = self.arch, self.modules
+        if self.moe or names_of(arch).down not in (modules.targets or ()):
+            return 0
+        copied = modules.recasts or modules.adapter_dropout
+        inner = arch.intermediate_size * (
+            copied * modules.compute + modules.recasts * FP32 * (1 + modules.adapter_dropout)
+        )
+        passes_dropped = modules.recasts and modules.adapter_dropout
+        rows = 1 + copied + (0 if again or passes_dropped else 2)
+        # The stream here, where the layer began, and the model.
+        streams = (modules.stream < FP32) * (1 if again else 3)
+        beside = rows * self.row + streams * self.stream
+        held: int = self.everything + ceil_div(inner, self.parts.tp) + beside
+        return held
+
+    def waiting_for_recomputation(self) -> int:
+        """What backward has made of the layer before it asks for anything that was saved.
+
+        The gradient of an adapter's output before it was scaled, or the last product's, where a frozen base
+        in few bits saves nothing.
+        """
+        if self.moe:
+            return 0
+        if names_of(self.arch).down in (self.modules.targets or ()):
+            return self.row
+        if not self.modules.quantized:
+            return 0
+        waiting: int = ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
+        return waiting
+
+    def product_of_few_bits(self) -> int:
+        """In the feed-forward's last product over a base in few bits, beside the matrix made whole.
+
+        What goes in and is not kept, what comes out; of int8 the input in 16 bits and in 8. Beside them are
+        what the norm put out, the stream here and where the layer and the model began, if they are not the
+        very tensors that norms have saved in fp32.
+        """
+        arch, modules = self.arch, self.modules
+        if not modules.quantized or self.moe:
+            return 0
+        inner, c = arch.intermediate_size, modules.compute
+        held = self.everything + self.row
+        if not modules.stream_copies(*stream_readers(arch)[1]):
+            held += self.row
+        if modules.stream < FP32:
+            held += 3 * self.stream
+        if modules.int8_base:
+            return held + inner * (HALF + 1)
+        passing = inner * c * (1 - modules.inner_copies(names_of(arch).down))
+        return held + passing + inner * FP32 * (modules.normed > c)
+
+    def _scores_forward(self) -> int:
+        """Attention in plain operations, before the feed-forward has saved anything."""
+        arch, modules = self.arch, self.modules
+        saved = scores_per_token(arch, modules)
+        if not saved:
+            return 0
+        each = arch.num_attention_heads * modules.seq_len
+        until = self.everything - self.mlp - self.own_norm * (2 if self.behind else 1)
+        scores: int = ceil_div(scores_in_forward(arch, modules, each) - saved, self.parts.tp)
+        held: int = masks_kept(arch, modules, "full") + until + scores
+        return held
+
+    def _experts_forward(self) -> int:
+        """Rows weighted in the router's type and put back in order, the rows that came in still there."""
+        experts = self.arch.mixture_of_experts
+        if not self.moe or experts is None:
+            return 0
+        width, weighted = row_types(self.arch, self.modules)
+        rows = experts.num_experts_per_tok * self.arch.hidden_size
+        return self.everything + rows * (2 * weighted + (0 if self.trained else width))
+
+    def in_passing(self, recompute: str) -> int:
+        """The most that forward holds in the layer while autograd saves nothing of it."""
+        experts, tp = self.arch.mixture_of_experts, self.parts.tp
+        if self.moe and experts is not None:
+            width, weighted = row_types(self.arch, self.modules)
+            # Rows in, out, weighted, and in their own order again.
+            inner = 2 * experts.num_experts_per_tok * self.arch.hidden_size * (width + weighted)
+        else:
+            branches = 3 if self.arch.gated_mlp else 2
+            inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
+            if recompute == "selective":
+                # The last product, and its adapter's, are kept, but not made yet.
+                inner -= self.row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
+        held: int = self.stream + self.row + max(inner, self._scores_in_passing(recompute))
+        return held
+
+    def _scores_in_passing(self, recompute: str) -> int:
+        """Attention in plain operations, less what is kept of later ones, and of the scores themselves."""
+        if not scores_per_token(self.arch, self.modules):
+            return 0
+        each = self.arch.num_attention_heads * self.modules.seq_len
+        scores: int = scores_in_forward(self.arch, self.modules, each)
+        later = 0
+        if recompute == "selective":
+            kept = kept_by_selective(self.arch, self.moe, self.modules)
+            later = self.parts.part([one for one in kept if one.operator in ("mlp", "experts")])
+            if self.arch.model_type != "gpt_oss":  # whose sinks make three more of the product that is kept
+                scores -= each * self.modules.compute
+        on_rank: int = ceil_div(scores, self.parts.tp) - later
+        return on_rank
+
+    def backward(self) -> list[Instant]:
+        """While backward is in the layer, from its end to its beginning."""
+        weights = self.weights
+        left = self.everything - self.behind
+        found = self._experts(left) if self.moe else self._feed_forward(left)
+        left -= self.mlp
+        here = self._here(left, self.own_norm)
+        found.append(self._at(here + self.stream + self.norm, weights.feed_forward))
+        left -= self.own_norm
+        if self.behind:
+            left -= self.own_norm
+        before_core = weights.feed_forward + weights.output
+        held = self._here(left, self.output) + self.stream + self.cast + self.output
+        found.append(self._at(held, before_core, weights.output, weights.output))
+        held = self._here(left, left - 2 * self.own_norm) + self.stream
+        found.append(self._at(held + self._core(), before_core))
+        held = self._here(self.own_norm, self.row) + self.stream + self.query
+        found.append(self._at(held, weights.everything, weights.query, weights.query))
+        found.append(self._at(self.own_norm + self.stream + self.norm, weights.everything))
+        return found
+
+    def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> Instant:
+        """An instant by which the gradients of so many weights are there, if the model's own are trained."""
+        if not self.trained:
+            return Instant(held, whole=whole)
+        experts = self.weights.expert_down + self.weights.expert_up
+        # Attention comes after routed experts, shared ones before.
+        return Instant(held, done, making, 0, done - (experts if done >= experts else 0))
+
+    def _feed_forward(self, left: int) -> list[Instant]:
+        arch, modules, weights = self.arch, self.modules, self.weights
+        inner = ceil_div(arch.intermediate_size * modules.compute, self.parts.tp)
+        product = inner * modules.inner_copies(names_of(arch).down)
+        taken = ceil_div(
+            arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
+        )
+        # Where there are biases, one operator makes all three gradients and only then lets go of its input.
+        at_once = weights.down if arch.mlp_bias else 0
+        whole = self._here(left, product) + self.stream + self.cast + inner
+        gone = self._here(left - product, 0) + self.stream + self.cast + inner
+        # Of the product's own gradient the saved product has made room.
+        parted = self._here(left, self.mlp - inner if arch.gated_mlp else self.mlp) + self.stream + taken
+        found = [
+            self._at(whole, weights.down, at_once, weights.down),
+            self._at(gone, weights.down, weights.down),
+            self._at(parted, weights.down),
+        ]
+        if arch.gated_mlp and modules.kernels != "liger":
+            held = self._here(left - product - 2 * inner, self.row + inner) + self.stream + inner + self.row
+            found.append(self._at(held, weights.down + weights.up, weights.up, weights.up))
+        elif not arch.gated_mlp:
+            held = self._here(left - self.mlp, 0) + self.stream + inner + 2 * self.row
+            found.append(self._at(held, weights.feed_forward, weights.up, weights.up))
+        return found
+
+    def _experts(self, left: int) -> list[Instant]:
+        arch, modules, weights = self.arch, self.modules, self.weights
+        experts = arch.mixture_of_experts
+        assert experts is not None
+        left = self._here(left, self.mlp)
+        c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
+        # Grouped products are not autocast: they run in the weights' own type.
+        width = modules.stream
+        shared = weights.feed_forward - weights.expert_down - weights.expert_up
+        first = self.done(shared)
+        found = []
+        if experts.shared_expert_intermediate_size:
+            wide = experts.shared_expert_intermediate_size * c
+            found.append(self._at(left + self.stream + 2 * wide, weights.down, whole=weights.down))
+            left -= (3 + modules.inner_copies("down_proj")) * wide
+        # Gradients of the weighted rows, of their sum and of the weights, in the router's type; a cast.
+        weight = row_types(arch, modules)[1]
+        weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
+        found.append(Instant(left + self.stream + weighted, first, products=first))
+        inner = rows * experts.moe_intermediate_size * width
+        unweighted = rows * hidden * width
+        left -= unweighted
+        down, up = self.done(weights.expert_down), self.done(weights.expert_up)
+        made = first + down
+        found.append(Instant(left + self.stream + unweighted + inner, made, 0, down, first))
+        found.append(Instant(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
+        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        # Of both branches together, of the rows, and the rows themselves.
+        both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
+        found.append(Instant(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
+        return found
+
+    def _core(self) -> int:
+        """Gradients inside attention: of its output, of query, key and value, or of the scores."""
+        arch, modules = self.arch, self.modules
+        c, width = modules.compute, widths(arch)
+        each = arch.num_attention_heads * modules.seq_len
+        if scores_per_token(arch, modules):
+            # Dropped probabilities have gone once theirs is there, and make room for the softmax's.
+            scores = each * (1 if modules.dropout else 2) * FP32
+            if is_eager(arch, modules):
+                scores = scores_in_backward(arch, modules, each)
+            # By then the values and the projection's input are gone, and the values' gradient is there.
+            found = scores - width.output * c * modules.inner_copies(names_of(arch).output)
+        else:
+            inputs = 3 * width.query if masked(arch, modules) else width.inputs
+            found = (width.output + inputs) * c
+        on_rank: int = ceil_div(found, self.parts.tp)
+        return on_rank
+
+
+def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Bytes of a number in experts' rows, and once they are weighted: most routers' weights are fp32.
+
+    Grouped products are not autocast: they run in the weights' own type.
+    """
+    width = modules.stream
+    return width, width if arch.model_type in CAST_WEIGHTS else FP32
+
+
+def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
+    """Scores at once in forward, what is saved of them included."""
+    c = modules.compute
+    if arch.model_type == "gpt_oss":
+        return 3 * each * modules.stream
+    return each * (c + FP32 + (c if arch.model_type in EAGER else 0) + (c if c < FP32 else 0))
+
+
+def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
+    """Gradients of probabilities and of the softmax, less the probabilities' cast that is gone."""
+    if arch.model_type == "gpt_oss":
+        # The softmax's, and with the sink's place again, where the maximum's is added.
+        return 2 * each * modules.stream
+    return each * (modules.compute + FP32)

@@ -1,0 +1,43 @@
+"""transformers' modules with Liger's kernels in them: RMSNorm, rotary embedding and SwiGLU each one kernel.
+
+Read off liger-kernel 0.8 (``ops/rms_norm.py``, ``ops/swiglu.py``, ``ops/rope.py``): what each
+``save_for_backward`` names. Hsu et al. 2024, arXiv:2410.10989.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.attention import kernel_tensors, widths
+from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families for which ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more."""
+
+
+def liger_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Every tensor that the layer saves."""
+    c, hidden = modules.compute, arch.hidden_size
+    attention_readers, mlp_readers = stream_readers(arch)
+    inputs = modules.stream_copies(*attention_readers) + modules.stream_copies(*mlp_readers)
+    tensors = [
+        # RMSNorm keeps its input as it is and 1/rms; its output only where a projection reads it.
+        Saved("norms", arch.norms_per_layer * (hidden * modules.stream + FP32), "sequence"),
+        Saved("norms", inputs * hidden * c, "sequence"),
+        *kernel_tensors(arch, modules),
+        # Both branches and, for the last projection, their product.
+        Saved("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
+    ]
+    if arch.qk_norm:
+        width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+        tensors.append(Saved("attention", (width.query + width.key) * c + FP32 * heads, "tp"))
+    return tensors
+
+
+def liger_edge(arch: Architecture, modules: Modules) -> int:
+    """Bytes a token leaves at the final norm."""
+    return arch.hidden_size * modules.stream + FP32

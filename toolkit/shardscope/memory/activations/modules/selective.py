@@ -1,0 +1,90 @@
+"""What stays with ``recompute="selective"`` over transformers' modules (training/recompute.py).
+
+The layer's input, and the outputs of matrix products and of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32
+from shardscope.memory.activations.modules.attention import in_plain_math, is_eager, widths
+from shardscope.memory.activations.modules.saved import Modules, Saved
+from shardscope.memory.state.lora import first_layer
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+
+def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Every tensor that one layer keeps; grouped products of experts are recomputed.
+
+    So are products over a base in few bits, which are operators of bitsandbytes' own.
+    """
+    c, hidden = modules.compute, arch.hidden_size
+    plain = not modules.quantized
+    tensors = [
+        Saved("norms", hidden * modules.stream, "sequence"),
+        Saved("attention", plain * _projected(arch) * c + _attention(arch, modules), "tp"),
+        Saved("attention", plain * hidden * c, "whole"),
+        *_adapters(arch, moe, modules),
+    ]
+    experts = arch.mixture_of_experts
+    width = arch.intermediate_size
+    if moe and experts is not None:
+        score = FP32 if arch.latent_attention is not None and not modules.autocast else c
+        tensors.append(Saved("experts", experts.num_experts * score, "sequence"))
+        width = experts.shared_expert_intermediate_size
+        if arch.model_type == "qwen2_moe":  # the shared expert's gate
+            tensors.append(Saved("experts", c, "sequence"))
+    if width and plain:
+        tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
+        tensors.append(Saved("mlp", hidden * c, "whole"))
+    return tensors
+
+
+def _projected(arch: Architecture) -> int:
+    """Numbers of a token that come out of the products before attention."""
+    latent = arch.latent_attention
+    if latent is None:
+        return widths(arch).inputs
+    heads = arch.num_attention_heads
+    compressed = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return compressed + heads * (latent.qk_head_dim + latent.qk_nope_head_dim + latent.v_head_dim)
+
+
+def _attention(arch: Architecture, modules: Modules) -> int:
+    """Attention's output with flash attention's statistics, or with the scores where a product makes them."""
+    heads, output = arch.num_attention_heads, widths(arch).output
+    if is_eager(arch, modules):
+        return (heads * modules.seq_len + output) * modules.compute
+    if in_plain_math(arch, modules):
+        return (heads * modules.seq_len + output) * FP32
+    return output * modules.compute + FP32 * heads
+
+
+def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Both products of each adapter: the narrow one and the wide one beside the base's own."""
+    if modules.targets is None:
+        return []
+    linears = arch.layer_linears(first_layer(arch, moe))
+    wide = sum(modules.adapter_rank + shape[0] for target, shape in linears if target in modules.targets)
+    return [Saved("attention", wide * modules.compute, "tp")]
+
+
+def held_by_products(arch: Architecture, moe: bool, modules: Modules, recompute: str) -> int:
+    """Bytes a token leaves with products over int8 though the layer is computed again.
+
+    ``MatMul8bitLt`` holds its input as an attribute of its own (``ctx.tensors``), which no checkpoint sees.
+    Products that read one norm's output share it; of selective checkpoints attention's output is kept anyway.
+    """
+    if not modules.int8_base or recompute not in ("full", "selective"):
+        return 0
+    numbers = arch.hidden_size + (widths(arch).output if recompute == "full" else 0)
+    experts = arch.mixture_of_experts
+    wide = arch.intermediate_size
+    if moe and experts is not None:
+        wide = experts.shared_expert_intermediate_size
+    if wide:
+        numbers += wide + (0 if arch.norms_per_layer == 1 else arch.hidden_size)
+    return numbers * modules.compute

@@ -1,0 +1,313 @@
+"""What transformers' modules hold on one pipeline stage, from forward's end to the end of backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
+from shardscope.core.words import count, gib, kib
+from shardscope.families.parameter_names import attention_inputs
+from shardscope.memory.activations.backward import (
+    Backward,
+    FullestLayer,
+    final_norm,
+    layer_backward,
+    norm_before_head,
+)
+from shardscope.memory.activations.float8 import layer_working
+from shardscope.memory.activations.forward import (
+    LayerActivations,
+    cast_weights,
+    casts_in_forward,
+    edge_activations,
+    head_input,
+    layer_activations,
+    masks_kept,
+    unsaved_at_start,
+)
+from shardscope.memory.activations.head import head_terms, loss_in_force
+from shardscope.memory.activations.modules.attention import is_eager
+from shardscope.memory.order import order_of
+from shardscope.memory.report import Term
+from shardscope.memory.state.quantization import largest_matrix
+from shardscope.memory.state.stages import layers_by_kind
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
+
+
+class Kind(NamedTuple):
+    """Layers of one kind on a stage that are treated alike."""
+
+    num_layers: int
+    each: LayerActivations
+    recompute: str
+
+
+class StageStep:
+    """One stage's micro-batches, from forward to backward."""
+
+    def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
+        self.plan, self.modules, self.stage = plan, modules, stage
+        degrees, recipe = plan.degrees, plan.recipe
+        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
+        """Parts of the residual stream."""
+        self.kinds = self._kinds()
+        self.num_chunks, self.chunks = in_flight(plan, stage.number)
+        saved = sum([kind.num_layers * kind.each.saved for kind in self.kinds])
+        self.saved = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks
+        """All layers' activations, of all micro-batches in flight."""
+        self.start = self.tokens * self._start_bytes()
+        """What a micro-batch leaves in front of the layers."""
+        self.end = stage.is_last * self.tokens * self._end_bytes()
+        """What it leaves behind them."""
+
+    def forward(self) -> Term:
+        """Activations at the end of forward."""
+        edges = self.start + self.end
+        cast = self._autocast_copies()[0]
+        num_bytes = self.saved + edges + cast + self._output()
+
+        def words() -> str:
+            casts = f"{gib(cast)} GiB half-precision copies of weights (autocast) + " if cast else ""
+            return f"{casts}{gib(edges)} GiB at the ends + {self._explain_layers()}"
+
+        return Term(num_bytes, words)
+
+    def _explain_layers(self) -> str:
+        parts = " + ".join(
+            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_layer_words(kind)})"
+            for kind in self.kinds
+            if kind.num_layers
+        )
+        held = self.chunks / self.num_chunks
+        schedule = "GPipe" if self.plan.layout.runs_all_forwards_first else "1F1B"
+        flight = f" × {held:g} micro-batches in flight ({schedule})" if held != 1 else ""
+        return (
+            f"{parts}{flight} · {self.modules.kernels} modules, Korthikanti et al. 2022, eq. 2, operator by "
+            "operator"
+        )
+
+    def logits(self) -> tuple[Term, Term]:
+        """Logits and loss at the end of forward, and as backward starts."""
+        return head_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
+
+    def backward(self, logits: Term) -> Backward:
+        """What autograd holds while backward runs on the stage."""
+        arch, stage, tokens = self.plan.architecture, self.stage, self.tokens
+        return Backward(
+            layers=self.saved + self.start,
+            edges=self.end,
+            cast=self._autocast_copies()[1],
+            cast_unsaved=self._unsaved_copies(),
+            stream=tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut),
+            norm=stage.is_last * tokens * self._in_norm(),
+            logits=logits,
+            explain_layers=self._explain_layers,
+            find_order=lambda: order_of(self),
+            find_fullest=self._fullest_layer,
+        )
+
+    def _fullest_layer(self) -> FullestLayer:
+        arch, modules, stage, tokens = self.plan.architecture, self.modules, self.stage, self.tokens
+        layer, tp = self._fullest(), self.plan.degrees.tp
+        # Layers with experts come last, and so first in backward.
+        own = layer_backward(arch, layers_by_kind(arch, stage)[-1][0], modules)
+        if 0 < arch.num_moe_layers < arch.num_hidden_layers:
+            own = where(stage.num_moe_layers > 0, own, layer_backward(arch, False, modules))
+        dequantised, float8 = self.dequantised(), self._float8()
+
+        def inside(num_bytes: Any) -> Any:
+            # tp cuts the stream only where the sequence is split.
+            rest = ceil_div(num_bytes - own.stream, tp)
+            return tokens * (ceil_div(own.stream, self.cut) + rest + layer.recomputed) + dequantised
+
+        return FullestLayer(
+            saved=tokens * layer.saved,
+            inside=largest(
+                inside(own.inside),
+                self._gathered(own.stream, layer.recomputed),
+                (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8),
+            ),
+            later=inside(own.later),
+            earlier=inside(own.earlier),
+            core=where(own.core == 0, 0, inside(own.core)),
+            recomputed=tokens * layer.recomputed,
+            again=tokens * largest(*(kind.each.recomputed for kind in self.kinds)),
+        )
+
+    def _gathered(self, stream: Any, recomputed: Any) -> Any:
+        """In a layer's last product, where the stream is split: its gradient gathered, and the product's."""
+        arch, width, tp = self.plan.architecture, self.modules.compute, self.plan.degrees.tp
+        whole = arch.hidden_size * width + ceil_div(arch.intermediate_size * width, tp)
+        return (self.cut > 1) * self.tokens * (ceil_div(stream, self.cut) + whole + recomputed)
+
+    def offloaded(self) -> int:
+        """Host bytes of the activations that wait there, of all micro-batches in flight.
+
+        And of autocast's copies of weights, which autograd saves as well.
+        """
+        arch, modules = self.plan.architecture, self.modules
+        away = sum(kind.num_layers * kind.each.offloaded for kind in self.kinds)
+        casts = 0
+        if modules.autocast:
+            moved = zip(self.kinds, layers_by_kind(arch, self.stage), strict=False)
+            casts = sum(kind.num_layers * cast_weights(arch, moe, modules) for kind, (moe, _) in moved)
+        found: int = ceil_div(self.tokens * away, self.num_chunks) * self.chunks + casts
+        return found
+
+    def _kinds(self) -> list[Kind]:
+        """Layers of each kind on the stage, those that are recomputed or offloaded first.
+
+        Every ``recompute_interval``-th layer of the stage is recomputed, its first one included; dense layers
+        come before those with experts.
+        """
+        recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
+        present = layers_by_kind(self.plan.architecture, self.stage)
+        if recompute == "none" or interval == 1:
+            return [Kind(layers, self.layer(moe, recompute), recompute) for moe, layers in present]
+        chosen, plain, before, chosen_before = [], [], 0, 0
+        for moe, layers in present:
+            before = before + layers
+            recomputed = ceil_div(before, interval) - chosen_before
+            chosen_before = chosen_before + recomputed
+            chosen.append(Kind(recomputed, self.layer(moe, recompute), recompute))
+            plain.append(Kind(layers - recomputed, self.layer(moe, "none"), "none"))
+        return chosen + plain
+
+    def layer(self, moe: bool, recompute: str) -> LayerActivations:
+        """What forward leaves of one layer of a kind."""
+        arch, modules = self.plan.architecture, self.modules
+        of_one = partial(layer_activations, arch, moe, modules, recompute)
+        in_parts = self.plan.layout.joins_attention_by_heads
+        joins = where(self.plan.degrees.cp > 1, 1, 0) if in_parts else 0
+        found: LayerActivations = looked_up(of_one, self.plan.degrees.tp, self.cut, joins)
+        return found
+
+    def _fullest(self) -> LayerActivations:
+        """The layer that holds most while it goes backward, of those that the stage has."""
+        fullest = self.kinds[0]
+        for kind in self.kinds[1:]:
+            more = kind.each.saved + kind.each.recomputed > fullest.each.saved + fullest.each.recomputed
+            fullest = where((kind.num_layers > 0) & (more | (fullest.num_layers == 0)), kind, fullest)
+        return fullest.each
+
+    def _float8(self) -> Any:
+        """Casts to 8 bits while one product goes backward."""
+        if self.plan.recipe.precision != "fp8-mixed":
+            return 0
+        found: Any = 0
+        for moe, layers in layers_by_kind(self.plan.architecture, self.stage):
+            # Layers with experts come last, and so first in backward.
+            found = where(layers > 0, layer_working(self.plan.architecture, moe, self.tokens), found)
+        return found
+
+    def dequantised(self) -> Any:
+        """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""
+        if not self.modules.quantized:
+            return 0
+        return self.modules.compute * largest_matrix(self.plan.architecture, self.stage)
+
+    def _start_bytes(self) -> Any:
+        """Bytes a token leaves in front of the layers: its id, less what the first one need not save.
+
+        And the masks that layers are called with again."""
+        arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
+        if recipe.recompute != "none" or not recipe.has_adapters:
+            masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
+            if not is_eager(arch, modules) and arch.model_type != "falcon":
+                # Flags of a window are the same for all sequences, and there once.
+                masks = ceil_div(masks, recipe.micro_batch_size)
+            return self.stage.is_first * 8 + masks
+        unsaved = looked_up(
+            lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
+        )
+        return self.stage.is_first * (8 - unsaved)
+
+    def _unsaved_copies(self) -> Any:
+        """Copies of the first layer's adapters that autograd does not keep: their input gets no gradient."""
+        modules = self.modules
+        if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
+            return 0
+        return self.stage.is_first * modules.compute * _first_adapters(self.plan.architecture, modules)
+
+    def _output(self) -> Any:
+        """The final norm's output, which the model hands out, where it is no tensor that is saved anyway."""
+        modules = self.modules
+        saved = modules.trained or modules.keeps_frozen_inputs
+        alive = modules.kernels != "megatron" and (modules.autocast or not saved)
+        row = self.plan.architecture.hidden_size * modules.normed
+        return self.stage.is_last * self.tokens * alive * row
+
+    def _end_bytes(self) -> Any:
+        """Bytes a token leaves behind the layers: the final norm's, and the head's input."""
+        arch, modules = self.plan.architecture, self.modules
+        norm = ceil_div(edge_activations(arch, modules), self.cut)
+        return norm + head_input(arch, modules, loss_in_force(self.plan))
+
+    def _in_norm(self) -> Any:
+        """Bytes a token has in the final norm's backward, beside all that forward saved."""
+        arch, modules, loss = self.plan.architecture, self.modules, loss_in_force(self.plan)
+        whole = final_norm(arch, modules)
+        if loss == "fused":
+            return ceil_div(whole, self.cut)
+        alone = norm_before_head(arch, modules, head_input(arch, modules, loss))
+        return where(self.cut > 1, ceil_div(whole, self.cut), alone)
+
+    def _autocast_copies(self) -> tuple[Any, Any]:
+        """Half-precision copies of matrices at the end of forward, and as backward starts.
+
+        Autocast caches copies of trained weights until its block ends, and autograd holds all that it needs;
+        recomputation gives them up layer by layer. A frozen base is in half precision already.
+        """
+        modules = self.modules
+        if not modules.autocast:
+            return 0, 0
+        arch = self.plan.architecture
+        head = modules.trained * arch.embedding_parameters
+        made = kept = self.stage.is_last * head * modules.compute
+        present = layers_by_kind(arch, self.stage)
+        # Kinds beyond those that are recomputed are the same ones, not recomputed.
+        for kind, (moe, _) in zip(self.kinds, (*present, *present), strict=False):
+            casts = kind.num_layers * cast_weights(arch, moe, modules)
+            often, often_kept = casts_in_forward(modules, kind.recompute)
+            made, kept = made + often * casts, kept + often_kept * casts
+        return made, kept - self._unsaved_copies()
+
+
+def _first_adapters(arch: Architecture, modules: Modules) -> int:
+    """Weights of the adapters' first matrices that read the model's embeddings."""
+    adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
+    return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
+
+
+def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
+    """(model chunks of a stage, chunk activations that it holds at once).
+
+    1F1B holds pp - stage micro-batches; interleaving more, in chunks of a vpp-th (Narayanan et al. 2021,
+    section 2.2; Megatron's warm-up count); GPipe all of a step's (Huang et al. 2019, section 2).
+    """
+    pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
+    if plan.layout.runs_all_forwards_first:
+        return vpp, where(pp > 1, micro_batches, 1)
+    plain = pp - stage
+    interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
+    return vpp, smallest(where(vpp == 1, plain, interleaved), micro_batches * vpp)
+
+
+def _layer_words(kind: Kind) -> str:
+    layer = kind.each
+    if kind.recompute == "none":
+        return (
+            f"{kib(layer.norms)} KiB norms and residuals + {kib(layer.attention)} KiB attention "
+            f"+ {kib(layer.mlp)} KiB MLP"
+        )
+    if kind.recompute == "offload":
+        return f"{kib(layer.offloaded)} KiB in host memory"
+    kept = "layer input" if kind.recompute == "full" else "matrix products and attention"
+    return f"{kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"

@@ -1,0 +1,54 @@
+"""The band that library buffers and the allocator leave open around a plan's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shardscope.memory.overheads import libraries as overheads
+from shardscope.memory.report import COMPONENTS, Component, Moment
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+_BESIDE_TENSORS = ("communication", "runtime", "fragmentation")
+TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _BESIDE_TENSORS)
+"""Components that are made of tensors."""
+
+
+def allocated_and_freed(moments: Sequence[Moment]) -> int:
+    """Bytes that one step of a stage allocates and frees: of each component what comes and goes.
+
+    The blocks stay the allocator's when their tensors are gone, and serve others only where sizes fit: so
+    each component counts at its own fullest moment. The moments of initialisation are no part of a step.
+    """
+    step = [moment.components for moment in moments if moment.phase != "initialisation"]
+    if not step:
+        return 0
+    found = 0
+    for name in TENSORS:
+        sizes = [components[name] for components in step]
+        found += max(sizes) - min(sizes)
+    return found
+
+
+def band(plan: Plan, stages: Iterable[tuple[Sequence[Moment], overheads.Band]]) -> tuple[int, int]:
+    """The peak if library buffers and the allocator take their least, and if they take their most.
+
+    ``stages`` are each one's moments and its communicators' buffers. The least may be at another moment than
+    the peak: of backward's the point has lost something to gaps, of the optimizer's nothing.
+    """
+    low = high = peak = 0
+    gpu = plan.cluster.gpu
+    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
+    for moments, communication in stages:
+        held = overheads.fragmentation(allocated_and_freed(moments), plan.on_gpu).high
+        for moment in moments:
+            terms = moment.terms
+            lost = terms["fragmentation"].num_bytes if "fragmentation" in terms else 0
+            tensors = moment.total - communication.point - runtime.point - lost
+            gaps = 0 if moment.phase == "initialisation" else max(lost, held)
+            low = max(low, tensors + communication.low + runtime.low)
+            high = max(high, tensors + communication.high + runtime.high + gaps)
+            peak = max(peak, moment.total)
+    return low, overheads.on_the_card(high, peak, plan.cluster.usable_bytes_per_gpu, plan.on_gpu)

@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state on one rank of a pipeline stage."""

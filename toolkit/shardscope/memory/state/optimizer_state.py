@@ -1,0 +1,240 @@
+"""The optimizer over all tensors that one rank of a stage trains: :mod:`optimizers`, tensor by tensor."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.words import count, gib
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.state.lora import adapter_targets, first_layer
+from shardscope.memory.state.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
+from shardscope.memory.state.stages import INPUTS, Stage, outer_tensors, rank_shapes
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+
+WORDS = {
+    "adamw": "two moments (Loshchilov & Hutter 2019)",
+    "adamw_foreach": "two moments (Loshchilov & Hutter 2019)",
+    "adamw_8bit": "two moments of 8 bits in blocks of 256 (Dettmers et al. 2022)",
+    "paged_adamw": "two fp32 moments in managed memory (bitsandbytes)",
+    "paged_adamw_8bit": "two moments of 8 bits in managed memory (bitsandbytes, Dettmers et al. 2022)",
+    "adafactor": "second moments of rows and columns (Shazeer & Stern 2018, torch.optim.Adafactor)",
+    "sgd": "one momentum",
+    "lion": "one momentum (Chen et al. 2023)",
+    "muon": "one momentum for hidden matrices, AdamW's two for the rest (Jordan et al. 2024)",
+}
+
+
+class OptimizerBytes(NamedTuple):
+    """One rank's optimizer."""
+
+    state: Term
+    """What stays on the device."""
+    working: Term
+    """What an update needs beside it."""
+    host_bytes: int
+    """Managed memory that moves to the host when the GPU is full."""
+
+
+class _Kind(NamedTuple):
+    """Whose optimizer runs, on which tensors."""
+
+    optimizer: str
+    width: int
+    """Bytes of one trained number."""
+    library: str
+
+
+class _Part(NamedTuple):
+    """Which part of a model one rank trains: plain numbers, or arrays of them."""
+
+    tp: int
+    ep: int
+    num_shards: int
+    is_first: bool
+    is_last: bool
+    num_layers: int
+    num_moe_layers: int
+
+
+def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, library: str) -> OptimizerBytes:
+    """The optimizer of a rank that keeps a ``num_shards``-th of each tensor's rows, rounded up.
+
+    ``width`` is the bytes of one trained number; ``library`` whose 8-bit AdamW runs on such tensors.
+    """
+    name, trained = plan.recipe.optimizer, stage.trainable_shard
+    degrees = plan.degrees
+    part = _Part(
+        degrees.tp,
+        degrees.ep,
+        num_shards,
+        stage.is_first,
+        stage.is_last,
+        stage.num_layers,
+        stage.num_moe_layers,
+    )
+    if name in ELEMENTWISE:
+        state = ELEMENTWISE[name] * width * trained
+        return OptimizerBytes(
+            Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {WORDS[name]}"),
+            _loop_working(plan, part, width, are_plain=library != "torchao"),
+            0,
+        )
+    kind = _Kind(name, width, library)
+    found = _sum(plan, part, kind)
+    paged = found.paged if plan.on_gpu else 0
+    state = found.state + found.paged - paged + constant_state(name, library)
+    working = found.working
+    if name == "adafactor":
+        arch, adapted = plan.architecture, _adapted(plan)
+        working = looked_up(lambda *numbers: _adafactor_working(arch, adapted, kind, _Part(*numbers)), *part)
+    elif not plan.on_gpu and name != "muon":
+        working = 0
+
+    def words() -> str:
+        moved = (
+            f"; {gib(paged)} GiB more in managed memory, on the host when the GPU is full" if paged else ""
+        )
+        return f"{count(trained, 'trained number')} tensor by tensor · {WORDS[name]}{moved}"
+
+    return OptimizerBytes(
+        Term(state, words),
+        Term(working, lambda: f"{gib(working)} GiB while the largest tensor is updated"),
+        paged,
+    )
+
+
+def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Term:
+    """SGD and Lion make the decayed gradient, tensor by tensor; of plain GPU tensors SGD all at once.
+
+    ``torch._foreach_add`` is torch's default where tensors on a GPU ``are_plain``, no DTensors, be these of
+    one shard (``torch/optim/optimizer.py``, ``_default_to_fused_or_foreach``).
+    """
+    name = plan.recipe.optimizer
+    if name == "adamw":
+        return no_bytes("fused AdamW updates in place")
+    if name == "adamw_foreach":
+        # All matrices' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
+        roots = _sum(plan, part, _Kind("matrices", width, "")).state
+        return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
+    largest = _sum(plan, part, _Kind(name, width, "")).working
+    at_once = name == "sgd" and are_plain and plan.on_gpu
+    if at_once:
+        largest = _sum(plan, part, _Kind("matrices", width, "")).state
+
+    def words() -> str:
+        if at_once:
+            return f"{gib(largest)} GiB gradients with weight decay, all at once"
+        return f"{gib(largest)} GiB gradient of the largest tensor, decayed"
+
+    return Term(largest, words)
+
+
+def _adapted(plan: Plan) -> Recipe | None:
+    return plan.recipe if plan.recipe.has_adapters else None
+
+
+def _sum(plan: Plan, part: _Part, kind: _Kind) -> TensorState:
+    """All tensors that train on a rank of the stage."""
+    arch, adapted = plan.architecture, _adapted(plan)
+    found: TensorState = looked_up(lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _part_state(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> TensorState:
+    state = paged = working = 0
+    for moe, layers in _layers(part):
+        layer = _layer(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
+        state, paged = state + layers * layer.state, paged + layers * layer.paged
+        working = max(working, layer.working)
+    if adapted is None:
+        for group, rows, columns in outer_tensors(arch, part.tp, part.is_first, part.is_last):
+            one = _tensor(kind, part.ep, part.num_shards, (1, rows, columns, group))
+            state, paged, working = state + one.state, paged + one.paged, max(working, one.working)
+    return TensorState(state, paged, working)
+
+
+def _layers(part: _Part) -> list[tuple[bool, int]]:
+    kinds = ((False, part.num_layers - part.num_moe_layers), (True, part.num_moe_layers))
+    return [(moe, layers) for moe, layers in kinds if layers]
+
+
+@lru_cache(maxsize=4096)
+def _layer(
+    arch: Architecture, adapted: Recipe | None, moe: bool, kind: _Kind, tp: int, ep: int, num_shards: int
+) -> TensorState:
+    """All trained tensors of one decoder layer: its own, or its adapters."""
+    tensors = [_tensor(kind, ep, num_shards, shape) for shape in _layer_shapes(arch, adapted, moe, tp, ep)]
+    return TensorState(
+        sum(tensor.state for tensor in tensors),
+        sum(tensor.paged for tensor in tensors),
+        max(tensor.working for tensor in tensors),
+    )
+
+
+def _layer_shapes(
+    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
+) -> list[tuple[int, int, int, str]]:
+    """(copies, rows, columns, group) of each trained tensor of one decoder layer, in its order."""
+    if adapted is None:
+        return [
+            (shape.copies, shape.rows, shape.columns, shape.group) for shape in rank_shapes(arch, moe, tp, ep)
+        ]
+    rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
+    found = []
+    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+        if target in targets:
+            found += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> int:
+    """Its loop still holds the last tensor's update while it makes the next one's (``_adafactor.py``)."""
+    outer = [] if adapted else outer_tensors(arch, part.tp, part.is_first, part.is_last)
+    sizes = {group: kind.width * rows * columns for group, rows, columns in outer if columns > 1}
+    most = 0
+    for moe, layers in _layers(part):
+        # Vectors are a group of their own, after the matrices.
+        inner = [
+            _tensor(kind, part.ep, part.num_shards, shape).working
+            for shape in _layer_shapes(arch, adapted, moe, part.tp, part.ep)
+            if shape[2] > 1
+        ]
+        following = inner[1:] + (inner[:1] if layers > 1 else [0])
+        most = max(most, *(one + after for one, after in zip(inner, following, strict=True)))
+        before = [sizes[group] for group in INPUTS if group in sizes]
+        ahead = [one + after for one, after in zip(before, [*before[1:], inner[0]], strict=False)]
+        most = max(most, *ahead, inner[-1] + sizes.get("lm_head", 0))
+    return most
+
+
+def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, str]) -> TensorState:
+    """One tensor's optimizer; experts are cut by their first dimension, the experts."""
+    copies, rows, columns, group = shape
+    if group == "experts":
+        copies = ceil_div(copies, max(1, num_shards // ep))
+    else:
+        rows = ceil_div(rows, num_shards)
+    numel, width = copies * rows * columns, kind.width
+    if kind.optimizer == "matrices":
+        return TensorState(width * numel if columns > 1 else 0)
+    if kind.optimizer in ("sgd", "lion"):
+        # Weight decay is added out of place (sgd.py); Lion's update is a tensor of its own.
+        return TensorState(width * numel, working=width * numel)
+    return tensor_state(
+        kind.optimizer,
+        rows,
+        columns,
+        width,
+        copies=copies,
+        hidden=columns > 1 and group not in ("experts", *INPUTS, "lm_head"),
+        embedding=group == "embedding",
+        library=kind.library,
+    )

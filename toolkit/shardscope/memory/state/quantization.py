@@ -1,0 +1,95 @@
+"""A frozen base in NF4 or int8 under adapters, as bitsandbytes and peft keep it.
+
+NF4 is Dettmers et al. 2023, section 3; int8 Dettmers et al. 2022 (LLM.int8). Every Linear inside the layers
+is quantised; embeddings, norms, the head, routers and fused experts are not. Read off bitsandbytes 0.50
+(``nn.Params4bit``, ``nn.Int8Params``, ``functional.quantize_4bit``, ``int8_vectorwise_quant``) and counted
+against it in ``tests/unit/test_quantization.py``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.arrays.arithmetic import ceil_div, largest
+from shardscope.core.errors import refuse
+from shardscope.core.precision import FP32
+from shardscope.memory.state.lora import first_layer
+from shardscope.memory.state.stages import layers_by_kind
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+    from shardscope.memory.state.stages import Stage
+
+BLOCK = 64
+"""Weights that share a scale."""
+SCALE_BLOCK = 256
+"""Scales that share a scale of their own, where they are quantised too."""
+CODES = 16 * FP32
+"""The sixteen numbers that four bits stand for, once a tensor."""
+
+
+def nf4_bytes(numel: Any, double: bool) -> Any:
+    """Bytes of one matrix of ``numel`` weights: 4 bits each, and a scale a block.
+
+    ``double``: the scales are 8 bits each, with an fp32 scale of their own a block, one offset and a map of
+    the 256 numbers that 8 bits stand for.
+    """
+    blocks = ceil_div(numel, BLOCK)
+    double_scales = blocks + FP32 * (ceil_div(blocks, SCALE_BLOCK) + 1 + 256)
+    scales = double_scales if double else FP32 * blocks
+    return ceil_div(numel, 2) + scales + CODES
+
+
+def check_kernels(recipe: Recipe) -> None:
+    """Refuse modules whose layers were never counted over a quantised base."""
+    counted = ("transformers",) if recipe.base_quantization == "int8" else ("transformers", "liger")
+    if recipe.base_quantization is not None and recipe.kernels not in (None, *counted):
+        refuse(
+            "Recipe.kernels",
+            recipe.kernels,
+            f"None or {', '.join(map(repr, counted))} over a base in {recipe.base_quantization}",
+            {"kernels": None},
+        )
+
+
+def int8_bytes(rows: Any, columns: Any) -> Any:
+    """Bytes of one matrix in int8: a byte a weight, and an fp32 scale a row."""
+    return rows * columns + FP32 * rows
+
+
+@lru_cache(maxsize=1024)
+def layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int, int, int]:
+    """(weights, bytes once quantised, weights of the largest) of the Linears of one layer.
+
+    ``kind`` is "int8", "nf4", or "nf4_double" with scales that are quantised too.
+    """
+    shapes = [shape for _, shape in architecture.layer_linears(first_layer(architecture, moe))]
+    sizes = [out * inner for out, inner in shapes]
+    if kind == "int8":
+        quantised = sum(int8_bytes(*shape) for shape in shapes)
+    else:
+        quantised = sum(nf4_bytes(size, kind == "nf4_double") for size in sizes)
+    return sum(sizes), quantised, max(sizes)
+
+
+def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
+    """Bytes of a stage's frozen weights: quantised Linears, and the rest at ``width`` bytes each."""
+    kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
+    quantised = saved = 0
+    for moe, layers in layers_by_kind(plan.architecture, stage):
+        numel, num_bytes, _ = layer_linears(plan.architecture, moe, kind)
+        quantised += layers * num_bytes
+        saved += layers * numel
+    return quantised + width * (stage.base - saved)
+
+
+def largest_matrix(architecture: Architecture, stage: Stage) -> int:
+    """Weights of the largest quantised matrix, which a product makes whole for as long as it takes."""
+    found: int = largest(*(
+        (layers > 0) * layer_linears(architecture, moe, "nf4")[2]
+        for moe, layers in layers_by_kind(architecture, stage)
+    ))  # fmt: skip
+    return found

@@ -1,0 +1,324 @@
+"""Which weights one rank of each pipeline stage is responsible for, once tp and ep have cut them."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, is_array, largest, looked_up
+from shardscope.core.arrays.column import remembering
+from shardscope.memory.state.lora import first_layer, layer_adapters
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+
+# Small matrices that every tensor-parallel rank keeps whole: latent attention's down projections
+# (DeepSeek-V2, section 2.1), the router, and the gate of Qwen's shared expert.
+_WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate"})
+# Column-parallel projections; their biases are cut with them (Shoeybi et al. 2019, section 3).
+_COLUMN = frozenset({
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "q_b_proj", "kv_b_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h",
+})  # fmt: skip
+# Row-parallel projections are cut along their inputs, the second dimension.
+_ROW = frozenset({"o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2"})
+
+
+class Shard(NamedTuple):
+    """Weights of one kind of decoder layer on one rank, and how much of them a sharding rank keeps."""
+
+    dense: int
+    """Everything but routed experts, after tp."""
+    experts: int
+    """Routed experts, after ep and tp."""
+    dense_padded: int
+    """One sharding rank's part of ``dense``: each tensor is cut along its first dimension, rounded up."""
+    experts_padded: int
+    """One sharding rank's part of ``experts``."""
+
+
+class Stage(NamedTuple):
+    """One pipeline stage's weights on one rank. Counts, not bytes; arrays where many plans are asked."""
+
+    number: int
+    """From 0, first to last."""
+    num_layers: int
+    num_moe_layers: int
+    """Decoder layers with routed experts among them."""
+    is_first: bool
+    is_last: bool
+    layers: int
+    """All decoder layers but their routed experts."""
+    experts: int
+    """Routed experts of all decoder layers."""
+    edges: int
+    """Embeddings on the first stage; final norm and output head on the last."""
+    head: int
+    """The output head among them: its gradient is there from the start of backward."""
+    shard: int
+    """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
+    edge_shard: int
+    """What it keeps of edges."""
+    largest_layer: int
+    """The largest decoder layer, experts included: what a gather moves."""
+    largest_shard: int
+    """What one sharding rank keeps of the largest."""
+    trainable: int
+    """Weights that get gradients: all of them, or the adapters."""
+    trainable_shard: int
+    """What one sharding rank keeps of ``trainable``."""
+    adapters: int
+    """LoRA weights on top of the base model (0 in full training)."""
+
+    @property
+    def base(self) -> int:
+        """All weights of the model itself."""
+        return self.layers + self.experts + self.edges
+
+
+def layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
+    """(with routed experts, layers of that kind on the stage), for the kinds that the model has."""
+    return _by_kind(arch, stage.num_layers, stage.num_moe_layers)
+
+
+def _by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
+    if not arch.num_moe_layers:
+        return [(False, num_layers)]
+    if arch.num_moe_layers == arch.num_hidden_layers:
+        return [(True, moe_layers)]
+    return [(False, num_layers - moe_layers), (True, moe_layers)]
+
+
+class StageShape(NamedTuple):
+    """What makes one pipeline stage other than the next, before any weight is counted."""
+
+    number: int
+    """From 0, first to last."""
+    is_first: bool
+    is_last: bool
+    num_layers: int
+    num_moe_layers: int
+
+
+class Shapes(NamedTuple):
+    """A pipeline's stages. Of a long one most are alike: what they hold is told once."""
+
+    kinds: tuple[StageShape, ...]
+    """The first stage of each kind: with most micro-batches in flight, all else being equal."""
+    kind_of: tuple[int, ...]
+    """Which of these each stage is like, first to last."""
+
+
+@lru_cache(maxsize=4096)
+def shapes_of(
+    architecture: Architecture, stage_layers: tuple[int, ...], moe_layers: tuple[int, ...] | None = None
+) -> Shapes:
+    """The stages of so many layers each.
+
+    ``moe_layers`` are those with routed experts on each, where a stage is not simply the next so many layers.
+    """
+    if moe_layers is None:
+        before = _moe_layers_before(architecture)
+        ends = list(accumulate(stage_layers))
+        moe_layers = tuple(
+            before[end] - before[end - layers] for end, layers in zip(ends, stage_layers, strict=True)
+        )
+    kinds: dict[tuple[bool, bool, int, int], StageShape] = {}
+    seen: list[tuple[bool, bool, int, int]] = []
+    for number, counts in enumerate(zip(stage_layers, moe_layers, strict=True)):
+        shape = (number == 0, number == len(stage_layers) - 1, *counts)
+        kinds.setdefault(shape, StageShape(number, *shape))
+        seen.append(shape)
+    places = {shape: place for place, shape in enumerate(kinds)}
+    return Shapes(tuple(kinds.values()), tuple(places[shape] for shape in seen))
+
+
+def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
+    """The weights of one stage on one rank.
+
+    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
+    """
+    degrees = plan.degrees
+    num_shards = by_value(degrees.shard * degrees.cp)
+    found: Stage = _whole(plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape)
+    if not plan.recipe.has_adapters:
+        return found
+    kinds = _by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
+    adapters, adapters_shard = _adapters(plan, kinds, num_shards)
+    return found._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
+
+
+@remembering
+def _whole(
+    arch: Architecture,
+    tp: Any,
+    ep: Any,
+    num_shards: Any,
+    vocab_multiple: Any,
+    number: Any,
+    is_first: Any,
+    is_last: Any,
+    num_layers: Any,
+    moe_layers: Any,
+) -> Stage:
+    """A stage all of whose weights are trained; what memory and time ask of it, and plans have in common."""
+    layers = experts = edges = shard = edge_shard = most = largest_shard = 0
+    for moe, count in _by_kind(arch, num_layers, moe_layers):
+        one = looked_up(partial(layer_shard, arch, moe), tp, ep, num_shards)
+        layers += count * one.dense
+        experts += count * one.experts
+        padded = one.dense_padded + one.experts_padded
+        shard += count * padded
+        most = largest(most, (count > 0) * (one.dense + one.experts))
+        largest_shard = largest(largest_shard, (count > 0) * padded)
+    for _, rows, columns in outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
+        edges += rows * columns
+        edge_shard += ceil_div(rows, num_shards) * columns
+    shard += edge_shard
+    return Stage(
+        number=number,
+        num_layers=num_layers,
+        num_moe_layers=moe_layers,
+        is_first=is_first,
+        is_last=is_last,
+        layers=layers,
+        experts=experts,
+        edges=edges,
+        head=is_last * _rows(arch, tp, vocab_multiple) * arch.hidden_size,
+        shard=shard,
+        edge_shard=edge_shard,
+        largest_layer=most,
+        largest_shard=largest_shard,
+        trainable=layers + experts + edges,
+        trainable_shard=shard,
+        adapters=0,
+    )
+
+
+def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
+    """Adapter weights of a stage, and what one sharding rank keeps of them."""
+    arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
+    whole = part = 0
+    for moe, layers in kinds:
+        each: tuple[int, int] = looked_up(partial(layer_adapters, arch, recipe, moe), num_shards)
+        whole += layers * ceil_div(each[0], tp)
+        part += layers * ceil_div(each[1], tp)
+    return whole, part
+
+
+def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
+    """Rows of the embedding or head on one tensor-parallel rank, padding included."""
+    rows: int = _rows(plan.architecture, plan.degrees.tp, vocab_multiple)
+    return rows
+
+
+def _rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
+    return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
+
+
+INPUTS = ("embedding", "positions")
+"""Groups of :func:`outer_tensors` before the first layer."""
+
+
+def outer_tensors(
+    arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
+) -> list[tuple[str, int, int]]:
+    """(group, rows, columns) of each tensor outside the layers on one rank of a stage.
+
+    Of arrays of plans those that lack a tensor have no rows of it.
+    """
+    rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
+    found: list[tuple[str, int, int]] = []
+    if _any(is_first):
+        found.append(("embedding", is_first * rows, hidden))
+        positions: int = ceil_div(arch.position_embedding_parameters, hidden)
+        if positions:
+            found.append(("positions", is_first * positions, hidden))
+    if _any(is_last):
+        found += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
+        # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
+        has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
+        if _any(has_head):
+            found.append(("lm_head", has_head * rows, hidden))
+        if arch.model_type == "phi":
+            found.append(("lm_head", is_last * rows, 1))
+    return found
+
+
+def _any(condition: Any) -> bool:
+    return bool(condition.any()) if is_array(condition) else bool(condition)
+
+
+@lru_cache(maxsize=256)
+def _moe_layers_before(architecture: Architecture) -> tuple[int, ...]:
+    """MoE layers among the first 0, 1, 2, ... decoder layers."""
+    flags = (architecture.is_moe_layer(index) for index in range(architecture.num_hidden_layers))
+    return (0, *accumulate(flags))
+
+
+@lru_cache(maxsize=4096)
+def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> Shard:
+    """One decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
+    dense = experts = dense_padded = experts_padded = 0
+    for group, _, copies, rows, columns in rank_shapes(architecture, moe, tp, ep):
+        if group == "experts":
+            # One row is one expert, so a rank may keep a whole expert, or none.
+            experts += copies * rows * columns
+            experts_padded += ceil_div(copies, max(1, num_shards // ep)) * rows * columns
+            continue
+        dense += rows * columns
+        dense_padded += ceil_div(rows, num_shards) * columns
+    return Shard(dense, experts, dense_padded, experts_padded)
+
+
+class RankShape(NamedTuple):
+    """One tensor of a decoder layer on one rank, after tp and ep."""
+
+    group: str
+    name: str
+    copies: int
+    """Experts in it; 1 for others."""
+    rows: int
+    columns: int
+    """1 for vectors."""
+
+
+@lru_cache(maxsize=4096)
+def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
+    """Every tensor of one decoder layer on one rank."""
+    found = []
+    for group, name, shape in architecture.layer_shapes(first_layer(architecture, moe)):
+        numel = 1
+        for size in shape:
+            numel *= size
+        if group == "experts":
+            # tp cuts each expert's inner width; which side that is does not change the count.
+            rows = shape[1] if len(shape) > 2 else 1
+            columns = numel // shape[0] // rows
+            if not name.endswith("down_proj_bias"):  # added once the ranks' parts are summed
+                columns = ceil_div(columns, tp)
+            found.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
+            continue
+        rows, columns = shape[0], numel // shape[0]
+        if _is_cut(name, shape):
+            if _module(name) in _ROW:
+                columns = ceil_div(columns, tp)
+            else:
+                rows = ceil_div(rows, tp)
+        found.append(RankShape(group, name, 1, rows, columns))
+    return tuple(found)
+
+
+def _is_cut(name: str, shape: tuple[int, ...]) -> bool:
+    module = _module(name)
+    if module in _WHOLE:
+        return False
+    # gpt-oss has one sink for each head.
+    return len(shape) > 1 or name.endswith("sinks") or (name.endswith("bias") and module in _COLUMN)
+
+
+def _module(name: str) -> str:
+    """Whose parameter it is: "o_proj" of "self_attn.o_proj.weight"."""
+    return name.split(".")[-2]

@@ -1,0 +1,146 @@
+"""Many plans at once: the same formulas as ``plan.memory()``, over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardscope.core.arrays.rows import Rows
+from shardscope.core.layout import Degrees
+from shardscope.memory.activations.forward import modules_of
+from shardscope.memory.activations.modules.attention import broadcasts_views
+from shardscope.memory.activations.step import StageStep
+from shardscope.memory.moments import peak_total
+from shardscope.memory.state.stages import StageShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
+
+_SIZES = ("micro_batch_size", "global_batch_size")
+"""Fields of a recipe that may differ between plans which are computed together."""
+_DEGREES = tuple(field.name for field in fields(Degrees))
+_SPREAD = (*_DEGREES, "sequence_parallel", "etp")
+"""Fields of a layout that may."""
+_TOLD = ("splits_sequence", "expert_tp")
+"""What follows from these for each plan, where it does not from arithmetic alone."""
+
+
+class Varied:
+    """Several nouns of one type as formulas read one: what differs are columns, the rest is ``like``'s.
+
+    Its properties and methods are the type's own, over the columns.
+    """
+
+    def __init__(self, kind: type, like: Any = None, /, **differing: Any) -> None:
+        self.__dict__.update(differing)
+        self._kind, self._like = kind, like
+
+    def __getattr__(self, name: str) -> Any:
+        told = getattr(self._kind, name, None)
+        if isinstance(told, property):
+            assert told.fget is not None
+            found = told.fget(self)
+        elif isinstance(told, FunctionType):
+            found = told.__get__(self)
+        else:
+            found = getattr(self._like, name)
+        self.__dict__[name] = found
+        return found
+
+
+class StageBytes(NamedTuple):
+    """What one rank of a stage needs; columns where many plans are asked."""
+
+    peak: Any
+    host: Any
+    host_state: Any
+    """Of ``host``, all but activations."""
+    nvme: Any
+
+
+def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
+    """The peak of one stage's ranks, and what they need beside the card. ``plan`` may be :class:`Varied`."""
+    from shardscope.frameworks.registry import frameworks
+
+    state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
+    peak = peak_total(plan, modules, stage, state)
+    offloads = plan.recipe.recompute == "offload"
+    offloaded = StageStep(plan, modules, stage).offloaded() if offloads else 0
+    return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
+
+
+def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
+    """``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, to the byte.
+
+    Plans that differ in degrees and batch sizes only are computed together: the more of them are alike
+    otherwise, the less one costs. Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, plan in enumerate(plans):
+        groups.setdefault(_kind(plan), []).append(index)
+    found = np.zeros(len(plans), np.int64)
+    for indices in groups.values():
+        found[indices] = _peaks([plans[index] for index in indices])
+    return found
+
+
+def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
+    """The peaks of plans of one kind: every kind of stage of each is a row."""
+    from shardscope.frameworks.registry import frameworks
+
+    model = frameworks[plans[0].layout.framework].memory_model()
+    shapes = [model.shapes(plan).kinds for plan in plans]
+    owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
+    rows = Rows([np.arange(len(owners))])
+
+    def column(values: list[Any]) -> Any:
+        return rows.column(1, np.array(values, np.int64))
+
+    def varied(nouns: list[Any], names: Sequence[str]) -> Varied:
+        found = {}
+        for name in names:
+            values = [getattr(noun, name, None) for noun in nouns]
+            if any(value != values[0] for value in values) and None not in values:
+                found[name] = column([values[owner] for owner in owners])
+        return Varied(type(nouns[0]), nouns[0], **found)
+
+    first = plans[0]
+    together = Varied(
+        type(first),
+        first,
+        recipe=varied([plan.recipe for plan in plans], _SIZES),
+        layout=varied([plan.layout for plan in plans], (*_SPREAD, *_TOLD)),
+        degrees=varied([plan.degrees for plan in plans], _DEGREES),
+    )
+    columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
+    shape: Any = StageShape(*(column(list(values)) for values in columns))
+    plan: Any = together
+    peaks = stage_bytes(plan, modules_of(plan), model.stage(plan, shape)).peak
+    starts = np.searchsorted(owners, np.arange(len(plans)))
+    return np.maximum.reduceat(rows.spread(peaks), starts)
+
+
+def _kind(plan: Plan) -> tuple[Any, ...]:
+    """What plans must have in common to be computed together: whether there are pipeline stages, too.
+
+    And whether an expanded key head is a view, which products in plain math save.
+    """
+    return (
+        plan.architecture,
+        plan.on_gpu,
+        plan.cluster.usable_bytes_per_gpu,
+        plan.cluster.gpu.name,
+        plan.degrees.pp > 1,
+        broadcasts_views(plan.architecture, plan.recipe.micro_batch_size),
+        type(plan.layout),
+        *(getattr(plan.layout, field.name) for field in fields(plan.layout) if field.name not in _SPREAD),
+        *(getattr(plan.recipe, field.name) for field in fields(plan.recipe) if field.name not in _SIZES),
+    )

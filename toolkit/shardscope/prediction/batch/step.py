@@ -1,0 +1,45 @@
+"""The step's seconds of many plans at once: the same formulas as ``plan.step()``, over columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.core.arrays.column import total
+from shardscope.memory.activations.forward import modules_of
+from shardscope.prediction.step import ALIKE, bubble_seconds
+from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.stages import FLOWING, ONCE, stage_seconds
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.prediction.batch.table import Table
+
+
+def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
+    """``plan.step().seconds`` of each plan of ``table``, but for what paged optimizers add.
+
+    Shape ``(num_plans,)``. ``plans`` and ``stage`` are :meth:`Table.plans` and the weights of its stages.
+    Raises ``ValueError`` naming a figure that is not known.
+    """
+    found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
+    parts = found.parts
+    through = total([parts[part] for part in FLOWING])
+    busy = table.by_place(table.rows.spread(total([through, *(parts[part] for part in ONCE)])))
+    flowing = table.by_place(table.rows.spread(through))
+    most, every = busy[0].copy(), flowing[0] * table.num_alike[0]
+    for own, flow, alike in zip(busy[1:], flowing[1:], table.num_alike[1:], strict=True):
+        np.maximum(most[: len(own)], own, out=most[: len(own)])
+        every[: len(own)] += flow * alike
+    if len(busy) == 1:
+        return table.by_plan(most)
+    slowest = np.empty_like(most)
+    # Of stages that are equally slow the first is the slowest.
+    for own, flow in zip(reversed(busy), reversed(flowing), strict=True):
+        np.copyto(slowest[: len(own)], flow, where=own >= ALIKE * most[: len(own)])
+    columns = table.columns
+    most, every, slowest = table.by_plan(most), table.by_plan(every), table.by_plan(slowest)
+    bubble = bubble_seconds(every, slowest, columns.get("vpp", 1), table.num_micro_batches)
+    return np.where(table.num_stages > 1, most + bubble, most)

@@ -1,0 +1,198 @@
+"""The rows of one grid, ready for formulas: which plans agree in which numbers, and their pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.core.arrays.alike import Distinct, rows_alike, value_codes
+from shardscope.core.arrays.rows import Rows
+from shardscope.core.layout import Degrees
+from shardscope.core.plan import Plan
+from shardscope.core.recipe import Recipe
+from shardscope.memory.activations.modules.attention import broadcasts_views
+from shardscope.memory.state.stages import Shapes, StageShape
+from shardscope.planner.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
+from shardscope.prediction.batch.memory import Varied
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.frameworks.registry import MemoryModel
+
+CHUNK = 1 << 15
+"""Plans that are computed together: so many that their numbers stay in a processor's cache."""
+
+FEW_ROWS = 2000
+"""So many are computed row by row: to find out which agree takes longer than what that saves."""
+
+
+class Table:
+    """Plans of one grid, each row of :attr:`columns` one; each has a row of :attr:`rows` for every kind of
+    pipeline stage that it has."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layout: Layout,
+        model: MemoryModel,
+        recipe: Recipe,
+        columns: Columns,
+        *,
+        every_stage: bool = False,
+    ) -> None:
+        self.architecture, self.columns, self._model = arch, columns, model
+        self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
+        """The same plans, each with a row for every pipeline stage."""
+        self.num_plans = len(columns[MICRO_BATCH_SIZE])
+        self.making: dict[Layout, NDArray[np.int64]] = {}
+        """Host memory while models are made, which no recomputation changes (``room_many.py``)."""
+        self._stages_of: dict[Layout, Any] = {}
+        own = layout.__dataclass_fields__
+        self._fields = [name for name in columns if name in own]
+        self._stages(layout, model, every_stage=every_stage)
+        self.num_micro_batches = recipe.global_batch_size // (
+            columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
+        )
+        numbers = {
+            **{name: columns[name] for name in (*self._fields, MICRO_BATCH_SIZE, DATA_PARALLEL)},
+            "num_micro_batches": self.num_micro_batches,
+            "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
+        }
+        if len(self.owners) <= FEW_ROWS:
+            self.rows = Rows.one_by_one(len(self.owners))
+            self._bits = dict.fromkeys((*numbers, "place"), 1)
+            self._numbers = {
+                name: self.rows.column(1, column[self.owners]) for name, column in numbers.items()
+            }
+            return
+        codes = [value_codes(column)[0] for column in numbers.values()]
+        plans = Distinct(self.num_plans, self.owners, self._firsts)
+        self.rows = Rows([self.place], plans, codes)
+        self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
+        self._numbers = {
+            name: self.rows.column_of_groups(self._bits[name], column) for name, column in numbers.items()
+        }
+
+    def _stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
+        """A row for each kind of pipeline stage of each plan, or for every one."""
+        columns = self.columns
+        pp = columns.get("pp", np.ones(self.num_plans, np.int64))
+        vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
+        pipelines = rows_alike([value_codes(pp), value_codes(vpp)])
+        self.pipeline_of = pipelines.codes
+        self.pipelines = [
+            shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row]))
+            for row in pipelines.rows
+        ]
+        if every_stage:
+            self.pipelines = [one_by_one(shapes) for shapes in self.pipelines]
+        counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
+        offsets = np.cumsum(counts) - counts
+        each = counts[self.pipeline_of]
+        # First stages of all plans, then second ones: what is told of a plan is told of whole arrays so.
+        order = np.argsort(-each, kind="stable")
+        sizes = np.array([np.count_nonzero(each > place) for place in range(int(counts.max()))])
+        self._places = np.cumsum(sizes) - sizes
+        """Of each place among a plan's stages the first row."""
+        self._ends = self._places + sizes
+        self.owners = np.concatenate([order[:size] for size in sizes])
+        """Of each row its plan: those with the most stages first."""
+        self._firsts = np.argsort(order)
+        """Of each plan the row of its first stage."""
+        self.place = np.repeat(np.arange(len(sizes)), sizes)
+        kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
+        row_kinds = offsets[self.pipeline_of][self.owners] + self.place
+        self._shapes = kinds[row_kinds]
+        alike = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
+        self.num_alike = self.by_place(np.concatenate(alike)[row_kinds])
+        """Stages of each kind, by place."""
+        self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
+
+    @cached_property
+    def shape(self) -> StageShape:
+        """The stages, as columns."""
+        keys = self._bits["place"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
+        return StageShape(*(self.rows.column(keys, column) for column in self._shapes.T))
+
+    def number(self, name: str) -> Any:
+        """A field of the layouts, as a column, or a number where all have the same."""
+        return self._numbers[name]
+
+    def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
+        """All of them as formulas read one plan."""
+        numbers = self._numbers
+        varied = Varied(type(layout), layout, **{name: numbers[name] for name in self._fields})
+        degrees = Varied(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
+        return Varied(
+            Plan,
+            None,
+            architecture=self.architecture,
+            cluster=cluster,
+            recipe=Varied(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
+            layout=varied,
+            degrees=degrees,
+            num_micro_batches=numbers["num_micro_batches"],
+        )
+
+    def stage(self, plans: Any, layout: Layout) -> Any:
+        """The weights of all their stages, which no recomputation changes."""
+        found = self._stages_of.get(layout)
+        if found is None:
+            found = self._stages_of[layout] = self._model.stage(plans, self.shape)
+        return found
+
+    def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
+        """The rows of all first stages, of all second ones, and so on: of each those with the next first."""
+        return [by_row[first:end] for first, end in zip(self._places, self._ends, strict=True)]
+
+    def by_plan(self, of_first: NDArray[Any]) -> NDArray[Any]:
+        """What was told of each first stage, by plan, shape ``(num_plans,)``."""
+        return of_first.take(self._firsts, mode="clip")
+
+    def stages_of(self, plans: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
+        """Of those plans the rows of the stages at ``places``, shape ``(plans, places)``."""
+        found: NDArray[np.int64] = self._firsts[plans][:, None] + self._places[np.array(places)]
+        return found
+
+    def most(self, by_row: NDArray[Any]) -> NDArray[Any]:
+        """Of each plan the largest of its stages' values, shape ``(num_plans,)``."""
+        first, *others = self.by_place(by_row)
+        found = first.copy()
+        for other in others:
+            np.maximum(found[: len(other)], other, out=found[: len(other)])
+        return self.by_plan(found)
+
+
+def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int) -> Shapes:
+    """The stages of a pipeline, which no other degree decides."""
+    degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
+    layers = tuple(layout.stage_layers(arch, degrees))
+    return model.shapes(Varied(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+
+
+def one_by_one(shapes: Shapes) -> Shapes:
+    """Each stage a kind of its own."""
+    stages = (shapes.kinds[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of))
+    return Shapes(tuple(stages), tuple(range(len(shapes.kind_of))))
+
+
+def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:
+    """Rows whose plans formulas can take together, in pieces of at most :data:`CHUNK`.
+
+    Those with pipeline stages apart from those without, and those where an expanded key head is a view.
+    """
+    number = len(columns[MICRO_BATCH_SIZE])
+    stages = columns.get("pp", np.ones(number, np.int64)) > 1
+    views = np.broadcast_to(broadcasts_views(arch, columns[MICRO_BATCH_SIZE]), number)
+    for has_stages in (False, True):
+        for has_views in (False, True):
+            found = kept(columns, (stages == has_stages) & (views == has_views))
+            for start in range(0, len(found[MICRO_BATCH_SIZE]), CHUNK):
+                yield {name: column[start : start + CHUNK] for name, column in found.items()}

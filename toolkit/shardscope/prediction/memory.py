@@ -1,0 +1,92 @@
+"""The predicted tier: every pipeline stage of a plan from closed formulas."""
+
+from __future__ import annotations
+
+from operator import ge
+from typing import TYPE_CHECKING
+
+from shardscope.memory.activations.forward import modules_of
+from shardscope.memory.activations.step import StageStep
+from shardscope.memory.moments import fullest, moments
+from shardscope.memory.overheads.band import band
+from shardscope.memory.overheads.libraries import communication
+from shardscope.memory.report import MemoryReport, Moment, StageMemory
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
+    from shardscope.memory.state.training_state import TrainingState
+
+
+def predict(plan: Plan) -> MemoryReport:
+    """The plan's memory, every pipeline stage, from closed formulas."""
+    from shardscope.frameworks.registry import frameworks
+
+    model = frameworks[plan.layout.framework].memory_model()
+    shapes, modules = model.shapes(plan), modules_of(plan)
+    stages = [model.stage(plan, shape) for shape in shapes.kinds]
+    # Where a stage receives from its neighbours, one between two others may be fuller than the first.
+    by_place = getattr(model, "counts_neighbours", False)
+    apart = 1 if by_place else 0
+    candidates = {
+        stage.number: (_stage(plan, modules, stage, state), state)
+        for stage in (*stages[:apart], *_candidates(stages[apart:]))
+        for state in (model.training_state(plan, stage),)
+    }
+
+    def every_stage() -> tuple[StageMemory, ...]:
+        states = [] if by_place else [model.training_state(plan, stage) for stage in stages]
+
+        def found(number: int, kind: int) -> StageMemory:
+            if number in candidates:
+                return candidates[number][0]
+            stage = stages[kind]._replace(number=number)
+            return _stage(
+                plan, modules, stage, model.training_state(plan, stage) if by_place else states[kind]
+            )
+
+        return tuple(found(number, kind) for number, kind in enumerate(shapes.kind_of))
+
+    return MemoryReport(
+        find_stages=every_stage,
+        worst_stage=max((stage for stage, _ in candidates.values()), key=lambda stage: stage.peak_bytes),
+        usable_bytes=plan.cluster.usable_bytes_per_gpu,
+        find_band=lambda: band(
+            plan,
+            [
+                (stage.moments, communication(state.group_sizes, plan.cluster.gpu.vendor))
+                for stage, state in candidates.values()
+            ],
+        ),
+    )
+
+
+def _candidates(kinds: list[Stage]) -> list[Stage]:
+    """The stages that can be fullest.
+
+    A stage that has no fewer layers and weights of any kind than a later one, nor lacks the head, outdoes it:
+    it has no fewer micro-batches in flight either.
+    """
+    found: list[Stage] = []
+    for kind in kinds:
+        if not any(all(map(ge, earlier[1:], kind[1:])) for earlier in found):
+            found.append(kind)
+    return found
+
+
+def _stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> StageMemory:
+    """One stage, whose moments are computed when somebody looks."""
+    offloads = plan.recipe.recompute == "offload"
+    return StageMemory(
+        stage=stage.number,
+        num_layers=stage.num_layers,
+        find_moments=lambda: _in_order(moments(plan, modules, stage, state)),
+        find_peak=lambda: fullest(plan, modules, stage, state),
+        host_bytes=state.host_bytes + (StageStep(plan, modules, stage).offloaded() if offloads else 0),
+        nvme_bytes=state.nvme_bytes,
+    )
+
+
+def _in_order(found: list[Moment]) -> tuple[Moment, ...]:
+    return tuple(sorted(found, key=lambda moment: moment.fraction))

@@ -1,0 +1,314 @@
+"""Which recipes a framework can run: its layout class lists them, a Plan that is not among them is refused.
+
+What is listed has a formula in the memory model; what has none yet is refused here by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import Fix, nearest, refuse
+from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.modules.attention import CHOOSABLE, EAGER
+from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
+from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+
+SUPPORT = {
+    "method": "supported_methods",
+    "precision": "supported_precisions",
+    "optimizer": "supported_optimizers",
+    "recompute": "supported_recompute",
+    "kernels": "supported_kernels",
+    "attention": "supported_attention",
+    "loss": "supported_losses",
+    "quantization": "supported_quantization",
+}
+"""Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
+
+DROPOUT_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""GPT-2 has dropout everywhere; the others in attention alone. Each is checked against transformers."""
+
+
+FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
+
+
+def check_targets(arch: Architecture, recipe: Recipe) -> None:
+    """Raise ``ValueError`` for adapters of projections that the model does not have."""
+    if not recipe.lora_targets:
+        return
+    known = {target for target, _ in arch.lora_shapes}
+    for target in recipe.lora_targets:
+        if target not in known:
+            refuse(
+                "Recipe.lora_targets",
+                target,
+                f"projections of {arch.name}: {', '.join(sorted(known)) or 'none'}",
+                f"lora_targets=({nearest(target, sorted(known))!r},)",
+            )
+        if target in FUSED_IN_EXPERTS and arch.num_moe_layers:
+            refuse(
+                "Recipe.lora_targets",
+                target,
+                f"projections of attention with {arch.name}: peft adapts its fused experts along with that, "
+                "each by a whole matrix of its size, for which there is no formula",
+                {"lora_targets": None},
+            )
+
+
+def check_sequence(arch: Architecture, recipe: Recipe) -> None:
+    """Raise ``ValueError`` for a sequence beyond the positions that the model learned."""
+    limit = arch.max_position_embeddings
+    if arch.position_embedding == "learned" and recipe.seq_len > limit:
+        refuse(
+            "Recipe.seq_len",
+            recipe.seq_len,
+            f"at most {limit}, the learned positions of {arch.name}",
+            {"seq_len": limit},
+        )
+
+
+def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
+    """The values of a recipe's field that ``layout`` can run; ``()`` for a field it has no list of."""
+    found: tuple[Any, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
+    return found
+
+
+def check_supported(plan: Plan) -> None:
+    """Raise ``ValueError`` naming the first field of the recipe that the framework cannot run."""
+    for field in SUPPORT:
+        value = getattr(plan.recipe, field)
+        if value is not None and value not in supported(plan.layout, field):
+            _refuse_unsupported(plan, field, value)
+    _check_attention(plan)
+    _check_float8(plan)
+    _check_kernels(plan)
+    _check_compiled(plan)
+    _check_dropout(plan)
+    _check_experts(plan)
+    _check_interval(plan)
+    _check_packing(plan)
+    plan.layout.check_together(plan.architecture, plan.recipe, plan.degrees)
+
+
+def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
+    values = supported(plan.layout, field)
+    open_field = field in ("kernels", "attention", "loss", "quantization")
+    allowed = ", ".join(map(repr, (None, *values) if open_field else values))
+    fix: Fix
+    if field == "method":
+        fix = {"layout": "fsdp2"}
+    else:
+        fix = {field: None if open_field else nearest(value, list(values))}
+    refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
+
+
+def _check_kernels(plan: Plan) -> None:
+    """Kernels are written for some families, for GPUs, and for vocabularies that are whole."""
+    recipe, arch = plan.recipe, plan.architecture
+    if plan.kernels == "megatron":
+        return
+    uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
+    field, value = ("kernels", "liger") if recipe.kernels == "liger" else ("loss", recipe.loss)
+    if recipe.kernels == "liger" and (arch.model_type not in LIGER_FAMILIES or arch.num_moe_layers):
+        refuse(
+            "Recipe.kernels",
+            "liger",
+            f"None or 'transformers' with {arch.name} ({arch.model_type}): the memory model knows Liger's "
+            f"kernels in {', '.join(LIGER_FAMILIES)}",
+            {"kernels": None},
+        )
+    if uses_liger and not plan.on_gpu:
+        refuse(f"Recipe.{field}", value, "None on CPU ranks: Liger's kernels need a GPU", {field: None})
+    if loss_in_force(plan) != "full" and plan.degrees.tp > 1:
+        refuse(
+            f"Recipe.{field}",
+            value,
+            "the full loss with tp > 1, which cuts the vocabulary",
+            {"loss": "full" if recipe.loss is None else None},
+        )
+
+
+def _check_compiled(plan: Plan) -> None:
+    """Compiled layers are counted in some families, whole, with fused attention, kept or computed again."""
+    recipe, arch = plan.recipe, plan.architecture
+    if plan.kernels != "compiled":
+        return
+    if arch.model_type not in COMPILED_FAMILIES or arch.num_moe_layers:
+        refuse(
+            "Recipe.kernels",
+            "compiled",
+            f"None or 'transformers' with {arch.name} ({arch.model_type}): compiled layers are counted in "
+            f"{', '.join(COMPILED_FAMILIES)}",
+            {"kernels": None},
+        )
+    autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
+    counted: dict[str, tuple[Any, ...]] = {
+        "method": ("full", "lora"),
+        "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
+        # What a compiled graph makes of autocast's copies of weights when it computes again was not counted.
+        "recompute": ("none",) if autocast else ("none", "full"),
+        "attention": (None, "sdpa"),
+        "dropout": (0.0,),
+        "lora_dropout": (0.0,),
+    }
+    for field, values in counted.items():
+        value = getattr(recipe, field)
+        if value not in values:
+            allowed = ", ".join(map(repr, values))
+            refuse(f"Recipe.{field}", value, f"{allowed} with kernels='compiled'", {field: values[0]})
+    for degree in ("tp", "cp"):
+        if getattr(plan.degrees, degree) > 1:
+            refuse(
+                f"Layout.{degree}",
+                getattr(plan.degrees, degree),
+                "1 with kernels='compiled'",
+                {degree: 1},
+            )
+    if plan.on_gpu and arch.head_dim % 8:
+        refuse(
+            "Recipe.kernels",
+            "compiled",
+            f"None with {arch.name}, whose heads are {arch.head_dim} wide: flash attention pads them to a "
+            "multiple of 8",
+            {"kernels": None},
+        )
+    grouped = arch.num_key_value_heads < arch.num_attention_heads
+    if plan.on_gpu and grouped and recipe.precision == "fp32":
+        refuse(
+            "Recipe.precision",
+            "fp32",
+            f"half precision with kernels='compiled' and the grouped queries of {arch.name}, for which no "
+            "fused attention takes fp32",
+            {"precision": "bf16-mixed"},
+        )
+
+
+def _check_experts(plan: Plan) -> None:
+    recipe, layout = plan.recipe, plan.layout
+    dense = not plan.architecture.num_moe_layers
+    if recipe.expert_imbalance != 1.0 and dense:
+        refuse(
+            "Recipe.expert_imbalance",
+            recipe.expert_imbalance,
+            f"1.0 with {plan.architecture.name}, which has no experts",
+            {"expert_imbalance": 1.0},
+        )
+    if (
+        recipe.expert_imbalance != 1.0
+        and plan.degrees.ep > 1
+        and "expert_imbalance" not in layout.own_formulas
+    ):
+        # Without ep each rank has all experts, and its own tokens are as many however they are routed.
+        refuse(
+            "Recipe.expert_imbalance",
+            recipe.expert_imbalance,
+            f"1.0 with ep={plan.degrees.ep} of {layout.title}, for which there is no formula",
+            {"expert_imbalance": 1.0},
+        )
+    if recipe.expert_capacity_factor is not None and (dense or not layout.supports_expert_capacity):
+        why = f"{plan.architecture.name} has no experts" if dense else f"{layout.title} is dropless"
+        refuse(
+            "Recipe.expert_capacity_factor",
+            recipe.expert_capacity_factor,
+            f"None: {why}",
+            {"expert_capacity_factor": None},
+        )
+
+
+def _check_dropout(plan: Plan) -> None:
+    """Fused attention keeps a seed for its dropout, not a mask; of other masks only GPT-2's are counted."""
+    if not plan.recipe.dropout or "dropout" in plan.layout.own_formulas:
+        return
+    family = plan.architecture.model_type
+    if family not in DROPOUT_FAMILIES:
+        refuse(
+            "Recipe.dropout",
+            plan.recipe.dropout,
+            f"0.0 with {plan.architecture.name} ({family}): the memory model knows dropout in "
+            f"{', '.join(DROPOUT_FAMILIES)}",
+            {"dropout": 0.0},
+        )
+
+
+def _check_interval(plan: Plan) -> None:
+    """Where dense and expert layers alternate, it would matter which of them every k-th layer is."""
+    experts = plan.architecture.mixture_of_experts
+    if plan.recipe.recompute_interval == 1:
+        return
+    if not plan.layout.supports_recompute_interval:
+        refuse(
+            "Recipe.recompute_interval",
+            plan.recipe.recompute_interval,
+            f"1 with {plan.layout.title}",
+            {"recompute_interval": 1},
+        )
+    if experts is None:
+        return
+    if experts.decoder_sparse_step > 1 or experts.mlp_only_layers:
+        refuse(
+            "Recipe.recompute_interval",
+            plan.recipe.recompute_interval,
+            f"1 with {plan.architecture.name}, whose dense and expert layers alternate",
+            {"recompute_interval": 1},
+        )
+
+
+def _check_packing(plan: Plan) -> None:
+    """Documents are kept apart by FlashAttention's own offsets; a mask for it would be another matter."""
+    if not plan.recipe.packing:
+        return
+    if not plan.layout.supports_packing:
+        refuse("Recipe.packing", True, f"False with {plan.layout.title}", {"packing": False})
+    if plan.recipe.attention != "flash":
+        refuse("Recipe.packing", True, "False unless attention='flash'", {"attention": "flash"})
+
+
+def _check_attention(plan: Plan) -> None:
+    attention, arch = plan.recipe.attention, plan.architecture
+    if attention is None or plan.kernels == "megatron":
+        return
+    own = "eager" if arch.model_type in EAGER else "sdpa"
+    if attention != own and arch.model_type not in CHOOSABLE:
+        refuse(
+            "Recipe.attention",
+            attention,
+            f"None or {own!r} with {arch.name} ({arch.model_type}): others are counted in "
+            f"{', '.join(CHOOSABLE)}",
+            {"attention": None},
+        )
+    if attention == "flash" and not plan.on_gpu:
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' on CPU ranks", {"attention": None})
+    if attention == "flash" and not plan.cluster.gpu.has_flash_attention:
+        allowed = f"None, 'eager' or 'sdpa' on {plan.cluster.gpu.name}: FlashAttention begins with Ampere"
+        refuse("Recipe.attention", "flash", allowed, {"attention": None})
+    if attention == "flash" and plan.recipe.precision == "fp32":
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", {"precision": "bf16-mixed"})
+    if attention == "flash" and plan.recipe.recompute == "selective":
+        refuse(
+            "Recipe.attention",
+            "flash",
+            "None or 'sdpa' with selective recomputation, which keeps the outputs of PyTorch's own operators",
+            {"attention": "sdpa"},
+        )
+
+
+def _check_float8(plan: Plan) -> None:
+    """8-bit products need a GPU that has them, and matrices that are whole."""
+    if plan.recipe.precision != "fp8-mixed" or plan.kernels == "megatron":
+        return
+    if "fp8" not in plan.cluster.gpu.peak_flops:
+        refuse(
+            "Recipe.precision",
+            "fp8-mixed",
+            f"another on {plan.cluster.gpu.name}, which has no 8-bit floating point",
+            {"precision": "bf16-mixed"},
+        )
+    if plan.degrees.tp > 1:
+        refuse("Recipe.precision", "fp8-mixed", "another with tp > 1", {"precision": "bf16-mixed"})

@@ -1,0 +1,1 @@
+"""What this machine itself measured: curves, the rates fitted to them, and where both are kept."""

@@ -1,0 +1,209 @@
+"""From measured curves to the few rates that the step's formulas read.
+
+Every fit is least squares of relative errors, so that small calls count as much as large ones, over the very
+formula that the prediction then uses (``MatrixRate.seconds``, ``collectives.seconds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import exp, log
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.timing.collectives import seconds
+from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, MeasuredCalls, Rates, rates_of
+from shardscope.timing.traffic import Transfer
+
+if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
+    from shardscope.timing.calibration.curves import (
+        AttentionPass,
+        Calibration,
+        CollectiveCall,
+        MatrixProduct,
+        MemoryPass,
+    )
+
+WORTH_SECONDS = 50e-6
+"""A product that takes less says more about being started than about multiplying."""
+
+
+class Term(NamedTuple):
+    """One measured time and what it is taken to be a sum of: ``first * x + second * y``."""
+
+    x: float
+    y: float
+    seconds: float
+
+
+def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
+    """The catalogue's rates of ``cluster`` with everything replaced that ``calibration`` measured."""
+    known = rates_of(cluster)
+    matrices = dict(known.matrices)
+    precisions = {product.precision for product in calibration.matrix_products}
+    for precision in sorted(precisions):
+        products = [one for one in calibration.matrix_products if one.precision == precision]
+        peak = cluster.gpu.peak_flops.get(precision)
+        matrices[precision] = fitted_matrices(products, peak)
+    memory = fitted_memory(calibration.memory_passes)
+    inside = known.inside
+    if calls := [call for call in calibration.collectives if call.collective in STATE]:
+        inside = fitted_link(known, calls, calibration.num_ranks)
+    return replace(
+        known,
+        matrices=MappingProxyType(matrices),
+        attention=MappingProxyType({**known.attention, **fitted_attention(calibration.attention)}),
+        memory_bytes_per_second=memory,
+        kernel_seconds=calibration.kernel_seconds,
+        inside=inside,
+        collectives=MappingProxyType(measured_calls(calibration.collectives, calibration.num_ranks)),
+        host=_host(calibration, known.host, memory),
+        host_updates_per_second=calibration.host_updates_per_second,
+        source=calibration.source,
+    )
+
+
+STATE = ("all_reduce", "all_gather", "reduce_scatter")
+"""What training state travels by; a link's rate is fitted on these together."""
+
+
+def fitted_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRate:
+    """The rate and the half size of products of one precision."""
+    worth = [one for one in products if one.seconds >= WORTH_SECONDS] or products
+    terms = []
+    for one in worth:
+        multiplied = float(one.rows) * one.inner * one.columns
+        moved = one.rows * one.inner + one.inner * one.columns + one.rows * one.columns
+        terms.append(Term(2 * multiplied, 2.0 * moved, one.seconds))
+    per_flop, per_moved = two_terms(terms)
+    if not per_flop:
+        # Nothing measured was large enough to be bound by multiplying.
+        return MatrixRate(max(one.flops_per_second for one in worth), 0.0, peak)
+    return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
+
+
+def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
+    """Bandwidth and latency with which the formula of collectives comes nearest to ``calls`` over one node.
+
+    The formula is asked, not turned around: whatever it does with the two is thus in the fit. They are moved
+    in turn, by ever smaller factors, while that makes the squares of the logarithms' differences less.
+    """
+    largest = max(calls, key=lambda call: call.num_bytes)
+    smallest = min(calls, key=lambda call: call.num_bytes)
+    link = LinkRate(known.inside.name, largest.num_bytes / largest.seconds, smallest.seconds / (2 * ranks))
+    least, factor = _distance(known, link, calls, ranks), 4.0
+    while factor > FINEST:
+        moved = [
+            link._replace(**{name: getattr(link, name) * by})
+            for name in ("bytes_per_second", "latency_seconds")
+            for by in (factor, 1 / factor)
+        ]
+        found, best = min((_distance(known, one, calls, ranks), one) for one in moved)
+        if found < least:
+            least, link = found, best
+        else:
+            factor = factor**0.5
+    return link
+
+
+def measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, MeasuredCalls]:
+    """By collective, the measured curve; a smaller call is never said to take longer than a larger one."""
+    by_name: dict[str, list[CollectiveCall]] = {}
+    for call in calls:
+        by_name.setdefault(call.collective, []).append(call)
+    found = {}
+    for name, measured in by_name.items():
+        measured.sort(key=lambda call: call.num_bytes)
+        at_most = [min(later.seconds for later in measured[i:]) for i in range(len(measured))]
+        sizes = tuple(log(call.num_bytes) for call in measured)
+        found[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
+    return found
+
+
+FINEST = 1.001
+"""The last factor by which a link's figures are moved: finer than any of them is known."""
+
+
+def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
+    rates = replace(known, inside=link)
+    total = 0.0
+    for call in calls:
+        transfer = Transfer("gathers", call.collective, call.num_bytes, ranks, 1, 1)
+        total += log(seconds(transfer, ranks, rates) / call.seconds) ** 2
+    return total
+
+
+def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
+    """The ``first`` and ``second``, neither below 0, that make the relative errors' squares least."""
+    scaled = [(x / t, y / t) for x, y, t in terms]
+    xx = sum(x * x for x, _ in scaled)
+    yy = sum(y * y for _, y in scaled)
+    xy = sum(x * y for x, y in scaled)
+    x1, y1 = sum(x for x, _ in scaled), sum(y for _, y in scaled)
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:
+        first, second = (x1 * yy - y1 * xy) / determinant, (y1 * xx - x1 * xy) / determinant
+        if first >= 0 and second >= 0:
+            return first, second
+    # On the edge of what is allowed one of them is 0: the better of the two.
+    edges = [(x1 / xx, 0.0)] if xx else []
+    edges += [(0.0, y1 / yy)] if yy else []
+    return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
+
+
+def fitted_memory(passes: Iterable[MemoryPass]) -> float:
+    """Bytes a second of passes through more than caches hold; of the largest one where none is as large."""
+    measured = sorted(passes, key=lambda one: one.num_bytes)
+    large = [one for one in measured if one.num_bytes >= PAST_CACHES] or measured[-1:]
+    return median(one.num_bytes / one.seconds for one in large)
+
+
+PAST_CACHES = 128 * 2**20
+"""More than a GPU's, and than a CPU rank's part of its host's."""
+
+
+def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
+    """By precision: the rates forward and backward, and the tokens at which half of both is reached.
+
+    Those tokens are tried out; with each of them the best rates are geometric means.
+    """
+    by_precision: dict[str, list[AttentionPass]] = {}
+    for one in passes:
+        by_precision.setdefault(one.precision, []).append(one)
+    return {
+        precision: min(_attention(measured, half_keys) for half_keys in HALF_KEYS)[1]
+        for precision, measured in by_precision.items()
+    }
+
+
+HALF_KEYS = (0.0, *(2.0 ** (power / 2) for power in range(29)))
+"""Tokens, up to 16,384."""
+
+
+def _attention(passes: list[AttentionPass], half_keys: float) -> tuple[float, AttentionRate]:
+    """Squares of the logarithms' differences, and the rates."""
+    forward, backward = [], []
+    for one in passes:
+        slower = 1 + half_keys / one.seq_len
+        forward.append(log(one.flops_forward * slower / one.forward_seconds))
+        backward.append(log(one.flops_backward * slower / one.backward_seconds))
+    spread = sum((each - fmean(rates)) ** 2 for rates in (forward, backward) for each in rates)
+    return spread, AttentionRate(exp(fmean(forward)), exp(fmean(backward)), half_keys)
+
+
+def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
+    """The slower direction of copies between GPU and host; of CPU ranks a copy in memory."""
+    if calibration.gpu == "cpu":
+        return LinkRate(known.name, memory / 2, calibration.kernel_seconds)
+    slowest = known
+    for direction in ("to_gpu", "to_host"):
+        copies = [one for one in calibration.host_copies if one.direction == direction]
+        if not copies:
+            continue
+        per_byte, latency = two_terms(Term(one.num_bytes, 1.0, one.seconds) for one in copies)
+        if per_byte and (slowest is known or 1 / per_byte < slowest.bytes_per_second):
+            slowest = LinkRate(known.name, 1 / per_byte, latency)
+    return slowest
