@@ -35,7 +35,7 @@ def main() -> None:
     on_device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     with open(sys.argv[0], encoding="utf-8") as script:  # noqa: PTH123
         if "from megatron" in script.read():
-            from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+            from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 
             on_device = cpu_ranks()
     with on_device, contextlib.redirect_stdout(StepEnds()):

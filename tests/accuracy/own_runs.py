@@ -21,8 +21,8 @@ from tests.accuracy.own_rows import append, own_rows
 from tests.accuracy.rows import OWN
 
 import shardscope as ss
-from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained
+from shardscope.planner.cpu_rehearsal import rehearsal_of
 
 COUNTED = "tensors of the fullest CPU rank, counted in one step"
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -14,8 +14,8 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.config import deepspeed_config
-    from shardscope.frameworks.deepspeed.process_groups import connect
+    from shardscope.frameworks.deepspeed.engine.process_groups import connect
+    from shardscope.frameworks.deepspeed.files.config import deepspeed_config
     from shardscope.training.model import build_model
 
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -17,8 +17,8 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.config import deepspeed_config
-    from shardscope.frameworks.deepspeed.extensions import load
+    from shardscope.frameworks.deepspeed.engine.extensions import load
+    from shardscope.frameworks.deepspeed.files.config import deepspeed_config
     from shardscope.training.model import config_values
 
     # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.

@@ -87,7 +87,7 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
     """Loss of the whole model and of its parts' sum, and the largest difference between their gradients."""
     import torch.distributed as dist
 
-    from shardscope.frameworks.fsdp2.ring import Ring
+    from shardscope.frameworks.fsdp2.engine.ring import Ring
     from shardscope.training.model import build_model
 
     arch = architecture(family, 2)
@@ -149,7 +149,7 @@ def attend_at_home(ring: Any, model: Any) -> None:
 
 def broken(ctx: StandInContext, kind: str) -> str:
     """A run whose ring is none, or whose model does not call it, must not go on."""
-    from shardscope.frameworks.fsdp2 import context_parallel, ring
+    from shardscope.frameworks.fsdp2.engine import context_parallel, ring
     from shardscope.training.model import build_model
 
     plan = plan_of(2, cp=2)

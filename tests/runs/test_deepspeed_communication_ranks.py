@@ -52,7 +52,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
 
 def _contradiction(ctx: StandInContext) -> str:
     """DeepSpeed told of another type than the plan's."""
-    from shardscope.frameworks.deepspeed import engine
+    from shardscope.frameworks.deepspeed.engine import engine
 
     truth = engine.deepspeed_config
 

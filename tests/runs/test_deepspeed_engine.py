@@ -18,7 +18,8 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Layout  # noqa: E402
 from shardscope.core.errors import FieldError  # noqa: E402
-from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
+from shardscope.frameworks.deepspeed import limits  # noqa: E402
+from shardscope.frameworks.deepspeed.engine import extensions  # noqa: E402
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
@@ -174,7 +175,7 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
 
 def contradiction(ctx: StandInContext) -> str:
     """DeepSpeed told of another stage than the plan's."""
-    from shardscope.frameworks.deepspeed import engine
+    from shardscope.frameworks.deepspeed.engine import engine
 
     truth = engine.deepspeed_config
 

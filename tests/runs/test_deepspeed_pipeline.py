@@ -121,7 +121,7 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
 
 def held_up(ctx: StandInContext) -> dict[str, Any]:
     """A checkpoint whose writing stands still for a step, and one of which a rank cannot write its part."""
-    from shardscope.frameworks.deepspeed.staged_files import StagedFiles
+    from shardscope.frameworks.deepspeed.engine.staged_files import StagedFiles
 
     plan, write, may_go_on = plan_of(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
 
@@ -276,7 +276,7 @@ def test_what_deepspeed_does_wrong_without_zero_is_refused(pp: int, precision: s
 
 
 def test_stages_of_another_pipeline_are_refused(tmp_path: Path) -> None:
-    from shardscope.frameworks.deepspeed.checkpointing import _check_fits
+    from shardscope.frameworks.deepspeed.engine.checkpointing import _check_fits
 
     own = {"framework": "deepspeed", "stage": 1, "world_size": 4, "tp": 1, "pp": 2, "ep": 1}
     with pytest.raises(ValueError, match="the number of pipeline stages that saved"):

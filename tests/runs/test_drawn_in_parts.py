@@ -100,7 +100,7 @@ def test_what_ranks_draw_in_parts_is_one_model(name: str, losses: list[dict[str,
 
 def most_held(ctx: StandInContext) -> dict[str, float]:
     """Of the whole model in fp32, what a rank held at most while its own part was made."""
-    from shardscope.frameworks.deepspeed import engine, pipeline_engine
+    from shardscope.frameworks.deepspeed.engine import engine, pipeline_engine
 
     found: dict[str, float] = {}
 

@@ -18,7 +18,7 @@ from shardscope.training.recompute import apply_recompute, check_recompute  # no
 
 def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, Any]:
     """The record of a fresh engine of ``plan``, or why it fails; ``replaced``: names of its module."""
-    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.frameworks.fsdp2.engine import engine
     from shardscope.frameworks.registry import engine_for
     from shardscope.training import micro_batch_engine
     from shardscope.training.model import build_model

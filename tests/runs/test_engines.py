@@ -188,7 +188,7 @@ def test_other_ways_train_too(
 
 
 def save_and_go_on(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.frameworks.ddp.engine import DdpEngine
+    from shardscope.frameworks.ddp.engine.engine import DdpEngine
 
     set_up(ctx)
     for step in range(3):
@@ -296,7 +296,7 @@ def test_fsdp2_refuses_what_it_does_not_run(tmp_path: Path) -> None:
 
 
 def without_sharding(ctx: StandInContext) -> str:
-    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.frameworks.fsdp2.engine import engine
 
     engine.fully_shard = lambda module, **_: module
     return refusal(ctx)
@@ -305,7 +305,7 @@ def without_sharding(ctx: StandInContext) -> str:
 def with_half_the_mesh(ctx: StandInContext) -> str:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.frameworks.fsdp2.engine import engine
 
     engine.init_device_mesh = lambda kind, shape, mesh_dim_names: init_device_mesh(
         kind, (2, 1), mesh_dim_names=("replicate", "shard")
@@ -314,7 +314,7 @@ def with_half_the_mesh(ctx: StandInContext) -> str:
 
 
 def without_ddp(ctx: StandInContext) -> str:
-    from shardscope.frameworks.ddp import engine
+    from shardscope.frameworks.ddp.engine import engine
 
     class Bare(torch.nn.Module):
         def __init__(self, module: Any, **_: Any) -> None:

@@ -15,9 +15,9 @@ import pytest
 import shardscope as ss
 from needs import needs
 from shardscope.export.files import contents
-from shardscope.frameworks.deepspeed import read as deepspeed_read
-from shardscope.frameworks.megatron.arguments import megatron_arguments
-from shardscope.frameworks.megatron.read import READ
+from shardscope.frameworks.deepspeed.files import read as deepspeed_read
+from shardscope.frameworks.megatron.files.arguments import megatron_arguments
+from shardscope.frameworks.megatron.files.read import READ
 
 needs("accelerate")
 needs("transformers")

@@ -152,7 +152,7 @@ def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
 
 def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
     """The same of ZeRO-3 while it is read and cut; DeepSpeed makes optimizer state behind that."""
-    from shardscope.frameworks.deepspeed import engine
+    from shardscope.frameworks.deepspeed.engine import engine
 
     begun(ctx, small, plan_of(small, Layout.zero(stage=3)))
     cut, found = engine.cut_as_made, [0]

@@ -11,8 +11,8 @@ from tests.unit.test_quantization import SMALL
 from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss
-from shardscope.frameworks.fsdp2.groups import groups_of
-from shardscope.frameworks.fsdp2.memory import shapes, stage
+from shardscope.frameworks.fsdp2.memory.groups import groups_of
+from shardscope.frameworks.fsdp2.memory.training_state import shapes, stage
 
 
 def train(double: bool, mixed: bool) -> tuple[Any, ...]:

@@ -212,7 +212,7 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
 
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
-    from shardscope.frameworks.fsdp2.pipeline import StageModule
+    from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
     from shardscope.training.model import build_model
     from shardscope.training.model_parts import part_of
 

@@ -92,7 +92,7 @@ def single(plan: Plan) -> dict[str, list[float]]:
 
 
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
-    from shardscope.frameworks.megatron.engine import MegatronEngine
+    from shardscope.frameworks.megatron.engine.engine import MegatronEngine
     from shardscope.training.model import build_model
 
     own = replace(ctx, plan=plan, records={})
@@ -138,7 +138,7 @@ def attention_of_another(ctx: StandInContext) -> str:
     """Layers that were made with megatron-core's own attention, over a part of each sequence."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from shardscope.frameworks.megatron import engine_model
+    from shardscope.frameworks.megatron.engine import model as engine_model
 
     class Own(DotProductAttention):  # type: ignore[misc]
         def __init__(self, config: Any, **fields: Any) -> None:
@@ -154,7 +154,7 @@ def attention_of_another(ctx: StandInContext) -> str:
 
 def positions_here() -> list[int]:
     """Of a sequence of eight tokens."""
-    from shardscope.frameworks.megatron.context_parallel import own_pieces
+    from shardscope.frameworks.megatron.engine.context_parallel import own_pieces
 
     own: list[int] = own_pieces({"positions": torch.arange(8)[None]})["positions"][0].tolist()
     return own

@@ -119,7 +119,7 @@ def single(case: Plan) -> dict[str, Any]:
 
 def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
     """A context of its own for one case on this rank."""
-    from shardscope.frameworks.megatron.engine import MegatronEngine
+    from shardscope.frameworks.megatron.engine.engine import MegatronEngine
 
     own = StandInContext(
         rank=ctx.rank, world_size=ctx.world_size, plan=case, folder=ctx.folder, device=ctx.device
@@ -171,7 +171,7 @@ def refusals(ctx: StandInContext) -> dict[str, str]:
 
 def contradictions(ctx: StandInContext) -> dict[str, str]:
     """What an engine says where Megatron-core made something else than planned."""
-    from shardscope.frameworks.megatron import engine_model
+    from shardscope.frameworks.megatron.engine import model as engine_model
 
     found = {}
     planned = plan(llama(num_hidden_layers=2), layout={"tp": 2})

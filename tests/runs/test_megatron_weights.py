@@ -111,9 +111,9 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from shardscope.frameworks.megatron import engine_model
-    from shardscope.frameworks.megatron.real_cpu import cpu_ranks
-    from shardscope.frameworks.megatron.weights_load import load_hf, mute_padding
+    from shardscope.frameworks.megatron.engine import model as engine_model
+    from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+    from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
     from shardscope.training.model import build_model
 
     torch.manual_seed(7)
@@ -171,9 +171,9 @@ def stepped(chunks: list[Any], optimizer: Any) -> None:
 @contextlib.contextmanager
 def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
     """Chunks in gradient buffers, their optimizer, and transformers' model with their weights."""
-    from shardscope.frameworks.megatron import engine_model
-    from shardscope.frameworks.megatron.engine_numbers import OptimizerNumbers
-    from shardscope.frameworks.megatron.weights_load import load_hf
+    from shardscope.frameworks.megatron.engine import model as engine_model
+    from shardscope.frameworks.megatron.engine.optimizer_numbers import OptimizerNumbers
+    from shardscope.frameworks.megatron.weights.load import load_hf
 
     with model_of(plan) as (source, models, config):
         chunks = engine_model.in_buffers(plan, config, models)
@@ -188,8 +188,8 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
 
     ``beside``: the checkpoint is written while the third step is taken.
     """
-    from shardscope.frameworks.megatron import checkpointing
-    from shardscope.frameworks.megatron.weights_export import to_hf
+    from shardscope.frameworks.megatron.engine import checkpointing
+    from shardscope.frameworks.megatron.weights.export import to_hf
 
     arch, found = before.architecture, {}
     with training(before) as (chunks, optimizer, source):
@@ -221,7 +221,7 @@ def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shardscope.frameworks.megatron.weights_export import export_hf
+    from shardscope.frameworks.megatron.weights.export import export_hf
 
     with model_of(plan(family, **layout)) as (source, chunks, _):
         export_hf(chunks, architecture(family), source.config, path, max_file_bytes=limit)
@@ -237,7 +237,7 @@ def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: 
 def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
     import torch
 
-    from shardscope.frameworks.megatron.weights_export import to_hf
+    from shardscope.frameworks.megatron.weights.export import to_hf
 
     found: dict[str, Any] = {}
     torch.manual_seed(3)
@@ -332,7 +332,7 @@ def test_rotary_angles_are_taken_over_or_refused() -> None:
     needs("transformers")
     from transformers import LlamaConfig
 
-    from shardscope.frameworks.megatron.weights_config import model_numbers
+    from shardscope.frameworks.megatron.weights.config import model_numbers
 
     llama3 = {
         "rope_type": "llama3",

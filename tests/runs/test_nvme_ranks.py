@@ -118,7 +118,7 @@ def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_files_of_real_ranks_are_what_is_rehearsed_and_predicted(name: str, tmp_path: Path) -> None:
-    from shardscope.frameworks.deepspeed.rehearse import rehearse
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
 
     a_plan = plan(2, LAYOUTS[name])
     # With GPUs DeepSpeed's own Adam runs on the host, which needs no room to work in.

@@ -49,7 +49,7 @@ def compare(family: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
+    from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
     from shardscope.training.model import build_model
 
     sizes: dict[str, Any] = {

@@ -99,8 +99,8 @@ def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], 
     import torch.distributed.fsdp  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import shardscope.frameworks.ddp.engine
-    import shardscope.frameworks.fsdp2.engine  # noqa: F401
+    import shardscope.frameworks.ddp.engine.engine
+    import shardscope.frameworks.fsdp2.engine.engine  # noqa: F401
 
     fork = multiprocessing.get_context("fork")
     folder.mkdir(parents=True, exist_ok=True)

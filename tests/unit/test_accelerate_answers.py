@@ -10,8 +10,8 @@ import pytest
 
 import shardscope as ss
 from shardscope.export.files import Exported
+from shardscope.frameworks.accelerate import megatron
 from shardscope.frameworks.accelerate.plugins import why_not_started
-from shardscope.frameworks.megatron import accelerated as megatron
 from shardscope.planner.advising.last import one_script
 
 H100S = "2x8xh100-sxm-80gb"

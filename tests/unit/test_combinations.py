@@ -15,7 +15,7 @@ from tests.needs import needs
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.megatron.core_config import transformer_config
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -80,7 +80,7 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
     needs("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardscope.frameworks.fsdp2.ring import Ring
+    from shardscope.frameworks.fsdp2.engine.ring import Ring
 
     sizes = {
         "hidden_size": 16,
@@ -186,7 +186,7 @@ def test_scores_noise_and_routers_of_another_kind_are_refused_twice(
     needs("transformers")
     from transformers import AutoConfig
 
-    from shardscope.frameworks.megatron.weights_config import core_numbers
+    from shardscope.frameworks.megatron.weights.config import core_numbers
 
     with pytest.raises(ValueError, match=words):
         core_numbers(AutoConfig.for_model(family, **said))

@@ -63,7 +63,7 @@ def test_experts_hold_what_was_predicted(name: str) -> None:
     ],
 )
 def test_what_has_no_experts_is_refused(layout: dict[str, Any], recipe: dict[str, Any], words: str) -> None:
-    from shardscope.frameworks.deepspeed.rehearse import check_plan
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(ValueError, match=words):
         check_plan(plan_of(layout, recipe, {}))

@@ -17,14 +17,21 @@ from tests.rehearsed import rehearsed_here, stages_of
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.frameworks.deepspeed.buckets import Cut, Piece, all_reduce_bucket, beyond, copied, early
-from shardscope.frameworks.deepspeed.config import deepspeed_config
-from shardscope.frameworks.deepspeed.coordinator import Thresholds
-from shardscope.frameworks.deepspeed.counted import swap_failure
-from shardscope.frameworks.deepspeed.gathers import gathered
+from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.frameworks.deepspeed.route import Modules
-from shardscope.frameworks.deepspeed.tensors import (
+from shardscope.frameworks.deepspeed.memory.buckets import (
+    Cut,
+    Piece,
+    all_reduce_bucket,
+    beyond,
+    copied,
+    early,
+)
+from shardscope.frameworks.deepspeed.memory.coordinator import Thresholds
+from shardscope.frameworks.deepspeed.memory.counted import swap_failure
+from shardscope.frameworks.deepspeed.memory.gathers import gathered
+from shardscope.frameworks.deepspeed.memory.route import Modules
+from shardscope.frameworks.deepspeed.memory.tensors import (
     cut_each,
     largest_group,
     partition,
@@ -485,7 +492,7 @@ def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
 
 @needs_deepspeed
 def test_what_is_not_rehearsed_is_refused_by_name() -> None:
-    from shardscope.frameworks.deepspeed.rehearse import check_plan
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Layout\.tp"):
         check_plan(zero(1, pp=2, tp=2))
@@ -517,7 +524,7 @@ def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) ->
     ),
 )
 def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: dict[str, Any]) -> None:
-    from shardscope.frameworks.deepspeed.rehearse import rehearse
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
     from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
     if recipe.get("optimizer") == "adamw_8bit":
@@ -532,7 +539,7 @@ def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: 
 
 @needs_deepspeed
 def test_a_chunked_loss_needs_a_head_that_is_there() -> None:
-    from shardscope.frameworks.deepspeed.rehearse import check_plan
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Recipe\.loss.*gathers a weight when its own module runs"):
         check_plan(zero(3, loss="chunked"))

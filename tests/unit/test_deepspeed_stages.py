@@ -74,7 +74,7 @@ def test_every_stage_holds_what_was_predicted(name: str) -> None:
 def test_what_stages_do_not_play_is_refused(
     layout: dict[str, Any], recipe: dict[str, Any], words: str
 ) -> None:
-    from shardscope.frameworks.deepspeed.rehearse import check_plan
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     plan = ss.Plan(
         ss.Architecture.from_hf(MODEL),

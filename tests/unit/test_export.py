@@ -24,7 +24,7 @@ from tests.needs import examples, needs
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.export.files import Exported, contents
-from shardscope.frameworks.engine import Engine
+from shardscope.training.engine import Engine
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
 
 needs("accelerate")  # which brings PyYAML

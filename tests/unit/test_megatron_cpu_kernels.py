@@ -9,7 +9,7 @@ from tests.needs import needs
 
 torch = needs("torch")
 
-from shardscope.frameworks.megatron import cpu_kernels, jit  # noqa: E402
+from shardscope.frameworks.megatron.engine import cpu_kernels, jit  # noqa: E402
 
 functional = torch.nn.functional
 

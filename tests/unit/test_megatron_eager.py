@@ -8,7 +8,7 @@ import pytest
 from planning import LLAMA
 
 import shardscope as ss
-from shardscope.frameworks.megatron.eager import eager_attention, takes_plain_softmax
+from shardscope.frameworks.megatron.memory.eager import eager_attention, takes_plain_softmax
 from shardscope.memory.activations.modules.megatron import copies_query, fused_product, repeats_heads
 from shardscope.memory.activations.modules.saved import Modules
 

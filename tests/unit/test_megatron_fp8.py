@@ -16,7 +16,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.fp8 import copies
-from shardscope.frameworks.megatron.layer import Cuts, layer
+from shardscope.frameworks.megatron.memory.layer import Cuts, layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.prediction.batch.memory import peak_bytes
 

@@ -15,7 +15,7 @@ import pytest
 from tests.needs import needs_installed
 
 import shardscope as ss
-from shardscope.frameworks.megatron import launching
+from shardscope.frameworks.megatron.engine import launching
 from shardscope.frameworks.registry import why_not_trained
 
 PACKAGE = Path(ss.__file__).parent
@@ -248,7 +248,7 @@ def test_only_the_engine_calls_the_cpu_ranks() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if "real_cpu" in (getattr(node, "module", None) or ""):
                 importing.add(file.relative_to(PACKAGE).as_posix())
-    assert importing == {"frameworks/megatron/engine.py"}
+    assert importing == {"frameworks/megatron/engine/engine.py"}
 
 
 @needs_installed("megatron")
@@ -258,7 +258,7 @@ class TestOnCpuRanks:
     def test_a_process_that_uses_cuda_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
-        from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+        from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="uses CUDA"), cpu_ranks():
@@ -269,7 +269,7 @@ class TestOnCpuRanks:
 
         import torch
 
-        from shardscope.frameworks.megatron import engine
+        from shardscope.frameworks.megatron.engine import engine
 
         monkeypatch.setattr(engine, "cpu_ranks", lambda: pytest.fail("a CUDA engine asked for CPU ranks"))
         made = engine.MegatronEngine(
@@ -283,7 +283,7 @@ class TestOnCpuRanks:
         from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.tensor_parallel import random
 
-        from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+        from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 
         names = ("current_device", "Stream", "synchronize", "manual_seed", "get_rng_state")
         before = {name: getattr(torch.cuda, name) for name in names}

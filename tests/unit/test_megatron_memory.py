@@ -11,8 +11,8 @@ from planning import LATENT, LLAMA, MOE
 import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
-from shardscope.frameworks.megatron.schedule import Fullest, chunk_layers, fullest
+from shardscope.frameworks.megatron.memory.layer import Cuts, Layer, layer
+from shardscope.frameworks.megatron.memory.schedule import Fullest, chunk_layers, fullest
 from shardscope.memory.activations.modules.saved import Modules
 
 GPT = ss.models["gpt-3-175b"]

@@ -11,7 +11,7 @@ from planning import LLAMA, MOE
 import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.rehearse import rehearse
+from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
 from shardscope.prediction.batch.memory import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 

@@ -16,8 +16,8 @@ from tests.needs import few
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron import cpu_stand_in
-from shardscope.frameworks.megatron.rehearse import rehearse
+from shardscope.frameworks.megatron.rehearsal import cpu_stand_in
+from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES, Moment
 from shardscope.prediction.support import supported
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
@@ -173,7 +173,7 @@ def test_only_the_rehearsal_imports_the_cpu_stand_in() -> None:
             module = getattr(node, "module", None) or ""
             if any("cpu_stand_in" in name for name in (*names, module)):
                 importing.add(file.relative_to(PACKAGE).as_posix())
-    assert importing == {"frameworks/megatron/rehearse.py"}
+    assert importing == {"frameworks/megatron/rehearsal/rehearse.py"}
 
 
 def test_the_cpu_stand_in_refuses_a_process_that_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

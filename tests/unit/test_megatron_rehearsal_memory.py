@@ -14,7 +14,7 @@ from torch._subclasses import fake_tensor
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron.rehearse import _StageRehearsal, rehearse
+from shardscope.frameworks.megatron.rehearsal.rehearse import _StageRehearsal, rehearse
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 SMALL = replace(ss.Architecture.of_size("60m"), num_hidden_layers=2)

@@ -31,7 +31,7 @@ def small(layout: Any, cluster: Any = EIGHT) -> Plan:
 
 
 def played(plan: Plan) -> RehearsedStage:
-    from shardscope.frameworks.deepspeed.rehearse import rehearse
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
 
     (stage,) = rehearse(plan, lambda words, fraction: None)
     return stage
@@ -118,7 +118,7 @@ def test_when_python_collects_its_garbage_changes_nothing() -> None:
     ids=["shards", "stages", "sgd"],
 )
 def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recipe: Any) -> None:
-    from shardscope.frameworks.fsdp2.rehearse import rehearse
+    from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 
     sizes = {"seq_len": 1024, "global_batch_size": 8, **recipe}
     plan = Plan(
@@ -174,7 +174,7 @@ def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
 
 @needs_deepspeed
 def test_what_autotp_does_not_cut_is_refused_by_name() -> None:
-    from shardscope.frameworks.deepspeed.rehearse import check_plan
+    from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     plan = Plan(ss.models["phi-3-mini"], EIGHT, ss.Recipe(seq_len=512), ss.Layout.zero(1, tp=2))
     with pytest.raises(ValueError, match=r"Architecture\.model_type is 'phi3'.*AutoTP"):

@@ -13,7 +13,7 @@ from tests.needs import few
 import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
-from shardscope.frameworks.fsdp2.rehearse import rehearse
+from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import RehearsedStage
 

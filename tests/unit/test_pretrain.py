@@ -23,7 +23,7 @@ from shardscope.training.pretrain import Pretrain
 def test_making_one_imports_no_torch() -> None:
     code = (
         "import sys; from shardscope.training.pretrain import Pretrain; import shardscope.frameworks.fsdp2; "
-        "import shardscope.frameworks.ddp, shardscope.frameworks.engine; Pretrain(num_steps=3); "
+        "import shardscope.frameworks.ddp, shardscope.training.engine; Pretrain(num_steps=3); "
         "import shardscope as ss; from shardscope.frameworks.registry import why_not_trained; "
         "plan = ss.Plan(ss.Architecture.of_size('2m'), ss.Cluster.parse('2xcpu'), ss.Recipe(seq_len=64), "
         "ss.Layout.fsdp2()); Pretrain().check(plan); assert why_not_trained(plan) is None; "

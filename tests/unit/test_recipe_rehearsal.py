@@ -14,8 +14,8 @@ from tests.accuracy.rehearsing import in_words, is_same
 import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
-from shardscope.frameworks.ddp import rehearse as ddp
-from shardscope.frameworks.fsdp2 import rehearse as fsdp2
+from shardscope.frameworks.ddp.rehearsal import rehearse as ddp
+from shardscope.frameworks.fsdp2.rehearsal import rehearse as fsdp2
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}

@@ -18,9 +18,9 @@ from tests.rehearsed import rehearsed_here
 import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
-from shardscope.frameworks.cpu_rehearsal import rehearsal_of
-from shardscope.frameworks.fsdp2.rehearse import rehearse
+from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
+from shardscope.planner.cpu_rehearsal import rehearsal_of
 from shardscope.rehearsal import process, torch_step, world
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 from shardscope.rehearsal.tracker import Tracker

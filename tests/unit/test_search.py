@@ -16,8 +16,8 @@ from shardscope.catalog import links
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Layout, divisors
 from shardscope.core.plan import Plan
+from shardscope.frameworks.grid import micro_batch_sizes
 from shardscope.planner.candidates import candidates_of
-from shardscope.planner.grid import micro_batch_sizes
 from shardscope.planner.ranking import AS_FAST, Ranking
 from shardscope.planner.room import fits, places
 from shardscope.prediction.batch import table

@@ -8,7 +8,7 @@ from planning import plans
 
 import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.counted import counted
+from shardscope.frameworks.deepspeed.memory.counted import counted
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.stages import Stage
 from shardscope.timing.report import StepReport

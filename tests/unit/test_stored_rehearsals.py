@@ -12,8 +12,8 @@ from tests.accuracy.sampling import plans
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
-from shardscope.frameworks.ddp import rehearse as ddp
-from shardscope.frameworks.fsdp2 import rehearse as fsdp2
+from shardscope.frameworks.ddp.rehearsal import rehearse as ddp
+from shardscope.frameworks.fsdp2.rehearsal import rehearse as fsdp2
 from shardscope.memory.report import PHASES
 
 MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}

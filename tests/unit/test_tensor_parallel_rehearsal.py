@@ -14,7 +14,7 @@ from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.fsdp2.rehearse import rehearse
+from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 

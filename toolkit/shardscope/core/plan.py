@@ -201,7 +201,7 @@ class Plan(JsonNoun):
         that a plan has no place for are listed in a warning. Raises ``ValueError`` naming line and key for
         what cannot be, keys unknown to the format among them, and for a missing architecture or cluster.
         """
-        from shardscope.frameworks import reading
+        from shardscope.export import reading
 
         return reading.from_accelerate(file, architecture, cluster, recipe)
 
@@ -218,7 +218,7 @@ class Plan(JsonNoun):
 
         "auto" is what transformers' Trainer makes of it: its three bucket sizes, and the recipe's batches.
         """
-        from shardscope.frameworks import reading
+        from shardscope.export import reading
 
         return reading.from_deepspeed(file, architecture, cluster, recipe)
 
@@ -236,7 +236,7 @@ class Plan(JsonNoun):
         They hold the architecture if it is a Llama's; any other is checked against them. The rest, warnings
         and errors as in :meth:`from_accelerate`.
         """
-        from shardscope.frameworks import reading
+        from shardscope.export import reading
 
         return reading.from_megatron(arguments, architecture, cluster, recipe)
 

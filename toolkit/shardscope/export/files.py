@@ -80,7 +80,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
 
 def contents(plan: Plan) -> list[Exported]:
     """The files of ``plan``'s export: its JSON, its framework's own, and a list of them."""
-    framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.export")
+    framework: Any = import_module(f"shardscope.export.{plan.layout.framework}")
     found: Sequence[Exported | Absent] = framework.files(plan)
     plan_file = Exported(
         name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"

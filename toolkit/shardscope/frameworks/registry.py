@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MemoryModel(Protocol):
-    """What every framework's ``memory.py`` offers.
+    """What every framework's ``memory/training_state.py`` offers.
 
     :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: of :class:`~shardscope.memory.
     many.Columns`, plans whose numbers are arrays, they tell arrays.
@@ -42,7 +42,7 @@ class MemoryModel(Protocol):
 
 
 class BuildingModel(Protocol):
-    """What every framework's ``building.py`` offers."""
+    """What every framework's ``memory/building.py`` offers."""
 
     def on_host(self, plan: Plan) -> Term:
         """Host memory of one rank while it makes or loads the model, before any of it trains."""
@@ -84,11 +84,11 @@ class Framework:
 
     def memory_model(self) -> MemoryModel:
         """The framework's own part of the memory model."""
-        return _part(self.name, "memory")  # type: ignore[no-any-return]
+        return _part(self.name, "memory.training_state")  # type: ignore[no-any-return]
 
     def building_model(self) -> BuildingModel:
         """How the framework's ranks come by their model."""
-        return _part(self.name, "building")  # type: ignore[no-any-return]
+        return _part(self.name, "memory.building")  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:
         """The framework's own part of the step's time."""
@@ -111,28 +111,28 @@ frameworks: dict[str, Framework] = {
         Framework(
             name="ddp",
             layout_class=DdpLayout,
-            engine="shardscope.frameworks.ddp.engine:DdpEngine",
+            engine="shardscope.frameworks.ddp.engine.engine:DdpEngine",
             effort=0,
         ),
         Framework(
             name="fsdp2",
             layout_class=Fsdp2Layout,
-            engine="shardscope.frameworks.fsdp2.engines:engine_of",
+            engine="shardscope.frameworks.fsdp2.engine.choice:engine_of",
             effort=1,
         ),
         Framework(
             name="deepspeed",
             layout_class=ZeroLayout,
-            engine="shardscope.frameworks.deepspeed.engines:engine_of",
+            engine="shardscope.frameworks.deepspeed.engine.choice:engine_of",
             effort=2,
-            before_fork="shardscope.frameworks.deepspeed.launching:before_fork",
+            before_fork="shardscope.frameworks.deepspeed.engine.launching:before_fork",
         ),
         Framework(
             name="megatron",
             layout_class=MegatronLayout,
-            engine="shardscope.frameworks.megatron.engine:MegatronEngine",
+            engine="shardscope.frameworks.megatron.engine.engine:MegatronEngine",
             effort=3,
-            before_fork="shardscope.frameworks.megatron.launching:before_fork",
+            before_fork="shardscope.frameworks.megatron.engine.launching:before_fork",
         ),
     )
 }

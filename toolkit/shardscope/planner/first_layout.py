@@ -8,11 +8,11 @@ import numpy as np
 
 from shardscope.core.errors import one_of
 from shardscope.core.plan import Plan
+from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advising.bench import offloads
 from shardscope.planner.candidates import Candidates, candidates_of
-from shardscope.planner.grid import MICRO_BATCH_SIZE
 from shardscope.planner.search import rank
 from shardscope.planner.verdict import assess
 from shardscope.timing.calibration.curves import rates_for

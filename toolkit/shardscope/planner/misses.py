@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardscope.core.words import gib
-from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
+from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking

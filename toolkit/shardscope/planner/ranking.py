@@ -12,8 +12,8 @@ import numpy as np
 
 from shardscope.core.html_table import html_table
 from shardscope.core.words import gib
+from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.planner.misses import Miss, nearest, why_none
 from shardscope.timing.report import HOUR_SECONDS
 

@@ -3,7 +3,7 @@
 ``plan.rehearse()`` starts one child process (``child.py``) that makes the world of one rank and asks the
 framework's folder to play a step; the child's only answer is JSON. The kernel never imports torch for it.
 
-What a framework offers is ``frameworks/<name>/rehearse.py`` with ::
+What a framework offers is ``frameworks/<name>/rehearsal/rehearse.py`` with ::
 
     def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]: ...
 

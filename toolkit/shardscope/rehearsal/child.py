@@ -31,7 +31,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-        framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearse")
+        framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearsal.rehearse")
         stages = framework.rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
         say(stages=[stage.to_dict() for stage in stages])
     except BaseException as problem:

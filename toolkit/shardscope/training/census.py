@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardscope.training.gradients import local
 
 if TYPE_CHECKING:
-    from shardscope.frameworks.engine import HeldTensors
+    from shardscope.training.engine import HeldTensors
 
 NEWS = 1.005
 """How much more there may be than was seen until somebody looks: a peak is missed by this share at most, and

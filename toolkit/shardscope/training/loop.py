@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardscope.frameworks.engine import Engine
 from shardscope.training.checkpoint_folders import checkpoint_path, forget_older
 from shardscope.training.commands import look
 from shardscope.training.data import Windows
+from shardscope.training.engine import Engine
 from shardscope.training.memory_watch import Snapshot
 from shardscope.training.metrics import step_metrics
 from shardscope.training.recording import Recorder

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from shardscope.frameworks.engine import Engine, HeldTensors
 from shardscope.records.folder import RunFolder
 from shardscope.training import accounting
 from shardscope.training.census import Census
+from shardscope.training.engine import Engine, HeldTensors
 
 WATCHED_STEPS = (0, 2)
 """Of an engine's steps: the third is as all others will be (in the second DDP still makes its buckets anew),

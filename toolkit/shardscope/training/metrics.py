@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.training.accounting import device_bytes
 
 if TYPE_CHECKING:
-    from shardscope.frameworks.engine import Engine
+    from shardscope.training.engine import Engine
 
 
 def step_metrics(

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.overheads.building import is_drawn_in_parts
 from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained, quantized
 from shardscope.training.compiled import check_compiled, compile_layers
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeights, build_filled, draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch

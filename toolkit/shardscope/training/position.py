@@ -15,7 +15,7 @@ from shardscope.training.checkpoint_manifest import Ranges, UnsignedError, run_o
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.engine import Engine
+    from shardscope.training.engine import Engine
 
 
 def position_of(engine: Engine) -> dict[str, Any]:

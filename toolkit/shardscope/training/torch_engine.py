@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training import accounting, checkpoint, gradients, pretrained, quantized
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
 
 

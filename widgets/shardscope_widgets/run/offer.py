@@ -9,9 +9,9 @@ import psutil
 
 import shardscope as ss
 from shardscope.core.words import gib
-from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
+from shardscope.planner.cpu_rehearsal import rehearsal_of
 from shardscope.planner.room import shortages
 from shardscope.planner.verdict import assess
 from shardscope.runs.task_source import names_engine

@@ -1,4 +1,4 @@
-"""What every framework's ``accelerated.py`` offers: how Accelerate is told of a plan, and what it made of it.
+"""What every framework's module here offers: how Accelerate is told of a plan, and what it made of it.
 
 Accelerate reads the environment when a script says ``Accelerator()``. Each framework knows its own words for
 that; here is what they share. No torch: a kernel asks before it launches.
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardscope.core.errors import Fix, refuse
+from shardscope.export.accelerate_config import MIXED
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
-from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ KEPT = ("ACCELERATE_USE_CPU",)
 
 
 class Accelerated(Protocol):
-    """What every framework's ``accelerated.py`` offers."""
+    """What every framework's module here offers."""
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ``ValueError`` where Accelerate, wherever it runs, would make another run of ``plan``."""
@@ -54,7 +54,7 @@ class Accelerated(Protocol):
 
 def accelerated(plan: Plan) -> Accelerated:
     """The framework's part."""
-    found: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.accelerated")
+    found: Any = import_module(f"shardscope.frameworks.accelerate.{plan.layout.framework}")
     return found  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.ddp.layout import DdpLayout
-from shardscope.planner.grid import Grid, crossed
+from shardscope.frameworks.grid import Grid, crossed
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

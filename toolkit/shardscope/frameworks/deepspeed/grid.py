@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.layout import check_experts, check_heads, check_layers, divisors
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.planner.grid import DATA_PARALLEL, Columns, Grid, allowed, crossed, passing
+from shardscope.frameworks.grid import DATA_PARALLEL, Columns, Grid, allowed, crossed, passing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

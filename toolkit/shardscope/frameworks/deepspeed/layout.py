@@ -281,7 +281,7 @@ class ZeroLayout(Layout):
         is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
         if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
             return self
-        from shardscope.frameworks.deepspeed.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
         ranks = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         found = replace(
@@ -303,7 +303,7 @@ class ZeroLayout(Layout):
         self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
     ) -> ZeroLayout:
         """As many buffers, by doubling, as all parameters hold that stay gathered at once."""
-        from shardscope.frameworks.deepspeed.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
         count = self.num_params_buffers
         found = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
@@ -353,7 +353,7 @@ class ZeroLayout(Layout):
 
     def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
         """What DeepSpeed's swapper of parameters asserts in the first step that prefetches."""
-        from shardscope.frameworks.deepspeed.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
         failure = swap_failure(architecture, recipe, self, ranks)
         if failure is None:

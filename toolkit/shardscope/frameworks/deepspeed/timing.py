@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import ceil_div, largest, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.communication import reduced_width
-from shardscope.frameworks.deepspeed.counted import expert_replicas
+from shardscope.frameworks.deepspeed.memory.counted import expert_replicas
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 

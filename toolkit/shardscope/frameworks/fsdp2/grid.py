@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.planner.grid import PER_STEP, Grid, allowed, crossed, passing
+from shardscope.frameworks.grid import PER_STEP, Grid, allowed, crossed, passing
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

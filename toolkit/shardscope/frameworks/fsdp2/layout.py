@@ -169,7 +169,7 @@ class Fsdp2Layout(Layout):
         And what a quantised base was never counted with.
         """
         # The formulas import this module's base.
-        from shardscope.frameworks.fsdp2.quantized import check_quantized
+        from shardscope.frameworks.fsdp2.memory.quantized import check_quantized
 
         check_quantized(recipe, self)
         self.check_schedule(recipe, degrees)

@@ -7,9 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, divisors
-from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, splits
-from shardscope.planner.grid import (
+from shardscope.frameworks.grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
     PER_STEP,
@@ -20,6 +18,8 @@ from shardscope.planner.grid import (
     kept,
     passing,
 )
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.layout import MegatronLayout, splits
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

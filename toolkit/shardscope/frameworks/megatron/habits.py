@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie
 from shardscope.frameworks.megatron import core_config
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
+from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -1,8 +1,8 @@
 """Which parameters of transformers become which parameters of Megatron's ``GPTModel``, and how.
 
 Names of transformers are those of a model in memory (``model.state_dict()``). Names of Megatron are those
-of its local modules (``get_gpt_layer_local_spec``); :mod:`~shardscope.frameworks.megatron.weights` knows how
-Transformer Engine spells them. Imports no torch, so that a plan can be refused before any rank starts.
+of its local modules (``get_gpt_layer_local_spec``); ``weights/conversion.py`` knows how Transformer Engine
+spells them. Imports no torch, so that a plan can be refused before any rank starts.
 """
 
 from __future__ import annotations

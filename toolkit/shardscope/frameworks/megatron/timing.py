@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest, where
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
-from shardscope.frameworks.megatron.replicas import replicas_of
+from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.frameworks.megatron.memory.replicas import replicas_of
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:

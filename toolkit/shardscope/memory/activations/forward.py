@@ -1,6 +1,6 @@
 """What forward leaves for backward on one rank: the modules' own lists, cut and recomputed as the plan says.
 
-The lists in ``memory/activations/modules`` name one tensor that autograd holds each. They were checked against what
+The lists in ``modules/`` name one tensor that autograd holds each. They were checked against what
 transformers' own modules really keep (tests/runs/test_saved_tensors.py).
 """
 

@@ -2,7 +2,7 @@
 
 Reduces to Korthikanti et al. 2022 for a GPT layer with dropout: their 34 s b h, and 5 a s^2 b where attention
 is eager; fused attention keeps one number a query and head instead (4 a s b). Counted tensor by tensor
-against megatron-core's own modules on fake tensors (``frameworks/megatron/rehearse.py``).
+against megatron-core's own modules on fake tensors (``frameworks/megatron/rehearsal/rehearse.py``).
 
 With fp8, each product keeps a copy of its input in 8 bits: row-wise where sequence parallelism gathers it
 again, or else only transposed (Blackwell: row-wise). Norms, attention and activation functions work in bf16

@@ -1,0 +1,121 @@
+"""DeepSpeed's files: its JSON, Accelerate's YAML and the Trainer's arguments around that, train.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.accelerate_config import launched, none_of_it
+from shardscope.export.commands import started
+from shardscope.export.files import PLAN_FILE, Absent, Exported, described
+from shardscope.export.train_file import train_files
+from shardscope.export.training_arguments import ARGUMENTS_FILE, training_arguments
+from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.deepspeed.communication import casts
+from shardscope.frameworks.deepspeed.files import COVERED
+from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.frameworks.formats.unsaid import unsaid
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+CONFIG_FILE = "ds_config.json"
+OWN_KEY = "shardscope"
+"""DeepSpeed's parser leaves top-level keys alone that it does not know; JSON has no comments."""
+CLIPPED_TO = 1.0
+"""The norm that engines and plain scripts clip to, and ``TrainingArguments.max_grad_norm`` by itself: without
+the key DeepSpeed clips nothing, whatever that argument says (transformers/integrations/deepspeed.py)."""
+NOT_IN_CONFIG = ("pp", "ep")
+"""Degrees that DeepSpeed takes from the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of a DeepSpeed plan writes beside its JSON."""
+    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, *train_files(plan, COVERED))]
+
+
+def written(plan: Plan) -> set[str]:
+    """Fields of the layout that the JSON has; of others the stage, a device or the precision has no use."""
+    layout: Any = plan.layout
+    found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
+    found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
+    if casts(layout, plan.recipe):
+        found.add("communication_data_type")
+    if layout.stage == 3:
+        found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
+        found |= {"sub_group_size", "zero_hpz_partition_size", *QUANTIZED}
+    if layout.offload_optimizer or layout.offload_params:
+        found.add("pin_memory")
+    for device, prefix in (
+        (layout.offload_optimizer, "offload_optimizer_"),
+        (layout.offload_params, "offload_params_"),
+    ):
+        if device == "nvme":
+            found |= {field.name for field in fields(layout) if field.name.startswith(prefix)}
+    return found
+
+
+def _elsewhere(plan: Plan) -> set[str]:
+    """Fields of the layout that are in the JSON, which the other files name."""
+    return {field.name for field in fields(plan.layout)} - set(NOT_IN_CONFIG)
+
+
+def _config(plan: Plan) -> Exported:
+    layout: Any = plan.layout
+    said = {"micro_batch_size", "global_batch_size"}
+    if plan.recipe.precision != "bf16":  # one with bf16-mixed in DeepSpeed's words
+        said.add("precision")
+    everything = {field.name for field in fields(plan.layout)}
+    own = {
+        "what": f"{described(plan)}. Written from the {PLAN_FILE} beside it.",
+        "layout": {
+            **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
+            **dict(unsaid(plan, {field.name for field in fields(plan.recipe)}, written(plan))),
+        },
+        "not_said_here": dict(unsaid(plan, said, everything)),
+    }
+    values = {OWN_KEY: own, **deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
+    what = "deepspeed.initialize(config=...)"
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
+        what += f"; nvme_path, {NVME_FOLDER}, is to be a folder on drives of each node"
+    return Exported(name=CONFIG_FILE, what=what, text=json.dumps(values, indent=2) + "\n")
+
+
+ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."
+
+
+def _accelerate(plan: Plan) -> list[Exported | Absent]:
+    why = why_not_started(plan)
+    if why is not None:
+        return [*none_of_it(why)]
+    layout: Any = plan.layout
+    section: dict[str, Any] = {
+        "deepspeed_config_file": CONFIG_FILE,
+        "zero3_init_flag": layout.stage == 3,
+    }
+    if plan.cluster.num_nodes > 1:
+        section["deepspeed_multinode_launcher"] = "standard"
+    return [
+        *launched(
+            plan,
+            "DEEPSPEED",
+            {"deepspeed_config": section},
+            said=("micro_batch_size", "global_batch_size", "precision"),
+            layout=_elsewhere(plan),
+            notes=(f"Stage, offloading, batches and precision are in {CONFIG_FILE}.",),
+            mixed_precision=False,
+        )
+    ]
+
+
+def _trainer(plan: Plan) -> Exported | Absent:
+    if not plan.on_gpu:
+        return Absent(name=ARGUMENTS_FILE, why=ON_CPU)
+    if plan.degrees.pp > 1:
+        why = f"the Trainer has no pipeline engine, and the plan has pp={plan.degrees.pp}."
+        return Absent(name=ARGUMENTS_FILE, why=why)
+    # Has to agree with ds_config.json (transformers/integrations/deepspeed.py, trainer_config_process).
+    sections = {"deepspeed": CONFIG_FILE, "bf16": plan.recipe.precision in ("bf16", "bf16-mixed")}
+    return training_arguments(plan, sections, said=("precision",), layout=_elsewhere(plan))

@@ -1,0 +1,147 @@
+"""FSDP2's files: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments, train.py."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.accelerate_config import launched, none_of_it
+from shardscope.export.commands import started
+from shardscope.export.files import Absent, Exported, described
+from shardscope.export.train_file import train_files
+from shardscope.export.training_arguments import ARGUMENTS_FILE, training_arguments
+from shardscope.frameworks.formats.unsaid import unsaid
+from shardscope.frameworks.fsdp2.files import COVERED
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16", "fp8-mixed": "bfloat16"}
+LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
+"""Fields of the layout that the files carry."""
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of an FSDP2 plan writes beside its JSON."""
+    return [_arguments(plan), *_accelerate(plan), *started(plan, *train_files(plan, COVERED))]
+
+
+def _arguments(plan: Plan) -> Exported:
+    """Keyword arguments of ``init_device_mesh``, ``fully_shard`` and its policies (torch.distributed)."""
+    layout: Any = plan.layout
+    degrees = plan.degrees
+    kind = MIXED.get(plan.recipe.precision)
+    axes = {name: getattr(degrees, name) for name in ("pp", "replicate", "shard", "cp", "tp")}
+    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    offload = layout.offload == "cpu"
+    said = {"shard", "replicate", "reshard_after_forward", "tp", "pp", "cp", "offload", "vpp"}
+    values = {
+        "shardscope": {
+            "what": described(plan),
+            "not_said_here": dict(unsaid(plan, (), said)),
+        },
+        "init_device_mesh": {"mesh_shape": list(kept.values()), "mesh_dim_names": list(kept)},
+        "fully_shard": {
+            "units": "each decoder layer, then the root",
+            "reshard_after_forward": resharding(plan),
+            "root_reshard_after_forward": None,
+        },
+        "MixedPrecisionPolicy": {"param_dtype": kind, "reduce_dtype": "float32" if kind else None},
+        "CPUOffloadPolicy": {"pin_memory": plan.on_gpu} if offload else None,
+        "model_chunks_per_stage": degrees.vpp if degrees.pp > 1 else None,
+    }
+    return Exported(
+        name="fsdp2_arguments.json",
+        what="arguments of init_device_mesh, fully_shard, MixedPrecisionPolicy and CPUOffloadPolicy",
+        text=json.dumps(values, indent=2) + "\n",
+    )
+
+
+def resharding(plan: Plan) -> bool | int:
+    """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
+    layout: Any = plan.layout
+    reshard = layout.reshard_after_forward
+    whole = plan.degrees.shard * plan.degrees.cp
+    return True if not isinstance(reshard, bool) and reshard == whole else reshard
+
+
+def _accelerate(plan: Plan) -> list[Exported | Absent]:
+    why = why_not_accelerate(plan)
+    if why is not None:
+        return [*none_of_it(why), Absent(name=ARGUMENTS_FILE, why=why)]
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
+    said = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
+    reshard, offload = bool(resharding(plan)), layout.offload == "cpu"
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_offload_params": offload,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": checkpointing,
+    }
+    sections: dict[str, Any] = {"fsdp_config": fsdp}
+    notes = []
+    if degrees.replicate > 1 or degrees.tp > 1 or degrees.cp > 1:
+        sections["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": degrees.replicate,
+            "parallelism_config_dp_shard_size": degrees.shard,
+            "parallelism_config_tp_size": degrees.tp,
+            "parallelism_config_cp_size": degrees.cp,
+        }
+    if recipe.precision.endswith("-mixed"):
+        half = "fp16" if recipe.precision == "fp16-mixed" else "bf16"
+        notes.append(
+            f"Accelerate reduces gradients in {half}, the plan in fp32: "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the script changes that."
+        )
+    trainer = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": reshard,
+            "cpu_offload": offload,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "activation_checkpointing": checkpointing,
+        },
+    }
+    meshed = (
+        ["Replicas, tp and cp are in accelerate_config.yaml: launch this with accelerate_launch.sh."]
+        if "parallelism_config" in sections
+        else []
+    )
+    return [
+        *launched(plan, "FSDP", sections, said=said, layout=LAYOUT, notes=notes),
+        training_arguments(
+            plan,
+            trainer,
+            eight_bit="adamw_torch_8bit",
+            said=said,
+            layout=LAYOUT,
+            notes=[*meshed, *notes],
+            checkpoints=False,
+        ),
+    ]
+
+
+def why_not_accelerate(plan: Plan) -> str | None:
+    """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
+    degrees = plan.degrees
+    if not plan.on_gpu:
+        return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
+    if degrees.pp > 1:
+        return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
+    if not isinstance(resharding(plan), bool):
+        return (
+            f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
+            f"{resharding(plan)} ranks."
+        )
+    if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
+        return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
+    if degrees.shard == 1 and degrees.replicate > 1:
+        return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
+    return None

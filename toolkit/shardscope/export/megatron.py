@@ -1,0 +1,136 @@
+"""Megatron-LM's files: its command line and what runs ``pretrain_gpt.py`` with it; and train.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardscope.export.accelerate_config import none_of_it
+from shardscope.export.commands import commands, started
+from shardscope.export.files import Absent, Exported, header
+from shardscope.export.train_file import SCRIPT_FILE, train_files
+from shardscope.export.training_arguments import ARGUMENTS_FILE
+from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.formats.unsaid import sentences, unsaid
+from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.files import COVERED
+from shardscope.frameworks.megatron.files.arguments import LAYOUT, RECIPE, megatron_arguments
+from shardscope.frameworks.megatron.limits import check_trainable
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+FLAGS_FILE = "megatron_arguments.txt"
+GATES = ("gemma", "gemma2", "gemma3_text", "phi", "falcon", "gpt_neox", "starcoder2", "nemotron")
+"""Families whose MLP has another activation than SiLU behind a gate, or GELU without one."""
+
+READ_FLAGS = f"""set -f  # --moe-layer-freq has stars in it
+mapfile -t lines < <(grep -v '^#' {FLAGS_FILE})
+arguments=(${{lines[*]}})
+"""
+NEEDS = (
+    "MEGATRON_LM is the folder of Megatron-LM. Data, tokenizer, steps and rates are added behind: to try it, "
+    "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 1e-4"
+)
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of a Megatron plan writes beside its JSON."""
+    why = _why_not(plan)
+    plain = _scripts(plan)
+    none: list[Exported | Absent] = [
+        *none_of_it(
+            why_not_started(plan)
+            or "Megatron-LM has arguments of its own here; ss.Script starts a script through Accelerate, "
+            "where Megatron-LM is installed."
+        ),
+        Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
+    ]
+    # What somebody has set stays, as in a run.
+    environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
+    if why is not None:
+        return [Absent(name=FLAGS_FILE, why=why), *started(plan, *plain, environment=environment), *none]
+    program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
+    flags = Exported(
+        name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
+    )
+    return [
+        flags,
+        *commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
+        *_beside(plan, plain, environment),
+        *none,
+    ]
+
+
+def _scripts(plan: Plan) -> list[Exported | Absent]:
+    """``train.py`` and its ``config.json``, or why there are none."""
+    try:
+        check_trainable(plan)
+    except ValueError as refusal:
+        return [Absent(name=SCRIPT_FILE, why=str(refusal))]
+    if not plan.on_gpu:
+        why = "Only Shardscope's engine trains this: Megatron-core calls CUDA, and the plan has CPU ranks."
+        return [Absent(name=SCRIPT_FILE, why=why)]
+    return train_files(plan, COVERED)
+
+
+def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> list[Exported | Absent]:
+    """The plain script and its commands, under other names than those of Megatron-LM's."""
+    script, *others = plain
+    if isinstance(script, Absent):
+        why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
+        return [replace(script, why=why)]
+    named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
+    found = commands(plan, script.name, environment=environment)
+    own = [replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in found]
+    return [*own, script, *others]
+
+
+def _why_not(plan: Plan) -> str | None:
+    """Why Megatron-LM cannot build or run this; None where it can."""
+    arch = plan.architecture
+    try:
+        check_family(arch)
+    except ValueError as refusal:
+        return str(refusal)
+    if arch.norms_per_layer != 2:
+        return "megatron-core's TransformerLayer has no norms after attention and MLP."
+    if not plan.on_gpu:
+        return "Megatron-LM needs CUDA, and the plan has CPU ranks."
+    if plan.recipe.seq_len > arch.max_position_embeddings:
+        return (
+            f"Megatron-LM asserts max-position-embeddings >= seq-length, and these are "
+            f"{arch.max_position_embeddings:,} and {plan.recipe.seq_len:,}."
+        )
+    return None
+
+
+def _text(plan: Plan) -> str:
+    carried = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
+    # bf16 and bf16-mixed are one for Megatron, which always keeps fp32 main weights.
+    said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
+    notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")
+    notes.append(
+        "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
+    )
+    if plan.architecture.num_moe_layers:
+        notes.append(
+            "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
+            "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
+        )
+    if plan.architecture.model_type in GATES:
+        notes.append(
+            f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
+            "and without it Megatron-LM has GELU."
+        )
+    if plan.architecture.sliding_window_layers:
+        notes.append(
+            f"{plan.architecture.sliding_window_layers} layers of this model attend to a window of "
+            f"{plan.architecture.sliding_window} tokens; with these flags all attend to everything."
+        )
+    lines = [
+        f"--{name}" if value is None else f"--{name} {value}"
+        for name, value in megatron_arguments(plan).items()
+    ]
+    return header(plan, *notes) + "\n".join(lines) + "\n"

@@ -1,0 +1,70 @@
+"""DeepSpeed under a script of one's own: Accelerate's plugin around the plan's configuration file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import refuse
+from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
+from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
+"""What DeepSpeed takes from the model, and Accelerate does not make."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, and for what DeepSpeed's configuration has no words for."""
+    check_on_gpu(plan, "DeepSpeed plugin")
+    for degree, what in NOT_IN_CONFIG.items():
+        size = getattr(plan.degrees, degree)
+        if size > 1:
+            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", {degree: 1})
+
+
+def check_installed(plan: Plan) -> None:
+    """Nothing beside what the engine needs."""
+
+
+def distributed_types(plan: Plan) -> tuple[str, ...]:
+    """One, whatever the stage."""
+    return ("DEEPSPEED",)
+
+
+def environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """A configuration file, which ``DeepSpeedPlugin`` reads (accelerate/utils/dataclasses.py)."""
+    config = deepspeed_config(plan, nvme_folder=str(folder / "nvme"))
+    # Filled by Accelerate with 1.0: under DeepSpeed a script's own clip_grad_norm_ does nothing.
+    config["gradient_clipping"] = "auto"
+    file = folder / f"ds_config-{os.environ.get('RANK', '0')}.json"
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    layout: Any = plan.layout
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(layout.stage == 3).lower(),
+    }
+
+
+def told(plan: Plan, accelerator: Any) -> None:
+    """Nothing: all is in the file."""
+
+
+def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+    """Stage, offloading, parts and ranks, from the engine that ``deepspeed.initialize`` made."""
+    from deepspeed import DeepSpeedEngine
+
+    from shardscope.frameworks.deepspeed.engine import found
+
+    if not isinstance(model, DeepSpeedEngine):
+        raise contradicts("DeepSpeed", type(model).__name__)
+    tp = max(1, int(model.autotp_size()))
+    if tp != plan.degrees.tp:
+        raise contradicts(f"DeepSpeed with tp={plan.degrees.tp}", f"DeepSpeed with tp={tp}")
+    record = found.what_it_is(plan, model)
+    return {**record, "tp": tp, "words": " ".join(found.in_words(record, "").split())}

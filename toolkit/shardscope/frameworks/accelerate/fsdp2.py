@@ -1,0 +1,140 @@
+"""FSDP2 under a script of one's own: Accelerate's FSDP plugin of version 2 on its ``ParallelismConfig``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import refuse
+from shardscope.core.words import count
+from shardscope.export.fsdp2 import resharding, why_not_accelerate
+from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP has no words for."""
+    check_on_gpu(plan, "FSDP plugin")
+    why = why_not_accelerate(plan)
+    if why is not None and plan.world_size > 1:
+        refuse(
+            "Layout",
+            plan.layout.description,
+            f"what a Script can become: {why.removesuffix('.')}",
+            "ss.Pretrain()",
+        )
+
+
+def check_installed(plan: Plan) -> None:
+    """Nothing beside what the engine needs."""
+
+
+def distributed_types(plan: Plan) -> tuple[str, ...]:
+    """One, whatever the mesh."""
+    return ("FSDP",)
+
+
+def environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """What ``FullyShardedDataParallelPlugin`` (accelerate/utils/dataclasses.py) and ``ParallelismConfig``
+    (accelerate/parallelism_config.py) read."""
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": _said(resharding(plan)),
+        "FSDP_OFFLOAD_PARAMS": _said(layout.offload == "cpu"),
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        # Weights come from rank 0 alone, so that ranks need not have seeded alike.
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": _said(checkpointing),
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(degrees.replicate),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(degrees.shard),
+        "PARALLELISM_CONFIG_TP_SIZE": str(degrees.tp),
+        "PARALLELISM_CONFIG_CP_SIZE": str(degrees.cp),
+        "PARALLELISM_CONFIG_CP_BACKEND": "torch",
+    }
+
+
+def told(plan: Plan, accelerator: Any) -> None:
+    """Gradients are reduced in fp32, as the plan counts them: the environment can say half precision only."""
+    from torch import float32
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    if policy is not None and policy == MixedPrecisionPolicy(*[policy.param_dtype] * 3):
+        # Only where it is Accelerate's own: a script may bring another.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=policy.param_dtype, reduce_dtype=float32, output_dtype=policy.output_dtype
+        )
+
+
+def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+    """The mesh of the model's DTensors, where shards live, and what is gathered anew in backward."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    from shardscope.training.gradients import local
+
+    parameters = dict(model.named_parameters())
+    whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if whole:
+        shown = ", ".join(whole[:3])
+        raise contradicts("FSDP2", f"a model with {count(len(whole), 'whole parameter')} ({shown})")
+    planned = _mesh(plan)
+    sharded: Any
+    for name, sharded in parameters.items():
+        mesh = tuple(sharded.device_mesh.shape)
+        if mesh != planned or not any(isinstance(placement, Shard) for placement in sharded.placements):
+            raise contradicts(f"shards over a mesh of {planned}", f"{name} {sharded.placements} over {mesh}")
+    first: Any = next(iter(parameters.values()))
+    homes = {local(parameter).device.type for parameter in parameters.values()}
+    home = "cpu" if getattr(plan.layout, "offload", None) == "cpu" else accelerator.device.type
+    if homes != {home}:
+        raise contradicts(f"shards on {home}", f"shards on {' and '.join(sorted(homes))}")
+    reshards = _reshards(model)
+    # The root, and the head with its norm, are needed again at once and never resharded.
+    found, planned_so = reshards[True] > 0, bool(resharding(plan))
+    if found != planned_so and reshards.total() > 1:
+        raise contradicts(f"reshard_after_forward={planned_so}", f"reshard_after_forward={found}")
+    policy = model._get_fsdp_state()._mp_policy
+    shards = planned[-2] if plan.degrees.tp > 1 else planned[-1]
+    return {
+        "module": type(model).__name__,
+        "mesh_shape": list(planned),
+        "mesh_axes": list(first.device_mesh.mesh_dim_names or ()),
+        "num_sharded_tensors": len(parameters),
+        "num_weights_here": sum(local(parameter).numel() for parameter in parameters.values()),
+        "placements": dict(Counter(str(tuple(p.placements)) for p in parameters.values())),
+        "reshard_after_forward": {str(value): number for value, number in reshards.items()},
+        "parameters_on": home,
+        "param_dtype": str(policy.param_dtype).removeprefix("torch."),
+        "reduce_dtype": str(policy.reduce_dtype).removeprefix("torch."),
+        "words": f"FSDP2: all {len(parameters)} parameter tensors are DTensors, sharded over "
+        f"{count(shards, 'rank')}",
+    }
+
+
+def _mesh(plan: Plan) -> tuple[int, ...]:
+    """Shape of the mesh on which Accelerate's shards lie: copies, shards (those of cp among them), tp."""
+    degrees = plan.degrees
+    shape = (*((degrees.replicate,) * (degrees.replicate > 1)), degrees.shard * degrees.cp)
+    return (*shape, degrees.tp) if degrees.tp > 1 else shape
+
+
+def _reshards(model: Any) -> Counter[bool]:
+    """How many groups of parameters are resharded after forward, and how many are not."""
+    from shardscope.frameworks.fsdp2.engine.found import groups_of
+
+    groups = (group for module in model.modules() for group in groups_of(module))
+    return Counter(group.post_forward_mesh_info is not None for group in groups)
+
+
+def _said(value: object) -> str:
+    return str(bool(value)).lower()

@@ -1,0 +1,1 @@
+"""DDP really training."""

@@ -1,0 +1,108 @@
+"""DDP really training: ``torch.nn.parallel.DistributedDataParallel``, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shardscope.core.words import count
+from shardscope.frameworks.ddp.layout import DdpLayout
+from shardscope.training.engine import BuildModel
+from shardscope.training.micro_batch_engine import MIXED_TYPES
+from shardscope.training.torch_engine import TorchEngine
+
+BUCKET_CAP_MIB = 25
+"""torch's default bucket size, written here because the record states it."""
+
+
+class DdpEngine(TorchEngine):
+    """Every rank holds the whole model; gradients are averaged in buckets while the backward pass goes on.
+
+    bf16-mixed and fp16-mixed are autocast over fp32 parameters: gradients travel in fp32.
+
+    torch's ``static_graph`` is off. Under ``no_sync``, which accumulation needs, it asserts in the first
+    backward (torch 2.13, reducer.cpp; pytorch/pytorch#143580 and #187732). With one micro-batch a step it
+    holds, and wins nothing: what it spares is the search for unused parameters, which is off as well; and its
+    first backward keeps all gradients beside the buckets until the end.
+    """
+
+    framework = "ddp"
+
+    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
+        self.model = self.build_on_host(build_model).to(self.ctx.device)
+        device = self.ctx.device
+        # What trains now has a place in them, whatever is frozen later.
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self._bucket_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        return DistributedDataParallel(
+            self.model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=BUCKET_CAP_MIB,
+            # Gradients are views into the buckets: the same bytes are not held twice.
+            gradient_as_bucket_view=True,
+        )
+
+    def what_it_is(self) -> dict[str, Any]:
+        module = self._module
+        if not isinstance(module, DistributedDataParallel):
+            raise RuntimeError(f"the plan says DDP, and the module is {type(module).__name__}")
+        num_ranks = dist.get_world_size(module.process_group)
+        if num_ranks != self.plan.world_size:
+            raise RuntimeError(
+                f"the plan says {self.plan.world_size} DDP ranks, and the module has {num_ranks}"
+            )
+        buckets = _initial_bucket_bytes(module)
+        return {
+            "module": type(module).__name__,
+            "data_parallel": num_ranks,
+            "num_buckets": len(buckets),
+            "bucket_bytes": buckets,
+            "bucket_cap_bytes": int(module.bucket_bytes_cap),
+            "gradient_as_bucket_view": bool(module.gradient_as_bucket_view),
+            "static_graph": bool(module.static_graph),
+            "find_unused_parameters": bool(module.find_unused_parameters),
+            "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
+        }
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        size = sum(found["bucket_bytes"]) / 2**20
+        return (
+            f"{DdpLayout.title}: {found['module']} over {count(found['data_parallel'], 'rank')} {where}, "
+            f"{count(found['num_buckets'], 'gradient bucket')} of {size:.1f} MiB"
+            + (" in all" if found["num_buckets"] > 1 else "")
+        )
+
+    def reduce_on(self, last: bool) -> AbstractContextManager[None]:
+        module = self._module
+        if last or not isinstance(module, DistributedDataParallel):
+            return nullcontext()
+        quiet: AbstractContextManager[None] = module.no_sync()
+        return quiet
+
+    @property
+    def shard_group(self) -> None:
+        return None
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return MIXED_TYPES.get(self.recipe.precision)
+
+    def gradient_bytes(self) -> int:
+        """The reducer keeps its buckets for the whole run, so gradients are never given back."""
+        return self.bucket_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The reducer's buckets, which are as large as all gradients together."""
+        return self._bucket_bytes
+
+
+def _initial_bucket_bytes(module: DistributedDataParallel) -> list[int]:
+    """Bytes of each bucket; after the first step DDP makes them again in the order of arrival."""
+    text = str(module._get_ddp_logging_data().get("bucket_sizes", ""))
+    return [int(size) for size in text.replace(" ", "").split(",") if size]

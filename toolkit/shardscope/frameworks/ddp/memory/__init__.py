@@ -1,0 +1,1 @@
+"""What DDP keeps on one rank, and when."""

@@ -1,0 +1,88 @@
+"""DDP's training state: a whole replica on every rank (Li et al. 2020, section 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.precision import FP32, base_width, widths
+from shardscope.core.words import count, gib
+from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, peaks
+from shardscope.memory.report import Term
+from shardscope.memory.state.optimizer_state import optimizer_bytes
+from shardscope.memory.state.quantization import frozen_base_bytes
+from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+
+def shapes(plan: Plan) -> Shapes:
+    """One stage with the whole model."""
+    return shapes_of(plan.architecture, plan.stage_layers)
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them."""
+    return stage_of(plan, shape)
+
+
+def training_state(plan: Plan, stage: Stage) -> TrainingState:
+    """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
+    width, frozen = widths[plan.recipe.precision], base_width(plan.recipe)
+    quantised = plan.recipe.base_quantization is not None
+    # peft makes adapters of an int8 Linear in fp32 (tuners_utils.py, _move_adapter_to_device_of_base_layer:
+    # an integer type is not taken over).
+    int8 = plan.recipe.base_quantization == "int8"
+    each = FP32 if int8 else width.original
+    trained = each * stage.trainable
+    optimizer = optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
+    base = frozen_base_bytes(plan, stage, frozen) if quantised else frozen * stage.base
+    parameters = base + each * stage.adapters
+
+    def parameter_words() -> str:
+        if quantised:
+            kind, source = ("int8", "2022") if int8 else ("NF4", "2023")
+            return (
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
+                f"{frozen} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
+                f"{source}, bitsandbytes)"
+            )
+        if plan.recipe.has_adapters:
+            return (
+                f"{stage.base:,} frozen × {frozen} bytes + {stage.adapters:,} of adapters × {each} bytes · "
+                "whole on every rank (Li et al. 2020); what never updates has no fp32 original"
+            )
+        weights = count(stage.base, "parameter")
+        return f"{weights} × {width.original} bytes · whole on every rank (Li et al. 2020)"
+
+    return TrainingState(
+        parameters=Term(parameters, parameter_words),
+        gradients=Term(
+            trained,
+            lambda: (
+                f"{count(stage.trainable, 'gradient')} × {each} bytes · views of the reduction "
+                "buckets (gradient_as_bucket_view=True)"
+            ),
+        ),
+        optimizer=optimizer.state,
+        optimizer_working=optimizer.working,
+        host_bytes=optimizer.host_bytes,
+        gather_forward=NOTHING_GATHERED,
+        group_sizes=(plan.degrees.data_parallel,),
+        # DDP's reducer makes its buckets when it wraps the model and keeps them for the whole run.
+        gradients_stay=True,
+        gradients_waiting=_waiting(trained),
+        find_backward=lambda shape: peaks(plan, stage, shape, trained),
+    )
+
+
+def _waiting(trained: int) -> Term:
+    """Without reduction (``no_sync``) gradients are tensors of their own, until the last backward."""
+    return Term(
+        2 * trained,
+        lambda: (
+            f"{gib(trained)} GiB buckets + {gib(trained)} GiB sums of earlier micro-batches beside them, for "
+            "no_sync leaves gradients out of the buckets"
+        ),
+    )

@@ -1,0 +1,1 @@
+"""DDP's own code on fake tensors."""

@@ -1,0 +1,94 @@
+"""DDP rehearsed: ``DistributedDataParallel`` itself over fake tensors, one rank of any number."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import distributed
+
+from shardscope.frameworks.ddp.engine.engine import DdpEngine
+from shardscope.frameworks.limits import check_rehearsed
+from shardscope.rehearsal.torch_step import FakeContext, play
+from shardscope.rehearsal.world import fake_ranks, fake_tensors
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.rehearsal.result import RehearsedStage
+    from shardscope.rehearsal.torch_step import NoteProgress
+    from shardscope.training.engine import BuildModel
+
+
+def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
+    """The one stage of ``plan``. Raises ``ValueError`` for what the engine does not run."""
+    check_rehearsed(plan.recipe)
+    # Where activations wait on the host, fake tensors have two devices.
+    apart = plan.on_gpu and plan.recipe.recompute == "offload"
+    with fake_ranks(plan.world_size):
+        engine = _Rehearsed(FakeContext(plan, "cpu:0" if apart else "cpu"))
+        has_flash = plan.cluster.gpu.has_flash_attention
+        vocab = {plan.architecture.vocab_size}
+        with fake_tensors(plan.on_gpu, vocab, host_apart=apart, has_flash=has_flash) as tracker:
+            engine.tracker = tracker
+            return [play(engine, tracker, note_progress)]
+
+
+class _Rehearsed(DdpEngine):
+    tracker: Any
+    host_model: Any = None
+
+    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
+        # Host memory first: what reaches the device are its parameters, and then the reducer's buckets.
+        with self.tracker.paused():
+            self.host_model = super().build_on_host(build_model)
+        self.tracker.label(self.host_model.parameters(), "parameters")
+        with self.tracker.labelling("gradients"), _without_numbers():
+            module: Any = super().wrap(build_model)
+        module.register_comm_hook(None, lambda _, bucket: _reduced_in_place(bucket))
+        module.reducer = _KeepsItsBuckets(module.reducer)
+        found: torch.nn.Module = module
+        return found
+
+    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+        found: torch.nn.Module = self.host_model
+        return found
+
+
+def _reduced_in_place(bucket: Any) -> Any:
+    """What the all-reduce of real ranks answers: the bucket itself."""
+    done: Any = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@contextlib.contextmanager
+def _without_numbers() -> Iterator[None]:
+    """Shapes and first weights are compared between ranks, which fake tensors cannot be."""
+    names = ("_verify_param_shape_across_processes", "_sync_module_states")
+    before = [getattr(distributed, name) for name in names]
+    for name in names:
+        setattr(distributed, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, was in zip(names, before, strict=True):
+            setattr(distributed, name, was)
+
+
+class _KeepsItsBuckets:
+    """The reducer as it is first made.
+
+    After its first step DDP sorts parameters into new buckets by the order in which gradients came, and for
+    that reads a tensor of numbers, which a fake one does not have. The bytes in all buckets stay the same.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

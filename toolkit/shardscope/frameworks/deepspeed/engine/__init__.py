@@ -1,0 +1,1 @@
+"""DeepSpeed really training."""

@@ -1,0 +1,19 @@
+"""Which engine runs a plan of DeepSpeed: stages, experts and parts of matrices have their own."""
+
+from __future__ import annotations
+
+from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
+from shardscope.frameworks.deepspeed.engine.experts_engine import ExpertsEngine
+from shardscope.frameworks.deepspeed.engine.pipeline_engine import PipelinedEngine
+from shardscope.frameworks.deepspeed.engine.tensor_engine import TensorEngine
+from shardscope.training.engine import Context
+
+
+def engine_of(ctx: Context) -> DeepSpeedEngine:
+    """The engine of a rank of ``ctx.plan``."""
+    degrees = ctx.plan.degrees
+    if degrees.pp > 1:
+        return PipelinedEngine(ctx)
+    if degrees.tp > 1:
+        return TensorEngine(ctx)
+    return ExpertsEngine(ctx) if degrees.ep > 1 else DeepSpeedEngine(ctx)

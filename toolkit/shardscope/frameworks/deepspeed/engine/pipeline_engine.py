@@ -1,0 +1,231 @@
+"""DeepSpeed's pipeline really training: ``PipelineEngine.train_batch`` over stages of a transformers model.
+
+1F1B; gradients are reduced once, when the schedule has ended (deepspeed/runtime/pipe/engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.frameworks.deepspeed.engine import checkpointing
+from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
+from shardscope.training import micro_batches, pretrained
+from shardscope.training.engine import BuildModel, BuildOptimizer
+from shardscope.training.gradients import clip
+from shardscope.training.initial_weights import build_filled
+from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.model_parts import part_of, shell_of
+from shardscope.training.stage_tensors import StageTensor, stage_by_stage
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class PipelinedEngine(DeepSpeedEngine):
+    """The engine on the ranks of one pipeline stage; ``model`` is its part, under the whole model's names."""
+
+    _is_tied = False
+    _config_of_whole: Any = None
+
+    @property
+    def stage(self) -> int:
+        """Which pipeline stage is this rank's, from 0."""
+        return self.ctx.rank // self.num_data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.ctx.rank % self.num_data_ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        return int(self.plan.degrees.data_parallel)
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(self.stage == self.plan.degrees.pp - 1)
+
+    # ---- what is built
+
+    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+        def build_stage() -> torch.nn.Module:
+            model: Any = build_model()
+            self._is_tied = bool(model.config.tie_word_embeddings)
+            self._config_of_whole = model.config
+            before = sum(self.plan.stage_layers[: self.stage])
+            layers = range(before, before + self.plan.stage_layers[self.stage])
+            return part_of(model, layers, is_first=self.stage == 0, is_last=self._is_last)
+
+        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
+        return super().build_on_host(build_stage)
+
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
+        if self.is_drawn_in_parts:
+            return build_filled(build_model, self.first_weights)
+        return super().built(build_model)
+
+    _shape: torch.Size | None = None
+    """Of the last step's micro-batches."""
+
+    def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        from shardscope.frameworks.deepspeed.engine.pipeline_module import StagedModule
+
+        return StagedModule(
+            model,
+            self._loss_of,
+            stage=self.stage,
+            num_stages=self.plan.degrees.pp,
+            is_tied=self._is_tied,
+            tied=self._tied_module(model),
+        )
+
+    def _tied_module(self, model: Any) -> torch.nn.Module | None:
+        """The embedding on the first stage, its copy under the head on the last, nothing between them."""
+        if self.stage == 0:
+            return model.model.embed_tokens
+        return model.lm_head if self._is_last else None
+
+    def make(
+        self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
+    ) -> list[torch.nn.Parameter]:
+        trained = super().make(build_model, build_optimizer)
+        from deepspeed.runtime.pipe import schedule
+
+        own = self._module._INSTRUCTION_MAP
+        self._module._INSTRUCTION_MAP = {
+            **own,
+            schedule.ForwardPass: self._watched("forward", own[schedule.ForwardPass]),
+            schedule.BackwardPass: self._watched("backward", own[schedule.BackwardPass]),
+            schedule.ReduceGrads: self._watched("backward", own[schedule.ReduceGrads]),
+            schedule.OptimizerStep: self._watched("optimizer", self._stepped(own[schedule.OptimizerStep])),
+        }
+        return trained
+
+    # ---- a step
+
+    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+        micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
+        counted = micro_batches.LossWeights(micros)
+        # All at once: a stage that refuses in the middle of a schedule would leave others waiting for it.
+        self._weights = iter([counted[index] for index in range(len(micros))])
+        self._phases = watch
+        shape = micros[0]["input_ids"].shape
+        if shape != self._shape:
+            # DeepSpeed makes its buffers, and tells the next stage what it sends, once for all steps.
+            self._module.reset_activation_shape()
+            self._shape = shape
+        loss = self._module.train_batch(iter([(micro["input_ids"], micro["labels"]) for micro in micros]))
+        self.num_steps_done += 1
+        numbers: list[float] = torch.stack([loss.float(), self._norm]).tolist()
+        mean, self.grad_norm = numbers
+        return mean
+
+    def _loss_of(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Of the next micro-batch, by its labels: DeepSpeed divides by the number of micro-batches."""
+        model: Any = self.model
+        loss: torch.Tensor = model.loss_function(
+            logits=output, labels=labels, vocab_size=self.plan.architecture.vocab_size
+        )
+        return loss * (next(self._weights) * self.plan.num_micro_batches)
+
+    def _watched(self, phase: str, run: Callable[..., None]) -> Callable[..., None]:
+        """An instruction of DeepSpeed's schedule, whose phase is watched."""
+
+        def watched(engine: Any, **kwargs: Any) -> None:
+            self._phases.begin(phase)
+            run(engine, **kwargs)
+            self._phases.mark(phase)
+
+        return watched
+
+    def _stepped(self, run: Callable[..., None]) -> Callable[..., None]:
+        def stepped(engine: Any, **kwargs: Any) -> None:
+            with self.accounted_update():
+                run(engine, **kwargs)
+
+        return stepped
+
+    def clip(self) -> torch.Tensor:
+        """Over all stages; DeepSpeed's own norm of fp32 gradients is that of the first (runtime/utils.py,
+        ``clip_grad_norm_``)."""
+        group = self._module.grid.get_pipe_parallel_group()
+        return clip(self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._norm_copies)
+
+    def _norm_copies(self, parameter: torch.nn.Parameter) -> int:
+        tied: Any = self._tied_module(self.model) if self._is_tied else None
+        return 2 if tied is not None and tied.weight is parameter else 1
+
+    # ---- what leaves the run
+
+    def export(self, path: str | Path) -> None:
+        model: Any = shell_of(self.model)
+        model.config = self._config_of_whole
+        pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
+
+    def whole_tensors(self) -> pretrained.WholeTensors:
+        main = self.recipe.precision != "bf16"
+        gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
+        own = [
+            StageTensor(
+                name,
+                tuple(parameter.shape),
+                torch.float32 if main else parameter.dtype,
+                partial(gather, parameter),
+            )
+            for name, parameter in self.model.named_parameters()
+            if not (self._is_tied and name == HEAD)
+        ]
+        pp, device = self.plan.degrees.pp, self.ctx.device
+        return stage_by_stage(own, stage=self.stage, num_stages=pp, device=device)
+
+    # ---- what it is
+
+    def what_it_is(self) -> dict[str, Any]:
+        found = super().what_it_is()
+        grid, pp = self._module.grid, self.plan.degrees.pp
+        if (grid.pipe_parallel_size, self._module.stage_id) != (pp, self.stage):
+            raise RuntimeError(
+                f"the plan says stage {self.stage} of pp={pp}, and DeepSpeed made stage "
+                f"{self._module.stage_id} of {grid.pipe_parallel_size}"
+            )
+        layers = _layers_of(self._module.module)
+        planned = self.plan.stage_layers[self.stage]
+        if len(layers) != planned:
+            raise RuntimeError(f"stage {self.stage} should have {planned} layers, and has {len(layers)}")
+        held = torch.tensor(found["num_parameters"], device=self.ctx.device)
+        dist.all_reduce(held)
+        arch = self.plan.architecture
+        expected = arch.num_parameters + self._is_tied * arch.vocab_size * arch.hidden_size
+        if int(held) != expected * self.num_data_ranks:
+            raise RuntimeError(
+                f"the stages hold {int(held) // self.num_data_ranks:,} weights, and the plan has {expected:,}"
+            )
+        schedule = type(self._module._train_schedule()).__name__
+        return {**found, "pp": pp, "pipeline_stage": self.stage, "layers": layers, "schedule": schedule}
+
+    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
+        return (
+            f"{super().in_words(found_, where)}; pipeline stage {found_['pipeline_stage'] + 1} of "
+            f"{found_['pp']} with layers {', '.join(map(str, found_['layers']))}, 1F1B"
+        )
+
+
+def _layers_of(module: torch.nn.Module) -> list[int]:
+    """Numbers, in the whole model, of the decoder layers that have parameters in ``module``."""
+    names = (name.partition(".layers.")[2] for name, _ in module.named_parameters())
+    return sorted({int(name.partition(".")[0]) for name in names if name})
+
+
+def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """``batch``; ``ValueError`` for tensors that the stages do not pass on."""
+    if set(batch) != {"input_ids", "labels"}:
+        raise ValueError(
+            f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
+            "leave the others out, or pp=1."
+        )
+    return batch

@@ -1,0 +1,1 @@
+"""What DeepSpeed keeps on one rank, and when."""

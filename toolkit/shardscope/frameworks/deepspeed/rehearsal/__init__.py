@@ -1,0 +1,1 @@
+"""DeepSpeed's own code on fake tensors."""

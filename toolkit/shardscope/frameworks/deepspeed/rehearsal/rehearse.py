@@ -1,0 +1,137 @@
+"""ZeRO rehearsed: DeepSpeed's own engine over fake tensors, one rank of any number.
+
+``deepspeed.initialize``, ``engine.backward`` and ``engine.step`` are DeepSpeed's, its partitions, buckets and
+gathers too. Only what reads a number off a tensor, and what is compiled for CUDA, has a stand-in
+(``fake_device.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardscope.core.errors import one_of, refuse
+from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
+from shardscope.frameworks.deepspeed.memory.tensors import fullest_rank
+from shardscope.frameworks.deepspeed.rehearsal.engine import (
+    NUM_STEPS,
+    config_of,
+    initialised,
+    label_state,
+    model_of,
+    stage_world,
+)
+from shardscope.frameworks.deepspeed.rehearsal.fake_device import import_deepspeed
+from shardscope.frameworks.deepspeed.rehearsal.fake_files import FakeFiles, fake_files
+from shardscope.frameworks.deepspeed.rehearsal.pipeline import stages
+from shardscope.frameworks.deepspeed.zeropp import check_predicted
+from shardscope.memory.activations.head import loss_in_force
+from shardscope.rehearsal.result import RehearsedStage
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.rehearsal.tracker import Tracker
+
+MAX_MICRO_BATCHES = 2
+
+
+def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]:
+    """The one stage of ``plan``. Raises ``ValueError`` for what is not rehearsed yet."""
+    check_plan(plan)
+    note_progress("importing DeepSpeed", 0.05)
+    deepspeed = import_deepspeed()
+    if plan.degrees.pp > 1:
+        return stages(plan, deepspeed, note_progress)
+    # Ranks of tp lie next to each other.
+    rank = plan.degrees.tp * fullest_rank(plan)
+    with stage_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
+        return [_play(plan, deepspeed, tracker, note_progress, device, files)]
+
+
+AUTOTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite")
+"""Families that AutoTP cuts by the plan that transformers has for them. It refuses plans with experts and
+with fused projections (Phi-3), and GPT-2 has none."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
+    layout: Any = plan.layout
+    if layout.ep > 1:
+        check_experts(plan)
+    if layout.pp > 1:
+        check_pipeline(plan)
+    if layout.tp > 1 and (layout.pp > 1 or layout.ep > 1):
+        field, what = ("pp", "stages") if layout.pp > 1 else ("ep", "experts of DeepSpeed's")
+        why = f"1 with {field} > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no {what}"
+        refuse("Layout.tp", layout.tp, why, {"tp": 1})
+    check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
+    if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            plan.architecture.model_type,
+            f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
+            {"tp": 1},
+        )
+    # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
+    one_of("Recipe.kernels", plan.kernels, ("transformers",))
+    one_of("Recipe.loss", loss_in_force(plan), ("full", "chunked"))
+    one_of("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
+    if loss_in_force(plan) == "chunked" and layout.stage == 3:
+        refuse(
+            "Recipe.loss",
+            "chunked",
+            "'full' in a rehearsal of stage 3, which gathers a weight when its own module runs: in a chunked "
+            "loss the head's does not",
+            {"loss": "full"},
+        )
+
+
+def _play(
+    plan: Plan,
+    deepspeed: Any,
+    tracker: Tracker,
+    note_progress: Callable[[str, float], None],
+    device: str,
+    files: FakeFiles,
+) -> RehearsedStage:
+    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    config = config_of(plan, num_micro_batches, files.folder)
+    note_progress("building the model", 0.1)
+    with tracker.labelling("parameters"), torch.device(device):
+        model = model_of(plan, deepspeed, config, tracker)
+    note_progress("deepspeed.initialize", 0.2)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, optimizer = initialised(plan, deepspeed, model, config)
+    label_state(tracker, engine, optimizer)
+    shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            tracker.restart()
+        for index in range(num_micro_batches):
+            done = 0.3 + 0.65 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
+            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
+            with tracker.phase("forward"):
+                ids = torch.zeros(shape, dtype=torch.int64, device=device)
+                loss = engine(input_ids=ids, labels=ids).loss
+            with tracker.phase("backward"):
+                engine.backward(loss)
+            del loss
+            if plan.layout.stage < 2:  # type: ignore[attr-defined]
+                tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+            # Between micro-batches it only counts them.
+            is_update = index == num_micro_batches - 1
+            with tracker.phase("optimizer") if is_update else contextlib.nullcontext():
+                engine.step()
+            label_state(tracker, engine, optimizer)
+    what = type(optimizer).__name__
+    note = f"DeepSpeed {deepspeed.__version__}'s {what}"
+    if plan.degrees.ep > 1:
+        note += "; each expert gets as many tokens as another"
+    if plan.num_micro_batches > num_micro_batches:
+        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
+    stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+    return replace(stage, nvme_bytes=files.num_bytes)

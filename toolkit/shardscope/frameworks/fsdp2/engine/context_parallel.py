@@ -1,0 +1,135 @@
+"""FSDP2 over sequences in parts: torch's own ``context_parallel``, an experiment of theirs, called directly.
+
+Ranks of one context-parallel group read the same sequences and keep a part of each; what they hold of the
+state they shard as all others do (torchtitan's ``dp_shard_cp``). Only attention needs the other parts, and
+gets their keys and values from torch's ring (Liu et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardscope.core.words import count
+from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.engine.ring import Ring
+from shardscope.training.engine import BuildModel
+from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.micro_batches import IGNORED_LABEL
+
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""How far two sums of the same numbers in another order may be apart; parts in wrong places are far past."""
+
+
+class ContextParallelEngine(Fsdp2Engine):
+    """The engine on a rank that has a part of each of its sequences."""
+
+    cp_mesh: Any = None
+    """This rank's context-parallel group: ranks next to each other."""
+    _here: torch.Tensor
+    """Positions of a sequence that are this rank's, while a micro-batch is under way."""
+    _is_seen = False
+    """Whether a step has shown that attention goes through the ring."""
+
+    def make_mesh(self) -> Any:
+        cp = self.plan.degrees.cp
+        shape = (self.ctx.world_size // cp, cp)
+        self.cp_mesh = init_device_mesh(self.ctx.device.type, shape, mesh_dim_names=("data", "cp"))["cp"]
+        return super().make_mesh()
+
+    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+        model = super().build_on_host(build_model)
+        self.ring = Ring(self.cp_mesh, self.ctx.device, repeats_keys=self._repeats_keys)
+        self.ring.take_over(model)
+        return model
+
+    @property
+    def _repeats_keys(self) -> bool:
+        """CUDA's flash attention alone has grouped queries, in half precision (torch's sdp_utils.cpp)."""
+        if self.ctx.device.type == "cpu":
+            return False
+        return self.recipe.precision == "fp32" or not self.plan.cluster.gpu.has_flash_attention
+
+    # ---- what it is
+
+    def what_it_is(self) -> dict[str, Any]:
+        record = super().what_it_is()
+        cp, rank = self.plan.degrees.cp, self.ctx.rank
+        group = dist.get_process_group_ranks(self.cp_mesh.get_group())
+        first = rank // cp * cp
+        if group != list(range(first, first + cp)):
+            raise RuntimeError(f"the plan splits sequences over cp={cp} ranks, and rank {rank} is in {group}")
+        arch, kind = self.plan.architecture, self.compute_dtype
+        apart = self.ring.distance_from_whole(
+            arch.num_attention_heads, arch.num_key_value_heads, arch.head_dim, kind
+        )
+        if not apart < ROUNDING[kind]:
+            raise RuntimeError(
+                f"the plan splits sequences over cp={cp} ranks, and attention over torch's ring is "
+                f"{apart:.1%} off what it is over the whole sequence"
+            )
+        return {**record, "cp": len(group), "cp_ranks": group, "ring_attention_off_by": apart}
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        return (
+            f"{super().in_words(found, where)}; each sequence in parts on {count(found['cp'], 'rank')}, "
+            "attention in torch's ring"
+        )
+
+    # ---- a step
+
+    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+        _check_batch(batch, self.recipe.seq_len)
+        loss = super()._step(batch, watch)
+        expected = self.plan.architecture.num_hidden_layers * self.plan.num_micro_batches
+        if not self._is_seen and self.ring.num_calls < expected:
+            raise RuntimeError(
+                f"the plan splits sequences over ranks, and of {expected} attentions of the first step "
+                f"{self.ring.num_calls} went through the ring"
+            )
+        self._is_seen = True
+        return loss
+
+    @contextmanager
+    def reduce_on(self, last: bool) -> Iterator[None]:
+        with super().reduce_on(last), self.ring.split(self.recipe.seq_len) as self._here:
+            yield
+
+    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        here, cp = self._here, self.plan.degrees.cp
+        # Moved before it is cut: the label after a part's last token is in another part.
+        following = F.pad(micro["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+        own = following[:, here]
+        part = {
+            "input_ids": micro["input_ids"][:, here],
+            "position_ids": here[None],
+            "labels": own,
+            "shift_labels": own,
+            # Each part's sum over all tokens of the sequences, its own and the others'.
+            "num_items_in_batch": (following != IGNORED_LABEL).sum(),
+            "use_cache": False,
+        }
+        # Frameworks average over ranks, and parts are to be added up.
+        return super()._loss(part) * cp
+
+
+def _check_batch(batch: Mapping[str, torch.Tensor], seq_len: int) -> None:
+    """Raise ``ValueError`` for a batch that cannot be split along its sequences."""
+    others = sorted(set(batch) - {"input_ids", "labels"})
+    if others or len(batch) != 2:
+        raise ValueError(
+            f"a batch has {', '.join(sorted(batch))}; allowed with cp > 1: input_ids and labels, for a ring "
+            "takes no mask. Nearest fix: leave the others out, with -100 as the label of padding."
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    if any(len(shape) != 2 or shape[1] != seq_len for shape in shapes.values()):
+        raise ValueError(
+            f"a batch has {shapes}; allowed with cp > 1: rows of the plan's seq_len={seq_len} tokens, which "
+            f"divide into equal parts. Nearest fix: pad or cut them to {seq_len}."
+        )

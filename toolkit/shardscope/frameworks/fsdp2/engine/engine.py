@@ -1,0 +1,250 @@
+"""FSDP2 really training: ``torch.distributed.fsdp.fully_shard``, called directly, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from shardscope.core.words import count
+from shardscope.export.fsdp2 import resharding
+from shardscope.frameworks.fsdp2.engine import found
+from shardscope.frameworks.fsdp2.engine.materialise import check_has_weights, materialise
+from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.training import gradients
+from shardscope.training.engine import BuildModel
+from shardscope.training.gradients import local
+from shardscope.training.initial_weights import fill_buffers
+from shardscope.training.micro_batch_engine import MIXED_TYPES
+from shardscope.training.on_meta import build_on_meta
+from shardscope.training.recompute import decoder_layers
+from shardscope.training.torch_engine import TorchEngine
+
+
+class Fsdp2Engine(TorchEngine):
+    """Parameters, gradients and optimizer state in shards (arXiv:2304.11277, per-parameter: torch's FSDP2).
+
+    Gradients are reduce-scattered after every micro-batch, as torchtitan does: holding them back would hold
+    whole gradients on every rank, which is what sharding is there to avoid. What accumulation does save is
+    HSDP's all-reduce between replicas, taken once a step.
+
+    The next layer's gather runs beneath this one's arithmetic as torch does it by itself: in forward because
+    it is issued on a stream of its own, ahead of the device, in backward by the recorded order of forward.
+    Naming the next layer by ``set_modules_to_forward_prefetch`` overlaps the same, and is issued earlier by
+    the host; naming more holds more gathered layers than the plan counts (torch, _fully_shard.py).
+    """
+
+    framework = "fsdp2"
+    shards_parameters = True
+    mesh: Any = None
+    """The ranks by copy and shard; made when wrapping, unless there is one already."""
+    tp_mesh: Any = None
+    """This rank's tensor-parallel group; None without one."""
+    stage_mesh: Any = None
+    """The ranks that hold this rank's part of the other pipeline stages; None without stages."""
+
+    def make_mesh(self) -> Any:
+        """The plan's ranks as a device mesh, tensor-parallel ones next to each other; all of them take part.
+
+        The axes of the state's copies and shards are returned, the others kept.
+        """
+        sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
+        sizes["shard"] = self.num_shards
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        whole = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.tp_mesh = whole["tp"] if "tp" in axes else None
+        self.stage_mesh = whole["pp"] if "pp" in axes else None
+        ours = tuple(name for name in axes if name in ("replicate", "shard"))
+        return whole if ours == tuple(axes) else whole[ours]
+
+    @property
+    def data_rank(self) -> int:
+        degrees = self.plan.degrees
+        found: int = self.ctx.rank // (degrees.tp * degrees.cp) % self.num_data_ranks
+        return found
+
+    @property
+    def num_data_ranks(self) -> int:
+        found: int = self.plan.degrees.data_parallel
+        return found
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the state; those with parts of the same sequences are among them."""
+        found: int = self.plan.degrees.shard * self.plan.degrees.cp
+        return found
+
+    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
+        if self.mesh is None:
+            self.mesh = self.make_mesh()
+        none_yet = self.weights is not None or self.is_drawn_in_parts
+        # What is quantised is quantised from numbers.
+        self._on_meta = none_yet and not self.recipe.base_quantization
+        build = build_on_meta if self._on_meta else (lambda make: make())
+        model = build(lambda: self.build_on_host(build_model))
+        if not self._on_meta:
+            check_has_weights(model)
+        self._shard(model)
+        if self._on_meta:
+            self._fill(model)
+        self.model = model
+        return model
+
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
+        # On meta it is filled once every rank knows its shards.
+        return build_model() if self._on_meta else super().built(build_model)
+
+    def _fill(self, model: torch.nn.Module) -> None:
+        """Give the shards of ``model`` memory and their first weights."""
+        weights, device = self.first_weights(model, self.ctx.device), self.ctx.device
+        materialise(model, weights, device=self._home, compute=device)
+        fill_buffers(model, weights)
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        """Bottom-up: each decoder layer is one group of collectives, the rest is the root's."""
+        kind = MIXED_TYPES.get(self.recipe.precision)
+        offload = self.plan.layout.offload == "cpu"
+        pinned = self.ctx.device.type == "cuda"
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if kind else None),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        }
+        self._home = torch.device("cpu") if offload else self.ctx.device
+        reshard = resharding(self.plan)
+        if self.tp_mesh is not None:
+            parallelize(model, self.tp_mesh)
+        self._num_groups = 0
+        for unit in self.units(model):
+            layers = decoder_layers(unit)
+            for layer in layers:
+                fully_shard(layer, reshard_after_forward=reshard, **options)
+            # The root is needed again as soon as backward starts: torch's own rule (None) keeps it gathered.
+            fully_shard(unit, reshard_after_forward=None, **options)
+            self._num_groups += len(layers) + 1
+
+    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """What is called as one module, and so has a root of its own: ``model``, or its pipeline chunks."""
+        return [model]
+
+    @property
+    def called(self) -> tuple[torch.nn.Module, ...]:
+        """Those of this engine."""
+        return (self.model,)
+
+    def what_it_is(self) -> dict[str, Any]:
+        degrees, device = self.plan.degrees, self.ctx.device
+        parameters = dict(self.model.named_parameters())
+        found.check_sharded(parameters, self._planned_mesh, degrees.tp)
+        holders = dist.get_world_size(self.shard_group) // (self.num_shards * degrees.pp)
+        held, total = found.count_weights(
+            parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
+        )
+        layers = [layer for unit in self.called for layer in decoder_layers(unit)]
+        record: dict[str, Any] = {
+            "mesh_shape": list(self.mesh.shape),
+            "mesh_axes": list(self.mesh.mesh_dim_names),
+            "shard": int(self.mesh.shape[-1]),
+            "replicate": int(self.mesh.shape[0]) if len(self._planned_mesh) == 2 else 1,
+            "num_parameters": total,
+            "num_sharded_tensors": len(parameters),
+            "num_weights_here": held,
+            "num_groups": self._num_groups,
+            "placements": found.placements_of(parameters),
+            "sharded_names": sorted(parameters),
+            "reshard_after_forward": found.check_resharding(layers, resharding(self.plan)),
+            "offload": found.check_home(self.called, parameters.values(), self.plan.layout.offload, device),
+            "prefetch": found.prefetch_of(self.called),
+            "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
+            "built_on": "meta" if self._on_meta else "host",
+        }
+        if self.tp_mesh is not None:
+            record["tp"] = int(self.tp_mesh.size())
+            record["num_tensors_cut_by_tp"] = sum(
+                found.is_tp_cut(parameter, degrees.tp) for parameter in parameters.values()
+            )
+        return record
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        copies = f" in each of {found['replicate']} copies" if found["replicate"] > 1 else ""
+        home = " and kept in host memory" if found["parameters_on"] != self.ctx.device.type else ""
+        cut = ""
+        if "tp" in found:
+            cut = f", {found['num_tensors_cut_by_tp']} of them cut over {found['tp']} tensor-parallel ranks"
+        return (
+            f"{Fsdp2Layout.title}: all {found['num_sharded_tensors']} parameter tensors are DTensors, "
+            f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}{cut}"
+        )
+
+    def gathered_tensors(self) -> Iterator[torch.Tensor]:
+        """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
+        for module in (one for unit in self.called for one in unit.modules()):
+            for group in found.groups_of(module):
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What FSDP2 casts gathered parameters to, as its root module says."""
+        root: Any = self.called[0]
+        policy: MixedPrecisionPolicy = root._get_fsdp_state()._mp_policy
+        return policy.param_dtype or super().compute_dtype
+
+    @property
+    def _planned_mesh(self) -> tuple[int, ...]:
+        degrees = self.plan.degrees
+        return (degrees.replicate, self.num_shards) if degrees.replicate > 1 else (self.num_shards,)
+
+    @contextmanager
+    def reduce_on(self, last: bool) -> Iterator[None]:
+        self.model.set_is_last_backward(last)
+        if self.plan.degrees.replicate > 1:
+            self.model.set_requires_all_reduce(last)
+        with loss_parallel() if self.tp_mesh is not None else nullcontext():
+            yield
+
+    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super()._loss(micro)
+        # Of a vocabulary in parts it is a DTensor, whole on each rank.
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    @property
+    def shard_group(self) -> Any:
+        """The ranks that share one copy of the state; all ranks where a part of it is on several of them."""
+        if self.tp_mesh is None and self.stage_mesh is None:
+            return self.mesh.get_group("shard")
+        return dist.group.WORLD
+
+    def part_copies(self, parameter: torch.nn.Parameter) -> int:
+        """On how many ranks of ``shard_group`` this rank's part of ``parameter`` is."""
+        degrees = self.plan.degrees
+        if self.tp_mesh is None and self.stage_mesh is None:
+            return 1
+        whole: int = degrees.replicate * degrees.tp
+        return whole // degrees.tp if found.is_tp_cut(parameter, degrees.tp) else whole
+
+    def clip_gradients(self) -> torch.Tensor:
+        return gradients.clip(
+            self._parameters,
+            self.ctx.device,
+            self.shard_group,
+            self.max_grad_norm,
+            None if self.tp_mesh is None and self.stage_mesh is None else self.norm_copies,
+        )
+
+    def norm_copies(self, parameter: torch.nn.Parameter) -> int:
+        """How often the squares of a parameter's gradient are among those that ranks sum."""
+        return self.part_copies(parameter)

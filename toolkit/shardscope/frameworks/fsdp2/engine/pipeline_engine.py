@@ -1,0 +1,337 @@
+"""FSDP2 under ``torch.distributed.pipelining``: stages of shards, and the schedule that feeds them.
+
+1F1B, interleaved where a stage has several chunks (Narayanan et al. 2021, section 2.2), or GPipe where the
+layout asks for it. A stage's gradients are reduced once, when the schedule has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from shardscope.core.layout import even_stages
+from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
+from shardscope.training import micro_batches, pretrained
+from shardscope.training.engine import BuildModel, BuildOptimizer
+from shardscope.training.gradients import local
+from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.model_parts import part_of, shell_of
+from shardscope.training.stage_tensors import StageTensor, stage_by_stage
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class PipelinedEngine(Fsdp2Engine):
+    """The engine on the ranks of one pipeline stage: it shards that stage's part of the model.
+
+    ``model`` is that part, under the whole model's names; the schedule calls ``chunks``, which share its
+    modules.
+    """
+
+    chunks: tuple[StageModule, ...] = ()
+    _schedule_shape: tuple[int, ...] | None = None
+    _is_tied = False
+
+    @property
+    def stage(self) -> int:
+        """Which pipeline stage is this rank's, from 0."""
+        found: int = self.stage_mesh.get_local_rank()
+        return found
+
+    @property
+    def chunk_numbers(self) -> tuple[int, ...]:
+        """Which of the pipeline's chunks are this rank's: every pp-th."""
+        degrees = self.plan.degrees
+        return tuple(range(self.stage, degrees.pp * degrees.vpp, degrees.pp))
+
+    @property
+    def chunk_layers(self) -> tuple[range, ...]:
+        """The layers of each of this rank's chunks."""
+        degrees = self.plan.degrees
+        sizes = even_stages(self.plan.architecture.num_hidden_layers, degrees.pp * degrees.vpp)
+        return tuple(range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in self.chunk_numbers)
+
+    # ---- what is built
+
+    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+        def build_stage() -> torch.nn.Module:
+            model: Any = build_model()
+            self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
+            layers = [number for chunk in self.chunk_layers for number in chunk]
+            part: torch.nn.Module = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            part.in_stages = True  # Checkpoints name what each rank has.
+            return part
+
+        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
+        return super().build_on_host(build_stage)
+
+    @property
+    def _has_last(self) -> bool:
+        return bool(self.stage == self.plan.degrees.pp - 1)
+
+    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        last = self.plan.degrees.pp * self.plan.degrees.vpp - 1
+        self.chunks = tuple(
+            StageModule(
+                part_of(model, layers, is_first=number == 0, is_last=number == last),
+                is_first=number == 0,
+                is_last=number == last,
+                tp_mesh=self.tp_mesh,
+            )
+            for number, layers in zip(self.chunk_numbers, self.chunk_layers, strict=True)
+        )
+        return list(self.chunks)
+
+    def make(
+        self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
+    ) -> list[torch.nn.Parameter]:
+        trained = super().make(build_model, build_optimizer)
+        for chunk in self.chunks:
+            chunk.train()
+        self._tied_group = self._make_tied_group() if self._is_tied else None
+        tied = self._tied_parameter() if self._is_tied else None
+        if tied is not None:
+            # Drawn by their names, the two copies would begin apart.
+            dist.broadcast(local(tied.detach()), group=self._tied_group, group_src=0)
+        if self._scaler is not None:
+            self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device)
+        return trained
+
+    def _make_tied_group(self) -> Any:
+        """The first and the last stage's ranks that have the same part of the embedding."""
+        pp, each = self.plan.degrees.pp, self.ctx.world_size // self.plan.degrees.pp
+        pairs = [[place, (pp - 1) * each + place] for place in range(each)]
+        groups = [dist.new_group(pair) for pair in pairs]
+        return groups[self.ctx.rank % each] if self.stage in (0, pp - 1) else None
+
+    # ---- a step
+
+    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+        micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
+        counted = micro_batches.LossWeights(micros)
+        # All at once: a stage that refuses in the middle of a schedule would leave others waiting for it.
+        weights = [counted[index] for index in range(len(micros))]
+        device = self.ctx.device
+        losses = _Losses(weights, self._scaler, device)
+        schedule = self._schedule(micros[0]["input_ids"].shape, losses, watch)
+        there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        with loss_parallel() if self.tp_mesh is not None else nullcontext():
+            schedule.step(
+                *((there["input_ids"],) if self.stage == 0 else ()),
+                **({"target": there["labels"]} if self._has_last else {}),
+                return_outputs=False,
+            )
+        # Ranks of other stages have nothing to add.
+        summing = dist.all_reduce(losses.total, async_op=True)
+        self._sum_tied_gradients()
+        watch.begin("optimizer")
+        norm = self._update()
+        watch.mark("optimizer")
+        summing.wait()
+        self.num_steps_done += 1
+        mean = losses.total * self.plan.degrees.pp / dist.get_world_size()
+        numbers: list[float] = torch.stack([mean, norm]).tolist()
+        loss, self.grad_norm = numbers
+        return loss
+
+    @property
+    def schedule_name(self) -> str:
+        """torch's own name of the plan's schedule."""
+        layout: Any = self.plan.layout
+        return f"Interleaved{layout.pipeline_schedule}" if layout.vpp > 1 else layout.pipeline_schedule
+
+    def _schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> Any:
+        """torch's schedule for micro-batches of ``shape``; stages are told once what they send."""
+        if self._schedule_shape != tuple(shape):
+            self._schedule_shape = tuple(shape)
+            stages = [
+                _Stage(chunk, number, self, shape)
+                for chunk, number in zip(self.chunks, self.chunk_numbers, strict=True)
+            ]
+            options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
+            count = self.plan.num_micro_batches
+            self._stages = stages
+            made = get_schedule_class(self.schedule_name)
+            self._made_schedule = made(stages if len(stages) > 1 else stages[0], count, **options)
+        self._losses = losses
+        for stage in self._stages:
+            stage.watch = watch
+        return self._made_schedule
+
+    def _loss_of(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        model: Any = self.chunks[-1].model
+        vocab_size = self.plan.architecture.vocab_size
+        loss: torch.Tensor = model.loss_function(logits=output, labels=labels, vocab_size=vocab_size)
+        return self._losses.add(loss.to_local() if isinstance(loss, DTensor) else loss)
+
+    def _sum_tied_gradients(self) -> None:
+        """A tied head is the embedding's copy on another stage: each gets both gradients."""
+        tied = self._tied_parameter() if self._is_tied else None
+        if tied is not None:
+            dist.all_reduce(local(tied.grad), group=self._tied_group)
+
+    def norm_copies(self, parameter: torch.nn.Parameter) -> int:
+        copies = self.part_copies(parameter)
+        return 2 * copies if self._is_tied and id(parameter) == id(self._tied_parameter()) else copies
+
+    def _tied_parameter(self) -> torch.nn.Parameter | None:
+        """The embedding on the first stage, its copy under the head on the last, nothing between them."""
+        name = {0: EMBEDDING, self.plan.degrees.pp - 1: HEAD}.get(self.stage)
+        return dict(self.model.named_parameters())[name] if name else None
+
+    # ---- what leaves the run
+
+    def _position(self) -> dict[str, Any]:
+        return {**super()._position(), "in_stages": True}
+
+    def export(self, path: str | Path) -> None:
+        model: Any = shell_of(self.model)
+        model.config = self._config
+        pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
+
+    def whole_tensors(self) -> pretrained.WholeTensors:
+        own = [
+            StageTensor(name, tuple(parameter.shape), parameter.dtype, partial(self._whole, parameter))
+            for name, parameter in self.model.named_parameters()
+            if not (self._is_tied and name == HEAD)
+        ]
+        pp, device = self.plan.degrees.pp, self.ctx.device
+        return stage_by_stage(own, stage=self.stage, num_stages=pp, device=device)
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = parameter.detach().to(self.ctx.device).full_tensor()
+        return whole
+
+    # ---- what it is
+
+    @property
+    def called(self) -> tuple[torch.nn.Module, ...]:
+        return self.chunks
+
+    def what_it_is(self) -> dict[str, Any]:
+        found = super().what_it_is()
+        pp, vpp = self.plan.degrees.pp, self.plan.degrees.vpp
+        group = self.stage_mesh.get_group()
+        if dist.get_world_size(group) != pp:
+            raise RuntimeError(
+                f"the plan says pp={pp}, and the group of stages has {dist.get_world_size(group)}"
+            )
+        layers = sorted({int(name.split(".")[2]) for name in found["sharded_names"] if ".layers." in name})
+        planned = self.plan.stage_layers[self.stage]
+        if len(layers) != planned:
+            raise RuntimeError(f"stage {self.stage} should have {planned} layers, and has {len(layers)}")
+        twice = self._is_tied * self.plan.architecture.vocab_size * self.plan.architecture.hidden_size
+        expected = self.plan.architecture.num_parameters + twice
+        if found["num_parameters"] != expected:
+            raise RuntimeError(
+                f"the stages hold {found['num_parameters']:,} weights, and the plan has {expected:,}"
+            )
+        return {
+            **found,
+            "pp": pp,
+            "vpp": vpp,
+            "stage": self.stage,
+            "layers": layers,
+            "chunks": [list(numbers) for numbers in self.chunk_layers],
+            "schedule": self.schedule_name,
+        }
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        chunks = f" in {found['vpp']} chunks" if found["vpp"] > 1 else ""
+        return (
+            f"{super().in_words(found, where)}; pipeline stage {found['stage'] + 1} of {found['pp']} with "
+            f"layers {', '.join(map(str, found['layers']))}{chunks}, {found['schedule']}"
+        )
+
+
+class _Losses:
+    """The losses of one step's micro-batches, which the schedule asks for in their order."""
+
+    def __init__(self, weights: list[float], scaler: Any, device: torch.device) -> None:
+        self.total = torch.zeros((), device=device)
+        self._weights, self._scaler, self._next = weights, scaler, 0
+
+    def add(self, loss: torch.Tensor) -> torch.Tensor:
+        """What goes backward for the next micro-batch, whose mean loss is ``loss``."""
+        part = loss * self._weights[self._next]
+        self._next += 1
+        self.total += part.detach().float()
+        scaled: torch.Tensor = self._scaler.scale(part) if self._scaler else part
+        return scaled
+
+
+class _Stage(PipelineStage):  # type: ignore[misc]
+    """torch's stage, whose phases are watched; stages know beforehand what they send each other."""
+
+    watch: MemoryWatch
+
+    def __init__(self, chunk: StageModule, number: int, engine: PipelinedEngine, shape: torch.Size) -> None:
+        degrees, arch = engine.plan.degrees, engine.plan.architecture
+        rows, seq_len = shape
+        of_stream = (rows, seq_len // degrees.tp, arch.hidden_size)
+        kind = engine.compute_dtype
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        hidden = torch.empty(of_stream, dtype=kind, device="meta", requires_grad=True)
+        logits = torch.empty((rows, seq_len, arch.vocab_size), dtype=kind, device="meta", requires_grad=True)
+        super().__init__(
+            chunk,
+            number,
+            degrees.pp * degrees.vpp,
+            engine.ctx.device,
+            input_args=ids if chunk.is_first else hidden,
+            output_args=logits if chunk.is_last else hidden,
+            group=engine.stage_mesh.get_group(),
+        )
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.begin("forward")
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.watch.mark("forward")
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.begin("backward")
+        super().backward_one_chunk(*args, **kwargs)
+        self.watch.mark("backward")
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.begin("backward")
+        super().perform_reduce_grad(*args, **kwargs)
+        self.watch.mark("backward")
+
+
+class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
+    """fp16's scaler, of which all stages skip the same steps: an overflow on one is an overflow."""
+
+    def __init__(self, stages: Any, device: torch.device) -> None:
+        super().__init__(device.type, init_scale=2.0**12)
+        self._stages_group = stages
+        # Its scale is made with the first loss, which only the last stage has.
+        self.scale(torch.zeros((), device=device))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        for found in self._found_inf_per_device(optimizer).values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._stages_group)
+
+
+def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """``batch``; ``ValueError`` for tensors that the stages do not pass on."""
+    if set(batch) != {"input_ids", "labels"}:
+        raise ValueError(
+            f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
+            "leave the others out, or pp=1."
+        )
+    return batch

@@ -1,0 +1,1 @@
+"""What FSDP2 keeps on one rank, and when."""

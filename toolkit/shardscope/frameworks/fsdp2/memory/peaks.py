@@ -1,0 +1,276 @@
+"""The instants of an FSDP2 step: which groups are gathered, and which gradients wait, layer by layer.
+
+Read off ``FSDPParamGroup`` (torch 2.13): forward frees an all-gather's output only after the next one is
+copied out; backward gathers the layer before while it computes one; a reduce-scatter's input is held until
+the next reduction, and whole gradients until they are copied into it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.arrays.arithmetic import fullest, largest, where
+from shardscope.core.precision import widths
+from shardscope.core.words import gib
+from shardscope.frameworks.fsdp2.memory import words as said
+from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
+from shardscope.memory.report import Term, summed
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.frameworks.fsdp2.memory.groups import Group, Groups
+    from shardscope.frameworks.fsdp2.memory.pipelined import Waiting
+    from shardscope.memory.order import Place
+    from shardscope.memory.report import Phase
+    from shardscope.memory.state.stages import Stage
+
+
+def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
+    """At the loss: the root group, what forward left, and the last all-gather's output."""
+    last = stage.num_layers - 1
+    # A pipeline's loss is computed outside of the root module, which has given up its staging by then.
+    staging = (plan.degrees.pp == 1) * groups.at(last).staging
+    kept = groups.kept_before(stage.num_layers)
+    reshard = getattr(plan.layout, "reshard_after_forward", True)
+
+    def words() -> str:
+        parts = [
+            f"{gib(groups.root)} GiB root group (embedding, final norm, head)",
+            f"{gib(staging)} GiB last all-gather",
+        ]
+        if kept:
+            parts.append(f"{gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})")
+        if groups.left_over:
+            parts.append(f"{gib(groups.left_over)} GiB reduce-scatter input of the micro-batch before")
+        return " + ".join(parts) + waits.words()
+
+    return Term(groups.root + staging + kept + groups.left_over + waits.gathered, words)
+
+
+class Step:
+    """One micro-batch on one rank, the last of the step."""
+
+    def __init__(
+        self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+    ) -> None:
+        self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
+        self.waits = waits
+        layout: Any = plan.layout
+        self.whole = layout.reshard_after_forward is False
+        """Whether gathered layers stay until they have gone backward."""
+        self.accumulates = plan.num_micro_batches > 1
+        self.outputs = self.accumulates | (trained == 0)
+        """Whether a reduction's output is a tensor beside gradients: added to them, or moved to the host."""
+        width = widths[plan.recipe.precision]
+        self.compute, self.original = width.compute, width.original
+        # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
+        tied = plan.architecture.tie_word_embeddings
+        self.held_head = groups.head if tied else 0
+        self.own_head = 0 if tied else groups.head
+        self.waiting = (groups.root, waits.gradients, waits.received)
+        self.in_forward = (groups.root, 0, waits.received)
+        self.in_layers = groups.before(stage.num_layers)
+        self.none = self._gradients(self.in_layers.shard)
+
+    def peaks(self) -> list[Peak]:
+        shape = self.shape
+        order = shape.find_order()
+        found: list[Peak] = []
+        for place in order.last_places(shape.layers):
+            found += self._forward(place)
+        fullest: dict[int, tuple[Any, Any]] = {}
+        for place in order.places(shape.layers, self._growth):
+            kind = id(place.kind)
+            if kind not in fullest:
+                fullest[kind] = self._fullest(place)
+            found += self._layer(place, *fullest[kind])
+        return [*found, self._first(), *self._loss_and_norm(), *self._root()]
+
+    def _loss_and_norm(self) -> list[Peak]:
+        """While the loss goes backward, and then the final norm."""
+        shape, groups = self.shape, self.groups
+        full = (shape.layers, shape.edges, shape.cast, 0)
+        gathered = (groups.root, 0, 0, self.in_layers.kept, groups.left_over)
+        prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
+        norm = (*full, shape.norm, self.held_head)
+        coming = (self.own_head, prefetched)
+        return [
+            self._peak(0.34, full, (*gathered, prefetched), self.none, said.AT_LOSS, shape.logits),
+            self._peak(0.35, norm, (*gathered, *coming), self.none, said.IN_NORM),
+        ]
+
+    def _growth(self, moe: bool) -> Any:
+        """Bytes that come with each layer that has gone backward, less those that go."""
+        group = self.groups.experts if moe else self.groups.dense
+        return where(self.accumulates, 0, group.shard) - group.kept
+
+    def _gradients(self, before: Any) -> Any:
+        """Shards of the layers that are reduced; ``before`` are the bytes of those before them."""
+        done = (self.trained > 0) * (self.in_layers.shard - before)
+        return where(self.accumulates, self.trained, done)
+
+    def _forward(self, place: Place) -> list[Peak]:
+        """While a layer is gathered in forward, and while it computes."""
+        groups, index = self.groups, place.index
+        group, before_it = groups.at(index), groups.at(index - 1)
+        fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
+        gathered = (
+            *self.in_forward,
+            groups.kept_before(index),
+            groups.left_over,
+            group.parameters,
+            group.staging,
+        )
+        before = (place.before, self.waits.sent)
+        previous = where(index > 0, before_it.staging, groups.root_staging)
+        alone = (group.staging == 0) * group.copying
+        return [
+            self._peak(
+                fraction - 0.01,
+                before,
+                (*gathered, previous, alone),
+                self.none,
+                said.BEFORE_FORWARD,
+                None,
+                "forward",
+            ),
+            self._peak(
+                fraction,
+                (*before, place.kind.forward),
+                gathered,
+                self.none,
+                said.IN_FORWARD,
+                None,
+                "forward",
+            ),
+        ]
+
+    def _first(self) -> Peak:
+        """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
+        groups, first = self.groups, self.groups.at(0)
+        gathered = (
+            groups.root,
+            groups.root_staging,
+            self.waits.received,
+            groups.left_over,
+            first.parameters,
+            first.staging,
+        )
+        return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
+
+    def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
+        """Before a layer, at the fullest of its instants, and after it, with its gradients whole.
+
+        ``held`` and ``done`` are those of :meth:`_fullest`.
+        """
+        groups, shape, index = self.groups, self.shape, place.index
+        layers = self.stage.num_layers
+        group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
+        fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
+        before, shards = (place.before, self.held_head, 0), groups.shards_before(index)
+        kept = (groups.root, 0, 0, self.own_head, groups.kept_before(index), 0)
+        reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
+        own = (*kept, group.parameters, reducing)
+        coming, arriving = self._arriving(group, next_one)
+        gradient = self.compute * place.kind.weights
+        # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
+        is_reduced = where(group.shard > gradient, 1, 0)
+        output = self.outputs * group.shard
+        not_yet = self._gradients(shards + group.shard)
+        return [
+            self._peak(
+                fraction - 0.005,
+                (*before, place.kind.saved, shape.stream),
+                (*own, arriving),
+                not_yet,
+                said.BEFORE_LAYER,
+            ),
+            self._peak(
+                fraction, (*before, held), (*own, coming, self.compute * done), not_yet, said.IN_LAYER
+            ),
+            self._peak(
+                fraction + 0.01,
+                (*before, 2 * shape.stream),
+                (*kept, coming, group.reduction, where(is_reduced > 0, output, gradient)),
+                self._gradients(shards + (1 - is_reduced) * group.shard),
+                said.AFTER_LAYER,
+            ),
+        ]
+
+    def _arriving(self, group: Group, next_one: Group) -> tuple[Any, Any]:
+        """All-gathers under way in backward: while a layer computes, and before it starts to."""
+        if self.whole:
+            return 0, 0
+        coming = next_one.staging
+        # A gather's input is there before its output is; parameters are copied out of that.
+        arriving = largest(
+            group.kept + group.staging + (group.staging == 0) * group.copying,
+            coming + (coming > 0) * next_one.copying,
+        )
+        return coming, arriving
+
+    def _fullest(self, place: Place, adds: Any = True) -> tuple[Any, Any]:
+        """(bytes held, weights with gradients) at the instant of a layer that has most of both together.
+
+        Without ``adds``, gradients are there only while they are made: they are added to those of
+        micro-batches before.
+        """
+        compute, rows = self.compute, []
+        for one in place.kind.backward:
+            made = one.done if adds is True else where(adds, one.done, one.making + one.experts)
+            rows.append((one.held + compute * made, one.held, made))
+        _, held, done = fullest(rows)
+        return held, done
+
+    def _root(self) -> list[Peak]:
+        """The embedding's gradient, and the root group's reduction."""
+        shape, groups = self.shape, self.groups
+        in_all = self._gradients(0)
+        held = (shape.stream, 2 * self.held_head, groups.embedding, 0)
+        reduced = groups.root_reduction + self.outputs * groups.root_shard
+        staged = groups.at(0).reduction
+        # foreach_reduce's loop variable still has the last gradient of its list.
+        last = (groups.root_staging > 0) * self.own_head
+        in_root = groups.root_gradient + groups.root_reduction
+        return [
+            self._peak(0.97, held, (groups.root, groups.root_gradient, staged, 0), in_all, said.IN_EMBEDDING),
+            self._peak(0.975, (0,), (in_root,), in_all, said.IN_ROOT),
+            self._peak(0.978, (0,), (reduced, last), self.trained, said.AFTER_ROOT),
+        ]
+
+    def _peak(
+        self,
+        fraction: float,
+        held: tuple[Any, ...],
+        gathered: tuple[Any, ...],
+        gradients: Any,
+        words: said.Words,
+        logits: Term | None = None,
+        phase: Phase = "backward",
+    ) -> Peak:
+        """An instant from its parts, in the order of ``words``. Bytes."""
+        return Peak(
+            fraction,
+            sum(held),
+            sum(gathered),
+            gradients,
+            lambda: self._terms(held, gathered, gradients, words),
+            logits,
+            phase,
+        )
+
+    def _terms(
+        self, held: tuple[int, ...], gathered: tuple[int, ...], gradients: int, words: said.Words
+    ) -> PeakTerms:
+        def reduced() -> str:
+            if not gradients:
+                return "none is reduced yet"
+            numbers = f"{gradients // self.original:,} gradients of this rank × {self.original} bytes"
+            return f"{numbers}, reduce-scattered by then"
+
+        source = self.shape.explain_layers if words.explains_layers else None
+        return PeakTerms(
+            summed(*zip(held, words.held, strict=True), source=source),
+            summed(*zip(gathered, words.gathered, strict=True), source=lambda: said.SOURCE),
+            Term(gradients, reduced),
+        )

@@ -1,0 +1,147 @@
+"""FSDP2's training state: every tensor cut along its first dimension, gathered one decoder layer at a time.
+
+Read off ``torch.distributed.fsdp`` (``_fully_shard/_fsdp_param.py``, ``_fsdp_collectives.py``): sharded
+originals stay in their own type (a frozen base in the compute type: it never updates), groups are gathered in
+the compute type, gradients are reduce-scattered in the reduction type, and while one layer computes the next
+is already on its way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.arrays.arithmetic import by_value, largest
+from shardscope.core.precision import base_width, widths
+from shardscope.core.words import gib
+from shardscope.frameworks.fsdp2.memory.groups import groups_of
+from shardscope.frameworks.fsdp2.memory.peaks import gathered_at_loss
+from shardscope.frameworks.fsdp2.memory.pipelined import (
+    NOTHING_WAITS,
+    is_pipelined,
+    received,
+    unreduced,
+    waiting,
+)
+from shardscope.frameworks.fsdp2.memory.quantized import scales_bytes, stage_numbers_saved
+from shardscope.frameworks.fsdp2.memory.stage_peaks import peaks
+from shardscope.memory.overheads.building import is_drawn_in_parts
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.state.optimizer_state import optimizer_bytes
+from shardscope.memory.state.stages import (
+    Shapes,
+    Stage,
+    StageShape,
+    layers_by_kind,
+    outer_tensors,
+    rank_shapes,
+    shapes_of,
+    stage_of,
+)
+from shardscope.memory.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+
+
+counts_neighbours = True
+"""A stage between two others receives from both, and so may hold more than an earlier one of more layers."""
+
+
+def shapes(plan: Plan) -> Shapes:
+    """Stages of ``torch.distributed.pipelining``, or the one of the whole model."""
+    return shapes_of(plan.architecture, plan.stage_layers)
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them."""
+    return stage_of(plan, shape)
+
+
+def training_state(plan: Plan, stage: Stage) -> TrainingState:
+    """Sharded originals, gradients and moments; gathered layers and reductions as staging."""
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    width, each = widths[recipe.precision], base_width(recipe)
+    ranks = by_value(degrees.shard * degrees.cp)
+    optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
+    trained = width.original * stage.trainable_shard
+    scales = scales_bytes(plan, stage)
+    base = each * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
+    parameters = base + (trained if recipe.has_adapters else 0)
+    # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
+    on_host = layout.offload == "cpu" and plan.on_gpu
+
+    def parameter_words() -> str:
+        if recipe.base_quantization is not None:
+            return (
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as numbers of "
+                f"{each} bytes / {ranks} ranks, of which {gib(scales)} GiB scales, whole on each + "
+                f"{stage.adapters:,} of adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, "
+                "bitsandbytes)"
+            )
+        if recipe.has_adapters:
+            return (
+                f"({stage.base:,} frozen × {each} bytes + {stage.adapters:,} of adapters × {width.original} "
+                f"bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded "
+                "originals; what never updates has none in fp32)"
+            )
+        return (
+            f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
+            "up (fully_shard keeps the sharded originals)"
+        )
+
+    groups = groups_of(plan, stage)
+    pipelined = is_pipelined(plan)
+    waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
+    # Copies hold what they have all-reduced until backward ends, though gradients themselves have left.
+    here: Any = 1 if not on_host else degrees.replicate > 1
+    away = no_bytes("in host memory (CPUOffloadPolicy)")
+    return TrainingState(
+        parameters=away if on_host else Term(parameters, parameter_words),
+        gradients=away
+        if on_host
+        else Term(
+            trained,
+            lambda: (
+                f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
+            ),
+        ),
+        optimizer=away if on_host else optimizer.state,
+        optimizer_working=away if on_host else optimizer.working,
+        gather_forward=gathered_at_loss(plan, stage, groups, waits),
+        gather_rest=received(waits, plan) if pipelined else None,
+        gradients_waiting=unreduced(plan, 0 if on_host else trained) if pipelined else None,
+        initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
+        find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
+        group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
+        host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
+    )
+
+
+def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
+    """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
+    width = base_width(plan.recipe)
+    if is_drawn_in_parts(plan):
+        whole = width * _largest_matrix(plan.architecture, stage)
+        return Term(
+            shards + whole,
+            lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole matrix, built on meta",
+        )
+    group = width * largest(stage.largest_layer, stage.edges)
+    return Term(
+        shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
+    )
+
+
+def _largest_matrix(arch: Architecture, stage: Stage) -> Any:
+    """Numbers of the largest matrix on a stage before anything is cut: each is drawn whole."""
+    outer = outer_tensors(arch, 1, stage.is_first, stage.is_last)
+    layers = [(count > 0) * _largest_in_layer(arch, moe) for moe, count in layers_by_kind(arch, stage)]
+    return largest(0, *(rows * columns for _, rows, columns in outer), *layers)
+
+
+@lru_cache(maxsize=1024)
+def _largest_in_layer(arch: Architecture, moe: bool) -> int:
+    return max(one.rows * one.columns for one in rank_shapes(arch, moe, 1, 1))

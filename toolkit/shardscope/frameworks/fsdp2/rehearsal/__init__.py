@@ -1,0 +1,1 @@
+"""FSDP2's own code on fake tensors."""

@@ -1,0 +1,249 @@
+"""Megatron-core really training: its ``GPTModel``, schedules, gradient buffers and optimizer, directly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.core.errors import refuse
+from shardscope.frameworks.megatron.engine import checkpointing
+from shardscope.frameworks.megatron.engine import model as engine_model
+from shardscope.frameworks.megatron.engine import step as engine_step
+from shardscope.frameworks.megatron.engine.found import in_words, what_it_is
+from shardscope.frameworks.megatron.engine.jit import compiled_if_possible
+from shardscope.frameworks.megatron.engine.optimizer_numbers import optimizer_numbers
+from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+from shardscope.frameworks.megatron.weights.export import export_hf
+from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
+from shardscope.frameworks.registry import check_trained
+from shardscope.training import accounting
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
+from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.on_meta import build_on_meta
+from shardscope.training.position import position_of
+from shardscope.training.precision_found import check_copied
+from shardscope.training.stored_weights import TensorsByName
+
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class MegatronEngine(Engine):
+    """The model that ``build_model`` makes, which is of transformers, as Megatron-core's own ``GPTModel``.
+
+    ``build_model`` gives weights and config; what trains is Megatron-core's, with the same weights. Every
+    rank builds that model in host memory once and keeps its own part of it; stored weights it reads tensor by
+    tensor, those of its own part alone.
+    """
+
+    framework = "megatron"
+    model: torch.nn.Module
+    """This rank's model chunks, without what wraps them."""
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__(ctx)
+        self._chunks: list[Any] = []
+        self._watch: MemoryWatch | None = None
+        self._writing: checkpointing.Writing | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Ranks count through tp and cp first and through the stages last ("tp-cp-ep-dp-pp")."""
+        degrees = self.plan.degrees
+        return int(self.ctx.rank // (degrees.tp * degrees.cp) % degrees.data_parallel)
+
+    @property
+    def num_data_ranks(self) -> int:
+        return int(self.plan.degrees.data_parallel)
+
+    # ---- Engine
+
+    def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
+        plan, recipe = self.plan, self.plan.recipe
+        if dist.get_world_size() != plan.world_size:
+            raise RuntimeError(
+                f"the plan is for {plan.world_size} ranks, and this run has {dist.get_world_size()}"
+            )
+        check_trained(plan)
+        source = self._source(build_model)
+        with self._on_device():
+            engine_model.model_parallel(plan)
+            weights = self._build(source)
+            numbers = optimizer_numbers(
+                recipe.optimizer,
+                list(self.model.parameters()),
+                build_optimizer,
+                self.learning_rate,
+                self.weight_decay,
+            )
+            self._chunks = engine_model.in_buffers(plan, self._config, list(self.model))
+            self.optimizer = engine_model.build_optimizer(
+                plan, self._config, self._chunks, numbers, self.max_grad_norm
+            )
+            # With the optimizer: its fp32 copies get what was built, not what 16 bits left of it.
+            load_hf(self._chunks, weights, plan.architecture, self.optimizer)
+            mute_padding(self._chunks, plan.architecture)
+            del source, weights
+            if self.weights is not None:
+                self.weights.close()
+            found = what_it_is(plan, self._chunks, self.optimizer, self.data_rank)
+        device = self.ctx.device
+        backend = dist.group.WORLD._get_backend(device).name()
+        where, trained = f"({backend}, {device.type})", list(self.model.parameters())
+        record = {
+            "sentence": f"{in_words(found, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
+            "framework": self.framework,
+            "device": str(device),
+            "backend": backend,
+            "world_size": dist.get_world_size(),
+            "precision": check_copied(recipe.precision, trained[0].dtype),
+            "num_trained_tensors": len(trained),
+            "num_trained_parameters": sum(parameter.numel() for parameter in trained),
+            "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+            "parameter_bytes": self.memory()["parameters"],
+            **found,
+        }
+        self.ctx.record("engine", record)
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        watch = self._watch = self._watch or MemoryWatch(self)
+        with watch.step(), self._on_device(), engine_step.watched(watch):
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss = engine_step.forward_backward(
+                self._chunks, batch, self.plan.num_micro_batches, self.ctx.device
+            )
+            watch.begin("optimizer")
+            _, norm, _ = self.optimizer.step()
+            watch.mark("optimizer")
+            self.num_steps_done += 1
+            if self._writing is not None and not self._writing.is_done:
+                self._writing.look()
+            # A step that overflowed fp16 is skipped, and has no norm.
+            self.grad_norm = float("nan") if norm is None else float(norm)
+            mean = float(loss())
+        # Not inside: where CUDA's calls mean the CPU, each look at a tensor takes three times as long.
+        self.held_after_step = self._accounted()
+        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_after_step.values()))
+        return mean
+
+    def save(self, path: str | Path) -> None:
+        with self._on_device():
+            checkpointing.save(self._in_run(path), self._chunks, self.optimizer, position_of(self))
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        path, position = self._in_run(path), position_of(self)
+        with self._on_device():
+            writing = checkpointing.Writing(path, self._chunks, self.optimizer, position)
+        self._writing = writing
+
+        def wait() -> None:
+            with self._on_device():
+                writing.wait()
+
+        return wait
+
+    def load(self, path: str | Path) -> None:
+        with self._on_device():
+            position = checkpointing.load(self._in_run(path), self.plan, self._chunks, self.optimizer)
+        self.num_steps_done = int(position["num_steps_done"])
+
+    def export(self, path: str | Path) -> None:
+        # Megatron-core keeps fp32 copies under every recipe of 16 bits; one that is purely so exports none.
+        main = None if self.plan.recipe.precision == "bf16" else self.optimizer
+        with self._on_device():
+            export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path), main)
+
+    def memory(self) -> dict[str, int]:
+        return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
+
+    def held_tensors(self) -> HeldTensors:
+        from megatron.core import parallel_state
+
+        return HeldTensors(
+            parameters=list(self.model.parameters()),
+            gradients=[buffer.grad_data for buffer in self._buffers()],
+            optimizer=self._optimizer_tensors(),
+            gathered=list(parallel_state.get_global_memory_buffer().buffer.values()),
+            buffers=list(self.model.buffers()),
+        )
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    # ---- its parts
+
+    def _source(self, build_model: BuildModel) -> torch.nn.Module:
+        """The model that ``build_model`` gives under ``seed``. Raises ``ValueError`` for another family's."""
+        arch = self.plan.architecture
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            source = build_model() if self.weights is None else build_on_meta(build_model)
+        hf_config = getattr(source, "config", None)
+        if getattr(hf_config, "model_type", None) != arch.model_type:
+            refuse(
+                "build_model",
+                type(source).__name__,
+                f"a model of transformers of the plan's family, {arch.model_type!r}, whose weights go into "
+                "Megatron-core's GPTModel",
+                "layout=Layout.fsdp2(), which trains any module",
+            )
+        self._hf_config = hf_config
+        return source
+
+    def _build(self, source: torch.nn.Module) -> Mapping[str, Any]:
+        """Make the model chunks, weights not yet set; the weights of ``source``."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        plan, hf_config = self.plan, self._hf_config
+        with torch.random.fork_rng(devices=[]):
+            model_parallel_cuda_manual_seed(self.seed)
+        self._config = engine_model.training_config(plan, hf_config)
+        chunks = engine_model.model_chunks(plan, self._config, hf_config)
+        self.model = torch.nn.ModuleList(chunks).to(self.ctx.device).train()
+        weights: Mapping[str, Any] = source.state_dict()
+        return weights if self.weights is None else TensorsByName(self.weights)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Megatron-core as it is on CUDA; on CPU ranks its CUDA calls mean the CPU."""
+        with cpu_ranks() if self.ctx.device.type == "cpu" else compiled_if_possible():
+            yield
+
+    def _in_run(self, path: str | Path) -> Path:
+        """``path``, from the run folder if it is relative."""
+        return Path(self.ctx.folder) / Path(path).expanduser()
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Moments, main copies where weights have 16 bits, and what gradients of 16 bits were copied to."""
+        held = (*self.model.parameters(), *(buffer.grad_data for buffer in self._buffers()))
+        known = {tensor.untyped_storage().data_ptr() for tensor in held}
+        found: list[torch.Tensor] = []
+        for part in engine_model.leaves(self.optimizer):
+            if part.optimizer is None:
+                continue
+            updated = [p for group in part.optimizer.param_groups for p in group["params"]]
+            copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
+            found += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
+            # A step counter, one number for a tensor however large, is no formula's.
+            found += [t for t in accounting.optimizer_tensors(part.optimizer) if t.dim() > 0]
+        return found
+
+    def _accounted(self) -> dict[str, int]:
+        """Bytes of the tensors that this rank holds, by walking them."""
+        held = self.held_tensors()
+        return {
+            "parameters": accounting.tensor_bytes(held.parameters),
+            "gradients": accounting.tensor_bytes(held.gradients),
+            "optimizer": accounting.tensor_bytes(held.optimizer),
+        }

@@ -1,0 +1,244 @@
+"""Megatron-core's own model chunks, gradient buffers and optimizer for one rank of a plan that trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
+from shardscope.frameworks.megatron.engine.context_parallel import core_attention
+from shardscope.frameworks.megatron.engine.norm import MarkedNorm
+from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.frameworks.megatron.weights.config import core_numbers, model_numbers
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+    "fp32": torch.float32,
+}
+"""What a rank's weights are; where they have 16 bits the optimizer keeps fp32 copies of its own."""
+UNFUSED = (
+    *("bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
+    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+)
+"""Kernels of Apex's, of Transformer Engine's or compiled, which a rehearsal stands for and this calls not."""
+INITIAL_LOSS_SCALE = 2.0**12
+"""As the other engines begin: Megatron-LM's 2^32 skips the first twenty steps of every model."""
+
+
+def model_parallel(plan: Plan) -> None:
+    """Make Megatron-core's process groups, those of an earlier engine of this process aside. Collective."""
+    from megatron.core import parallel_state
+
+    degrees, layout = plan.degrees, plan.layout
+    assert isinstance(layout, MegatronLayout)
+    leave_model_parallel()
+    before = set(_groups())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=degrees.tp,
+        pipeline_model_parallel_size=degrees.pp,
+        virtual_pipeline_model_parallel_size=degrees.vpp if degrees.vpp > 1 else None,
+        context_parallel_size=degrees.cp,
+        expert_model_parallel_size=degrees.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+        create_gloo_process_groups=False,
+    )
+    _OWN_GROUPS[:] = [group for group in _groups() if group not in before]
+
+
+_OWN_GROUPS: list[Any] = []
+"""Those that :func:`model_parallel` made in this process."""
+
+
+def leave_model_parallel() -> None:
+    """End the process groups of an earlier engine of this process, if there was one. Collective.
+
+    megatron-core forgets them only, and each of two dozen keeps its threads: some hundred a rank.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    # A rank that ends a group must not cut off another that still reads from it.
+    dist.barrier()
+    while _OWN_GROUPS:
+        dist.destroy_process_group(_OWN_GROUPS.pop())
+
+
+def _groups() -> list[Any]:
+    """Every process group that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def training_config(plan: Plan, hf_config: Any) -> Any:
+    """``TransformerConfig`` of a model that computes what transformers' does."""
+    from megatron.core.transformer import TransformerConfig
+
+    dtype, vpp = DTYPES[plan.recipe.precision], plan.degrees.vpp
+    values: dict[str, Any] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
+    # SwiGLU in one operator keeps its input alone; in three its gate's activation and a copy of the other
+    # half too. An activation without a gate keeps as much either way.
+    fused = values["bias_activation_fusion"] = plan.architecture.gated_mlp
+    if plan.architecture.mixture_of_experts is not None:
+        # Nothing is dropped: every token goes where its router says, as in transformers.
+        values |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
+    values |= {
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        # Every weight comes from a model of transformers. Without initialisation tensors would lack the marks
+        # of tensor parallelism, by which a gradient's norm counts no weight twice.
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _as_it_is),
+        # Two stages that interleave send each other both an output and a gradient at a time, which messages
+        # of one batch would mix up (megatron/training/arguments.py refuses them so).
+        "overlap_p2p_comm": vpp > 1,
+        "batch_p2p_comm": vpp == 1,
+    }
+    return TransformerConfig(**values | core_numbers(hf_config, fused_activation=fused))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def model_chunks(plan: Plan, config: Any, hf_config: Any) -> list[torch.nn.Module]:
+    """This rank's ``GPTModel``s, one for each model chunk of its stage, weights not yet set."""
+    return [_chunk(plan, config, hf_config, number) for number in range(plan.degrees.vpp)]
+
+
+def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    arch, degrees = plan.architecture, plan.degrees
+    interleaved = number if degrees.vpp > 1 else None
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=interleaved
+    )
+    attention = attention_of(plan)
+    for layer in block.layer_specs:
+        _use_marked_norms(layer)
+        layer.submodules.self_attention.submodules.core_attention = attention
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    learned = arch.position_embedding == "learned"
+    model: torch.nn.Module = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=MarkedNorm),
+        padded_vocab_size(arch.vocab_size, degrees.tp),
+        arch.max_position_embeddings if learned else plan.recipe.seq_len,
+        pre_process=stage == 0 and number == 0,
+        post_process=stage == degrees.pp - 1 and number == degrees.vpp - 1,
+        position_embedding_type="learned_absolute" if learned else "rope",
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+        vp_stage=interleaved,
+        **model_numbers(hf_config),
+    )
+    for parameter in model.parameters():
+        # As Float16Module does.
+        parameter.data = parameter.data.to(DTYPES[plan.recipe.precision])
+    return model
+
+
+def attention_of(plan: Plan) -> Any:
+    """The class of core attention that ``plan`` counts: "eager" is Megatron-core's own."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from shardscope.frameworks.megatron.engine.fused_attention import FusedAttention
+
+    if plan.degrees.cp > 1:
+        return core_attention()
+    return DotProductAttention if plan.recipe.attention == "eager" else FusedAttention
+
+
+def _use_marked_norms(layer: Any) -> None:
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = MarkedNorm
+    attention = parts.self_attention.submodules
+    for name in ("q_layernorm", "k_layernorm"):
+        if "Identity" not in str(getattr(attention, name)):
+            setattr(attention, name, MarkedNorm)
+
+
+def in_buffers(plan: Plan, config: Any, models: list[torch.nn.Module]) -> list[Any]:
+    """Each chunk under megatron-core's ``DistributedDataParallel``, whose buffers hold its gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    layout: Any = plan.layout
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=reduces_in_fp32(layout, plan.recipe),
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+    )
+    chunks = [
+        DistributedDataParallel(config, options, model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(models)
+    ]
+    if layout.overlap_grad_reduce:
+        # What Megatron-LM's own train() sets.
+        config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        if len(chunks) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if layout.overlap_param_gather and len(chunks) > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    return chunks
+
+
+def _one_or_list(found: list[Any]) -> Any:
+    return found[0] if len(found) == 1 else found
+
+
+def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, clip: float | None) -> Any:
+    """Megatron-core's own optimizer over ``chunks``, of ``numbers`` (:class:`OptimizerNumbers`)."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    layout: Any = plan.layout
+    dtype = DTYPES[plan.recipe.precision]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam" if plan.recipe.optimizer == "adamw" else plan.recipe.optimizer,
+            lr=numbers.learning_rate,
+            weight_decay=numbers.weight_decay,
+            adam_beta1=numbers.betas[0],
+            adam_beta2=numbers.betas[1],
+            adam_eps=numbers.eps,
+            sgd_momentum=numbers.momentum,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            initial_loss_scale=INITIAL_LOSS_SCALE,
+            # torch's own scaler waits as long, and halves at the first overflow.
+            loss_scale_window=2000,
+            hysteresis=1,
+            params_dtype=dtype,
+            use_distributed_optimizer=layout.distributed_optimizer,
+            overlap_param_gather=layout.overlap_param_gather,
+            # Zero would be no clipping, and no norm to tell either.
+            clip_grad=float("inf") if clip is None else clip,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for group in optimizer.param_groups:
+        # Megatron-LM's scheduler does this at every step: matrices alone are decayed.
+        group["weight_decay"] = numbers.weight_decay * group["wd_mult"]
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    return optimizer
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Megatron-core's optimizers, each over one of torch's; experts have one of their own."""
+    found = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if found is None else [leaf for part in found for leaf in leaves(part)]

@@ -1,0 +1,79 @@
+"""What Megatron-core's own optimizer is to use: told, or read off an optimizer of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardscope.core.errors import refuse
+from shardscope.training.optimizers import build_optimizer
+
+if TYPE_CHECKING:
+    from shardscope.training.engine import BuildOptimizer
+
+KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+"""What Megatron-core's is, by ``Recipe.optimizer``."""
+PER_GROUP = ("lr", "betas", "eps", "momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerNumbers:
+    """Of AdamW or SGD with momentum; vectors (norms, biases) are never decayed."""
+
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+
+
+def optimizer_numbers(
+    name: str,
+    parameters: list[torch.nn.Parameter],
+    build: BuildOptimizer | None,
+    learning_rate: float,
+    weight_decay: float,
+) -> OptimizerNumbers:
+    """Read off what ``build`` makes of ``parameters``, or of the recipe's own optimizer.
+
+    Megatron-core makes its optimizer itself, over its own buffers: one of torch's can only tell it numbers.
+    Raises ``ValueError`` for one that Megatron-core's would not be like: another class, or other groups.
+    """
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = build or (
+        lambda found: build_optimizer(name, found, learning_rate, weight_decay)
+    )
+    found = make(parameters)
+    kind, groups = KINDS[name], found.param_groups
+    if type(found) is not kind:
+        refuse(
+            "build_optimizer",
+            type(found).__name__,
+            f"a torch.optim.{kind.__name__}, whose numbers Megatron-core's own optimizer takes over "
+            f"(Recipe.optimizer is {name!r})",
+            "build_optimizer=None, or layout=Layout.fsdp2()",
+        )
+    for key in PER_GROUP:
+        if len({group.get(key) for group in groups}) > 1:
+            refuse("build_optimizer", f"groups that differ in {key}", "one for all with Megatron-core", key)
+    decays = {bool(p.ndim >= 2): group["weight_decay"] for group in groups for p in group["params"]}
+    first: dict[str, Any] = groups[0]
+    for group in groups:
+        for parameter in group["params"]:
+            expected = decays.get(True, 0.0) if parameter.ndim >= 2 else 0.0
+            if group["weight_decay"] != expected:
+                refuse(
+                    "build_optimizer",
+                    f"weight_decay={group['weight_decay']} of a tensor of shape {tuple(parameter.shape)}",
+                    "one decay for all matrices and none for vectors with Megatron-core",
+                    "weight_decay=0.0 in a group of all tensors with fewer than two dimensions",
+                )
+    return OptimizerNumbers(
+        learning_rate=first["lr"],
+        weight_decay=decays.get(True, 0.0),
+        betas=first.get("betas", (0.9, 0.999)),
+        eps=first.get("eps", 1e-8),
+        momentum=first.get("momentum", 0.0),
+    )

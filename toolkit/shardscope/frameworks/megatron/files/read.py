@@ -1,0 +1,320 @@
+"""Megatron-LM's command line as a plan: a file of arguments, or the arguments themselves."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import Value, refuse
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
+from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of
+from shardscope.frameworks.formats.documents import Document, text_of
+from shardscope.frameworks.formats.unsaid import noted
+from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
+from shardscope.frameworks.megatron.files.chunks import CHUNK, chunks
+from shardscope.frameworks.megatron.files.read_architecture import (
+    SHAPE,
+    Says,
+    check_positions,
+    sizes,
+    the_architecture,
+)
+from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+
+DEGREES = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "vpp": "num-virtual-stages-per-pipeline-rank",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+}
+SWITCHES = {
+    "sequence_parallel": "sequence-parallel",
+    "distributed_optimizer": "use-distributed-optimizer",
+    "use_precision_aware_optimizer": "use-precision-aware-optimizer",
+    "overlap_grad_reduce": "overlap-grad-reduce",
+    "overlap_param_gather": "overlap-param-gather",
+    "tp_comm_overlap": "tp-comm-overlap",
+}
+TYPES = {
+    "exp_avg_dtype": "exp-avg-dtype",
+    "exp_avg_sq_dtype": "exp-avg-sq-dtype",
+    "cross_entropy_fusion_impl": "cross-entropy-fusion-impl",
+}
+SIZES = {
+    "seq_len": "seq-length",
+    "micro_batch_size": "micro-batch-size",
+    "global_batch_size": "global-batch-size",
+}
+REFUSED = {"optimizer-cpu-offload": "its optimizer's state on the host is not planned here"}
+"""Flags that change memory or time in ways for which there is no formula."""
+READ = (
+    CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "optimizer",
+    "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
+    "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
+    "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
+    "moe-expert-capacity-factor", "use-flash-attn",
+)  # fmt: skip
+ALONE = frozenset({
+    *SWITCHES.values(), "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
+    "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
+    "moe-router-pre-softmax", "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split", "fp16", "bf16", "grad-reduce-in-bf16",
+    "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
+    "use-flash-attn", *REFUSED,
+})  # fmt: skip
+"""Flags without a value."""
+MISSPELT = 0.9
+"""Likeness (difflib) from which an unknown flag is one of :data:`READ` misspelt, not another flag."""
+
+
+def read(
+    arguments: str | Path | Sequence[str],
+    architecture: Architecture | None = None,
+    cluster: Cluster | None = None,
+    recipe: Recipe | None = None,
+) -> Plan:
+    """See :meth:`shardscope.core.plan.Plan.from_megatron`."""
+    document, file = _document(arguments)
+    for flag, why in REFUSED.items():
+        if document.get(flag):
+            document.refuse((flag,), f"nothing: {why}", "leave it out")
+    rest = rest_of(file, architecture, cluster, recipe)
+    recipe_noted, layout_noted = noted(document, text_of(file) if file else "", MegatronLayout)
+    if rest.is_recipe_open:
+        rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
+    before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
+    rest = replace(rest, recipe=_without_switches(document, rest))
+    recipe_says = _recipe(document, rest)
+    made = changed(rest.recipe, document, recipe_says)
+    if document.get("global-batch-size") is None and rest.layout is None:
+        where = document.name
+        allowed = "a number: Megatron-LM's default depends on the cluster"
+        refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
+    says = ({} if rest.layout else layout_noted) | _layout(document, made, before)
+    said = recipe_says | says | sizes(document, rest)
+    check_positions(document, made, said)
+    rest = replace(rest, architecture=the_architecture(document, rest, said))
+    if document.get(CHUNK) is not None:
+        says["vpp"] = ((CHUNK,), chunks(document, rest.the_architecture(document.name), says["pp"][1]))
+    values = {name: value for name, (_, value) in says.items()}
+    start = before or MegatronLayout()
+    plan = planned(rest, document, made, said | says, lambda: replace(start, **values))
+    _check_split(document, plan)
+    return plan
+
+
+# ------------------------------------------------------------------------------------------- the arguments
+
+
+def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
+    """Flag -> value, with the line of each where they come from a file."""
+    if isinstance(arguments, Path) or (
+        isinstance(arguments, str) and not arguments.lstrip().startswith("--")
+    ):
+        file = Path(arguments).expanduser()
+        text = text_of(arguments)
+        words = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                words += [(number, word) for word in shlex.split(line.rstrip(" \\"), comments=True)]
+            except ValueError as error:
+                raise ValueError(f"{file.name}, line {number}: {error}.") from error
+        return _parsed(file.name, words), file
+    if isinstance(arguments, str):
+        arguments = shlex.split(arguments)
+    if not isinstance(arguments, Sequence) or not all(isinstance(word, str) for word in arguments):
+        refuse(
+            "arguments", arguments, "a file of arguments, or a list of words", Value("megatron_arguments.txt")
+        )
+    return _parsed("the arguments", [(0, word) for word in arguments]), None
+
+
+def _parsed(name: str, words: list[tuple[int, str]]) -> Document:
+    values: dict[str, Any] = {}
+    lines: dict[Keys, int] = {}
+    unread: list[str] = []
+    place = 0
+    while place < len(words):
+        line, word = words[place]
+        at = f"{name}, line {line}" if line else name
+        if not word.startswith("--"):
+            raise ValueError(f"{at}, {word!r}: this is no flag; allowed: --name value.")
+        flag, has_value, value = word[2:].partition("=")
+        place += 1
+        given = [value] if has_value else []
+        while not has_value and place < len(words) and not words[place][1].startswith("--"):
+            given.append(words[place][1])
+            place += 1
+        if flag in values:
+            raise ValueError(f"{at}, --{flag}: this flag stands twice; keep one.")
+        if line:
+            lines[(flag,)] = line
+        values[flag] = _value(at, flag, given)
+        if flag not in READ:
+            near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
+            if near:
+                refuse(f"{at}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
+            unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
+    return Document(name=name, values=values, lines=lines, _unread=unread)
+
+
+def _value(at: str, flag: str, given: list[str]) -> Any:
+    if flag not in READ:
+        return given
+    if len(given) != (0 if flag in ALONE else 1):
+        allowed = "nothing behind it" if flag in ALONE else "one value behind it"
+        refuse(f"{at}, --{flag}", " ".join(given), allowed, f"--{flag}" + ("" if flag in ALONE else " VALUE"))
+    if flag in ALONE:
+        return True
+    for kind in (int, float):
+        try:
+            return kind(given[0])
+        except ValueError:
+            continue
+    return given[0]
+
+
+# ------------------------------------------------------------------------------------------------ the nouns
+
+
+def _without_switches(document: Document, rest: Rest) -> Recipe:
+    """The recipe without what only a flag can say, where the file beside its plan no longer has that flag."""
+    recipe = rest.recipe
+    if rest.layout is None:
+        return recipe
+    open_fields: dict[str, Any] = {"attention": None, "expert_capacity_factor": None}
+    if recipe.loss == "fused" and not document.get("cross-entropy-loss-fusion"):
+        open_fields["loss"] = None
+    return replace(recipe, **open_fields)
+
+
+def _recipe(document: Document, rest: Rest) -> Says:
+    recipe = rest.recipe
+    says: Says = {field: ((flag,), document.number(flag, low=1, high=2**24)) for field, flag in SIZES.items()}
+    if says["micro_batch_size"][1] is None and rest.layout is None:
+        refuse(f"{document.name}, --micro-batch-size", None, "a number", "--micro-batch-size 1")
+    names = {value: key for key, value in OPTIMIZERS.items()}
+    optimizer = document.choice("optimizer", among=names) or "adam"
+    says["optimizer"] = (("optimizer",), names[optimizer])
+    says["precision"] = _precision(document, recipe)
+    dropouts = [document.get(flag) for flag in ("hidden-dropout", "attention-dropout")]
+    default = 0.1  # Megatron-LM's own
+    hidden, attention = (default if value is None else value for value in dropouts)
+    if hidden != attention:
+        document.refuse(
+            ("attention-dropout",), f"{hidden}, as --hidden-dropout: a recipe has one", str(hidden)
+        )
+    says["dropout"] = (("hidden-dropout",), float(hidden) if isinstance(hidden, int | float) else hidden)
+    backends = {value: key for key, value in BACKENDS.items()}
+    backend = document.choice("attention-backend", among=("auto", "fused", *backends))
+    if backend == "fused":
+        backend = "flash"  # cuDNN's own, of the same memory
+    if backend in backends or document.get("use-flash-attn"):
+        says["attention"] = (("attention-backend",), backends.get(backend, "flash"))
+    if document.get("cross-entropy-loss-fusion"):
+        says["loss"] = (("cross-entropy-loss-fusion",), "fused")
+    says["recompute"] = _recompute(document)
+    factor = document.get("moe-expert-capacity-factor")
+    if factor is not None:
+        says["expert_capacity_factor"] = (
+            ("moe-expert-capacity-factor",),
+            float(factor) if isinstance(factor, int) else factor,
+        )
+    return says
+
+
+def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
+    if document.get("fp16"):
+        if document.get("bf16"):
+            document.refuse(("bf16",), "nothing beside --fp16", "leave it out")
+        return ("fp16",), "fp16-mixed"
+    if document.choice("fp8-format", among=("hybrid", "e4m3")):
+        return ("fp8-format",), "fp8-mixed"
+    if document.get("bf16"):
+        return ("bf16",), recipe.precision if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
+    return ("bf16",), "fp32"
+
+
+def _recompute(document: Document) -> tuple[Keys, str]:
+    keys = ("recompute-granularity",)
+    kind = document.choice(*keys, among=("full", "selective"))
+    if document.get("recompute-activations"):
+        kind = "selective"
+    if kind == "full":
+        document.choice("recompute-method", among=("uniform",))
+        layers = document.number("recompute-num-layers", low=1)
+        if layers not in (None, 1):
+            document.refuse(("recompute-num-layers",), "1: each layer by itself", "1")
+    return keys, kind or "none"
+
+
+def _layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -> Says:
+    says: Says = {}
+    for field, flag in DEGREES.items():
+        size = document.number(flag, low=1, high=2**20)
+        says[field] = ((flag,), size if field == "etp" else size or 1)
+    for field, flag in SWITCHES.items():
+        says[field] = ((flag,), bool(document.get(flag)))
+    for field, flag in TYPES.items():
+        says[field] = ((flag,), document.get(flag) or getattr(MegatronLayout, field))
+    values = {name: value for name, (_, value) in says.items()}
+    if before is not None and not document.get("cross-entropy-loss-fusion"):
+        says["cross_entropy_fusion_impl"] = (
+            ("cross-entropy-fusion-impl",),
+            before.cross_entropy_fusion_impl,
+        )
+    # What a layout may leave open stays open where it comes to the same.
+    if values["sequence_parallel"] == (values["tp"] > 1):
+        kept = before.sequence_parallel if before is not None else None
+        if kept is None or kept == values["sequence_parallel"]:
+            says["sequence_parallel"] = (("sequence-parallel",), kept)
+    if values["etp"] in (None, values["tp"]):
+        kept_etp = before.etp if before is not None else None
+        says["etp"] = (
+            ("expert-tensor-parallel-size",),
+            kept_etp if kept_etp in (None, values["tp"]) else None,
+        )
+        if before is not None and values["etp"] is None:
+            says["etp"] = (("expert-tensor-parallel-size",), before.etp)
+    says["grad_reduce_in_fp32"] = _gradients(document, recipe, before)
+    return says
+
+
+def _gradients(document: Document, recipe: Recipe, before: MegatronLayout | None) -> tuple[Keys, bool | None]:
+    keys = ("grad-reduce-in-bf16",)
+    if recipe.precision == "fp16-mixed":
+        in_fp32 = bool(document.get("accumulate-allreduce-grads-in-fp32"))
+    elif recipe.precision == "fp32":
+        return keys, before.grad_reduce_in_fp32 if before is not None else None
+    else:
+        in_fp32 = not document.get(*keys)
+    for start in (before, MegatronLayout()):
+        if start is not None and reduces_in_fp32(start, recipe) == in_fp32:
+            return keys, start.grad_reduce_in_fp32
+    return keys, in_fp32
+
+
+def _check_split(document: Document, plan: Plan) -> None:
+    """Which ends count as a layer follows from the layers here; a file may ask for another split."""
+    wanted = megatron_arguments(plan)
+    for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
+        if bool(document.get(flag)) != (flag in wanted) and plan.degrees.pp > 1:
+            here = "there" if flag in wanted else "left out"
+            allowed = (
+                f"{here}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
+            )
+            refuse(document.where(flag), bool(document.get(flag)), allowed, "the split that the plan makes")

@@ -1,0 +1,120 @@
+"""Megatron-LM's flags as an architecture: held against the one that is known, or read as a Llama's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardscope.core.architecture import Architecture
+from shardscope.core.errors import refuse
+from shardscope.core.places import Keys
+from shardscope.core.recipe import Recipe
+from shardscope.frameworks.formats.beside import Rest, named
+from shardscope.frameworks.formats.documents import Document
+from shardscope.frameworks.megatron.files.arguments import architecture_flags
+
+Says = dict[str, tuple[Keys, Any]]
+
+SHAPE = (
+    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
+    *("max-position-embeddings", "position-embedding-type", "normalization", "make-vocab-size-divisible-by"),
+    *("group-query-attention", "num-query-groups", "swiglu", "disable-bias-linear", "add-qkv-bias"),
+    *("qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention", "q-lora-rank"),
+    *("kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "rope-type", "num-experts"),
+    *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-token-dispatcher-type"),
+    *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
+)
+"""Flags that say the architecture."""
+SIZES = {
+    "num_hidden_layers": "num-layers",
+    "hidden_size": "hidden-size",
+    "intermediate_size": "ffn-hidden-size",
+    "num_attention_heads": "num-attention-heads",
+    "num_key_value_heads": "num-query-groups",
+    "head_dim": "kv-channels",
+    "vocab_size": "vocab-size",
+    "max_position_embeddings": "max-position-embeddings",
+}
+"""Fields of an architecture, and the flags that say them as numbers."""
+NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def check_positions(document: Document, recipe: Recipe, said: Says) -> None:
+    """Megatron-LM asserts it of every model, rotary positions among them (validate_args)."""
+    limit = document.number("max-position-embeddings", low=1)
+    if limit is not None and recipe.seq_len > limit:
+        with named(document, said):
+            allowed = f"at most max_position_embeddings={limit}, as Megatron-LM asserts"
+            refuse("Recipe.seq_len", recipe.seq_len, allowed, f"--seq-length {limit}")
+
+
+def sizes(document: Document, rest: Rest) -> Says:
+    """Field of an architecture -> its flag and number; of one that is known, whatever the flag says."""
+    known = rest.architecture is not None
+    return {
+        field: ((flag,), document.get(flag) if known else document.number(flag, low=1))
+        for field, flag in SIZES.items()
+    }
+
+
+def the_architecture(document: Document, rest: Rest, said: Says) -> Architecture:
+    """The one that is known, if the flags agree with it; or the Llama that they describe."""
+    if rest.architecture is None:
+        return _llama(document, said)
+    shape = architecture_flags(rest.architecture)
+    for flag in SHAPE:
+        value, planned_value = document.get(flag), shape.get(flag, _MISSING)
+        if value is None and (planned_value is _MISSING or flag in _LEFT_TO_OTHERS):
+            continue
+        expected = True if planned_value is None else planned_value
+        if value != expected and not (flag in _LEFT_TO_OTHERS and rest.layout is None):
+            what = f"{rest.architecture.name} has"
+            if expected is _MISSING:
+                refuse(document.where(flag), value, f"nothing: {what} no such part", "leave it out")
+            refuse(document.where(flag), value, f"{expected!r}, as {what}", f"--{flag} {expected}")
+    return rest.architecture
+
+
+_MISSING = object()
+_LEFT_TO_OTHERS = frozenset({
+    "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "num-query-groups",
+    "ffn-hidden-size", "kv-channels", "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
+    "position-embedding-type",
+})  # fmt: skip
+"""Flags that a person's own command line may leave to a tokenizer, a default or another flag."""
+
+
+def _llama(document: Document, said: Says) -> Architecture:
+    """A dense decoder of SwiGLU, RMSNorm and rotary positions without biases: those flags say it all."""
+    fix = 'architecture=ss.models["llama-3.1-8b"]'
+    needed = ("swiglu", "disable-bias-linear")
+    others = [
+        flag
+        for flag in ("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")
+        if document.get(flag) is not None
+    ]
+    is_llama = (
+        all(document.get(flag) for flag in needed)
+        and document.get("normalization") == "RMSNorm"
+        and document.get("position-embedding-type") == "rope"
+        and not others
+    )
+    if not is_llama:
+        allowed = "an Architecture: these flags are not those of a Llama, and no plan.json lies beside them"
+        refuse("architecture", None, allowed, fix)
+    found = {field: said[field][1] for field in SIZES}
+    for field in NEEDED:
+        if found[field] is None:
+            where = f"{document.name}, --{SIZES[field]}"
+            refuse(where, None, "a number, or architecture=...", fix)
+    heads = found["num_attention_heads"]
+    grouped = document.get("group-query-attention")
+    found["num_key_value_heads"] = (found["num_key_value_heads"] or 1) if grouped else heads
+    found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
+    found["max_position_embeddings"] = found["max_position_embeddings"] or 4096
+    with named(document, said):
+        return Architecture(
+            name=document.name,
+            model_type="llama",
+            tie_word_embeddings=not document.get("untie-embeddings-and-output-weights"),
+            **found,
+        )

@@ -1,0 +1,1 @@
+"""What Megatron-core keeps on one rank, and when."""

@@ -1,0 +1,289 @@
+"""Megatron-core's training state: half-precision weights, fp32 main gradients, fp32 main copies and moments.
+
+Per weight 18 bytes without, 6 + 12 / data-parallel ranks with the distributed optimizer (Megatron-LM,
+docs/source/api-guide/dist_optimizer.md). The vocabulary is padded to 128 x tp, and the distributed
+optimizer's buffers to whole shards.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.arrays.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
+from shardscope.core.precision import FP32, num_moments, widths
+from shardscope.core.words import gib
+from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
+from shardscope.frameworks.megatron.memory import precision_aware
+from shardscope.frameworks.megatron.memory.activations import stage_activations
+from shardscope.frameworks.megatron.memory.replicas import replicas_of
+from shardscope.frameworks.megatron.memory.schedule import chunk_layers
+from shardscope.memory.activations.backward import Peak
+from shardscope.memory.activations.modules.attention import widths as attention_widths
+from shardscope.memory.activations.modules.megatron import branches
+from shardscope.memory.report import Term, no_bytes, summed
+from shardscope.memory.state.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
+from shardscope.memory.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.report import Component
+
+_DUMMIES = (
+    "one half-precision gradient of each shape of matrix, which autograd is shown while kernels add to the "
+    "main gradients (Transformer Engine, get_dummy_wgrad)"
+)
+_WORD = 128
+"""Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
+
+
+def shapes(plan: Plan) -> Shapes:
+    """Stages with the layers of all their model chunks.
+
+    Raises ``ValueError`` for a family that megatron-core has no layers for.
+    """
+    arch, degrees = plan.architecture, plan.degrees
+    check_family(arch)
+    if not arch.num_moe_layers:
+        return shapes_of(arch, plan.stage_layers)
+    chunks = (chunk_layers(arch, degrees.pp, degrees.vpp, number) for number in range(degrees.pp))
+    return shapes_of(arch, plan.stage_layers, tuple(sum(moe for _, moe in each) for each in chunks))
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them: the vocabulary is padded, experts are cut by their own tp."""
+    arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
+    found = stage_of(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
+    if not arch.num_moe_layers:
+        return found
+    experts = looked_up(
+        lambda tp, ep: layer_shard(arch, True, tp, ep, 1).experts,
+        layout.expert_tp,  # type: ignore[attr-defined]
+        degrees.ep,
+    )
+    return found._replace(experts=found.num_moe_layers * experts)
+
+
+def training_state(plan: Plan, stage: Stage) -> TrainingState:
+    """What one rank keeps after tp, pp and ep have cut the model."""
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    half = widths[recipe.precision].compute
+    main = FP32 if half < FP32 else 0
+    kept = main + num_moments[recipe.optimizer] * FP32
+    if layout.use_precision_aware_optimizer:
+        kept = precision_aware.kept_bytes(layout, recipe)
+    gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
+    dense_ranks = expert_ranks = 1
+    own_dense, own_experts = dense, experts = stage.layers + stage.edges, stage.experts
+    if layout.distributed_optimizer:
+        dense_ranks, expert_ranks = replicas_of(plan)
+        dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
+    weights = dense + experts
+    # A share of the buffer that is the whole of it ends in padding, which has no moments.
+    dense_updated = smallest(ceil_div(dense, dense_ranks), own_dense)
+    experts_updated = smallest(ceil_div(experts, expert_ranks), own_experts)
+    updated = dense_updated + experts_updated
+    optimizer = kept * updated
+    dummies, shared = _staging(plan, stage)
+    eight_bit = weight_copies(plan, stage)
+    embedding = stage.is_first * half * _embedding(plan)
+    if plan.architecture.tie_word_embeddings:
+        # Autograd adds it to the head's, into a third.
+        embedding = embedding * (1 + stage.is_last)
+    if plan.architecture.position_embedding == "learned":
+        positions = plan.architecture.max_position_embeddings * plan.architecture.hidden_size
+        embedding = largest(embedding, stage.is_first * half * positions)
+
+    # Weights move into buffers of their own kind, experts' after the others' (distributed_data_parallel.py,
+    # _allocate_buffers_for_parameters); with chunks, those of one chunk at a time.
+    apart = (degrees.ep > 1) & (experts > 0)
+    moved, moving = where(apart, experts, weights), weights
+    if layout.distributed_optimizer:
+        dense_first = apart & (dense * half > experts * (half + gradient))
+        moved, moving = where(dense_first, dense, moved), where(dense_first, dense, moving)
+    moved = ceil_div(moved, degrees.vpp)
+
+    def optimizer_words() -> str:
+        split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
+        of_experts = f" + {experts:,} of experts / {expert_ranks}" if experts else ""
+        told = f"({dense:,}{split}{of_experts}) × {kept} bytes · "
+        if layout.use_precision_aware_optimizer:
+            return told + precision_aware.words(layout, recipe)
+        return (
+            f"{told}fp32 main copy and {recipe.optimizer} moments "
+            f"(distributed_optimizer={layout.distributed_optimizer})"
+        )
+
+    def parameter_words() -> str:
+        found = f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
+        if recipe.precision != "fp8-mixed":
+            return found
+        kept = "row by row and transposed" if copies(plan.cluster.gpu) == 2 else "which need no transposes"
+        return f"{found} + {gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, {kept}: {SOURCE}"
+
+    buffers = (
+        (half * dummies, _DUMMIES),
+        (half * shared, "buffer for the sequence gathered over tp, and for eager attention's scores"),
+    )
+    gathered = summed(*buffers)
+    gradients = Term(
+        weights * gradient,
+        lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
+    )
+
+    # A precision-aware optimizer makes its copies at its first step (te.optimizers.FusedAdam).
+    main_copies = 0 if layout.use_precision_aware_optimizer else main * updated
+
+    def peaks(stage: Stage, modules: Modules) -> list[Peak]:
+        found = stage_activations(plan, stage, modules)
+        with_embedding = summed((embedding, "half-precision gradient of an embedding"), *buffers)
+        return [
+            Peak.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
+            Peak.of(0.34, found.head, gathered, gradients, found.logits_backward),
+            Peak.of(0.36, found.first, gathered, gradients),
+            Peak.of(0.97, found.last, with_embedding, gradients),
+        ]
+
+    return TrainingState(
+        parameters=Term(weights * half + eight_bit, parameter_words),
+        gradients=gradients,
+        optimizer=Term(optimizer, optimizer_words),
+        initialisation=_initialising(
+            ((weights + (moved if layout.distributed_optimizer else 0)) * half, moving * gradient, 0),
+            (weights * half, weights * gradient, main_copies),
+        ),
+        optimizer_working=precision_aware.working(layout, dense_updated, experts_updated)
+        if layout.use_precision_aware_optimizer
+        else Term(
+            FP32 * updated if gradient < FP32 else 0,
+            lambda: f"{updated:,} × {FP32} bytes · fp32 copies of this rank's gradients for the update",
+        ),
+        gather_rest=gathered,
+        group_sizes=_group_sizes(plan, stage),
+        gradients_stay=True,
+        find_peaks=peaks,
+    )
+
+
+def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[Component, Term]:
+    """The fuller of two moments, each as bytes of parameters, gradients and main copies.
+
+    While modules are wrapped (``DistributedDataParallel``), and when the optimizer has copied what it updates
+    to fp32 (``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``), before it has any moments.
+    """
+    rows = [(sum(found), *found) for found in (wrapped, optimized)]
+    _, parameters, gradients, copies = fullest(rows)
+    return {
+        "parameters": Term(parameters, lambda: "the module's own weights, and the buffer that they move to"),
+        "gradients": Term(gradients, lambda: "the buffers that have been made by then"),
+        "optimizer": Term(copies, lambda: "fp32 copies of this rank's weights"),
+        "gather_buffers": no_bytes("no collective has run"),
+    }
+
+
+def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
+    """Ranks of each communicator (megatron/core/parallel_state.py).
+
+    Beside the obvious ones: the model-parallel group, in which the gradient's norm is summed, the pair of
+    first and last stage that share an embedding, and with fp8 the group over which largest values are reduced
+    (``get_amax_reduction_group``).
+    """
+    degrees = plan.degrees
+    model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
+    shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
+    replicas = by_value(degrees.data_parallel * degrees.cp)
+    groups = (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
+    return (*groups, replicas * degrees.tp) if plan.recipe.precision == "fp8-mixed" else groups
+
+
+def _padded(numbers: Any, ranks: Any) -> Any:
+    """Numbers of a buffer that the distributed optimizer cuts into equal shards.
+
+    Bucket by bucket and parameter by parameter there is padding too, of at most 63 numbers each: none where
+    sizes are multiples of 64, and never enough to be seen.
+    """
+    multiple = looked_up(partial(lcm, _WORD), ranks)
+    return ceil_div(numbers, multiple) * multiple
+
+
+def _embedding(plan: Plan) -> Any:
+    """Numbers of the token embedding on one rank."""
+    rows = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp) // plan.degrees.tp
+    return plan.architecture.hidden_size * rows
+
+
+def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
+    """Numbers in the dummy gradients of a rank, and in the buffer that is kept for gathered sequences."""
+    arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
+    dummies = looked_up(
+        partial(_dummy_gradients, arch),
+        degrees.tp,
+        layout.expert_tp,  # type: ignore[attr-defined]
+        stage.num_layers > stage.num_moe_layers,
+        stage.num_moe_layers > 0,
+        stage.is_last,
+    )
+    tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+    # What a product of all tokens reads: the stream, or latent attention's compressed queries or values.
+    latent = arch.latent_attention
+    ranks = (latent.q_lora_rank or 0, latent.kv_lora_rank) if latent else ()
+    widest = max((arch.hidden_size, *ranks))
+    scores = 0
+    if recipe.attention == "eager":
+        # Queries times keys are added to a buffer that is never freed (dot_product_attention.py, "mpu").
+        rows = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp)
+        scores = rows * recipe.seq_len * recipe.seq_len
+    # The gathered sequence is in that buffer too ("mpu" of the same type; core/utils.py, GlobalMemoryBuffer).
+    return dummies, largest(layout.splits_sequence * tokens * widest, scores)
+
+
+@lru_cache(maxsize=4096)
+def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, moe: bool, head: bool) -> int:
+    """Numbers in one matrix of each shape on a rank: of layers of either kind, and of the head."""
+    shapes: set[tuple[int, int]] = set()
+    if head:
+        shapes.add((padded_vocab_size(arch.vocab_size, tp) // tp, arch.hidden_size))
+    for is_moe, is_there in ((False, dense), (True, moe)):
+        if is_there:
+            shapes |= _matrices(arch, is_moe, tp, expert_tp)
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> set[tuple[int, int]]:
+    """The shapes of one layer's matrices on one rank, fused as megatron-core fuses them."""
+    hidden, width, latent = arch.hidden_size, attention_widths(arch), arch.latent_attention
+    found = {(hidden, ceil_div(width.output, tp))}
+    if latent is None:
+        found.add((ceil_div(width.inputs, tp), hidden))
+    else:
+        expanded = arch.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        found |= {
+            (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden),
+            (ceil_div(expanded, tp), latent.kv_lora_rank),
+        }
+        if latent.q_lora_rank is None:
+            found.add((ceil_div(width.query, tp), hidden))
+        else:
+            found |= {(latent.q_lora_rank, hidden), (ceil_div(width.query, tp), latent.q_lora_rank)}
+    experts = arch.mixture_of_experts
+    inners = [(arch.intermediate_size, tp)]
+    if moe and experts is not None:
+        inners = [
+            (experts.moe_intermediate_size, expert_tp),
+            (experts.shared_expert_intermediate_size, tp),
+        ]
+    for inner, cut in inners:
+        if inner:
+            found |= {(ceil_div(branches(arch) * inner, cut), hidden), (hidden, ceil_div(inner, cut))}
+    return found
+
+
+def _cut(plan: Plan) -> str:
+    names = [f"{name} {value}" for name in ("tp", "pp", "ep") if (value := getattr(plan.degrees, name)) > 1]
+    return f" (after {', '.join(names)})" if names else ""

@@ -1,0 +1,1 @@
+"""Megatron-core's own code on fake tensors."""

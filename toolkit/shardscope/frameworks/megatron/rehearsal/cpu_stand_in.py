@@ -1,0 +1,104 @@
+"""Megatron-core on CPU tensors without values: its CUDA calls answered by the CPU, inside a ``with`` only.
+
+A rehearsal moves no data: what only moves or orders it does nothing here, and what CUDA does in one kernel
+leaves no more temporaries than there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardscope.frameworks.megatron.engine.cuda_as_cpu import (
+    CudaMeansCpu,
+    Replacement,
+    Stream,
+    cuda_as_cpu,
+    nothing,
+)
+
+
+def cpu_stand_in() -> contextlib.AbstractContextManager[None]:
+    """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use."""
+    return cuda_as_cpu("Megatron's CPU stand-in", _WithoutValues(), _replacements)
+
+
+class _WithoutValues(CudaMeansCpu):
+    """A fake tensor has no value to ask for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.item:
+            # Megatron asks for norms and infinities, of which there are none, and for the number of a mask,
+            # of which there is a first.
+            return 0.0 if args[0].is_floating_point() else 1
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _replacements() -> list[Replacement]:
+    from megatron.core import optimizer as optimizers
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.tensor_parallel import layers, random
+
+    dummies: dict[Any, torch.Tensor] = {}
+
+    def dummy_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        """Transformer Engine's own way (module/base.py, get_dummy_wgrad): one for each shape, kept."""
+        key = (tuple(shape), dtype)
+        if key not in dummies:
+            dummies[key] = torch.empty(shape, dtype=dtype)
+        return dummies[key].detach()
+
+    def as_everywhere(found: list[Any], mine: Any, group: Any = None) -> None:
+        found[:] = [mine] * len(found)
+
+    def together(*args: Any, **kwargs: Any) -> contextlib.nullcontext[Stream]:
+        return contextlib.nullcontext(Stream())
+
+    # The weight-gradient kernels add into the main gradient and allocate nothing.
+    fused_wgrad = SimpleNamespace(wgrad_gemm_accum_fp32=nothing(), wgrad_gemm_accum_fp16=nothing())
+    found = [
+        (torch.cuda, "manual_seed", nothing()),
+        (torch.distributed, "all_gather_object", as_everywhere),
+        # CUDA's kernel unscales in place, a CPU's by way of copies.
+        (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing()),
+        # It changes tensors in place and has no fake counterpart: on fake tensors torch would run it on real
+        # ones of the same sizes, gibibytes of them, and give none of that back (FakeTensorMode's fallback).
+        (torch, "_fused_sgd_", nothing()),
+        # Several collectives launched as one have no fake counterpart; one by one they have.
+        (param_and_grad_buffer, "_coalescing_manager", together),
+        (random, "_get_cuda_rng_state", nothing()),
+        (random, "_set_cuda_rng_state", nothing()),
+        (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
+        (layers, "fused_weight_gradient_mlp_cuda", fused_wgrad),
+        (layers, "_grad_accum_fusion_available", True),
+        (layers, "get_dummy_wgrad", dummy_gradient),
+        (layers, "HAVE_TE", True),
+        (optimizer, "multi_tensor_scale_impl", _copy_lists),
+        (clip_grads, "l2_norm_impl", lambda *args: (torch.zeros(1), None)),
+        (clip_grads, "multi_tensor_scale_impl", nothing()),
+    ]
+    # One kernel, as Apex's and Transformer Engine's optimizers are: no temporaries beside their state.
+    found.append((optimizers, "SGD", _fused(optimizers.SGD)))
+    for name in ("Adam", "AdamW"):
+        found.append((torch.optim, name, _fused(getattr(torch.optim, name))))
+    return found
+
+
+def _copy_lists(chunk: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """One kernel that copies each tensor of the first list to its place in the second."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source)
+
+
+def _fused(kind: Any) -> Any:
+    """The optimizer class, told to step in one kernel."""
+
+    class Fused(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "fused": True})
+
+    return Fused

@@ -1,0 +1,1 @@
+"""Weights of transformers as Megatron's, and back."""

@@ -1,9 +1,0 @@
-"""Other tools' files as plans: which of them are read, and by whom."""
-
-from __future__ import annotations
-
-from shardscope.frameworks.accelerate.read import read as from_accelerate
-from shardscope.frameworks.deepspeed.read import read as from_deepspeed
-from shardscope.frameworks.megatron.read import read as from_megatron
-
-__all__ = ["from_accelerate", "from_deepspeed", "from_megatron"]
