@@ -13,7 +13,7 @@ from test_run_view import until
 import shardscope as ss
 from shardscope.core.words import gib
 from shardscope.planner.abilities import COLUMNS, abilities
-from shardscope.planner.advice import Advice, Turn
+from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView
 
 

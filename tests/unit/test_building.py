@@ -14,7 +14,7 @@ from tests.offers import offer_for, verdict
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
-from shardscope.planner.repairs import in_words
+from shardscope.planner.repairs.repairs import in_words
 from shardscope.planner.room import fits, places, shortages
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
-from shardscope.planner.preflight import SEVERITIES
+from shardscope.planner.checks import SEVERITIES
 from shardscope.runs.checks.findings import findings_in
 
 PLAN = ss.Plan(

@@ -11,8 +11,8 @@ import pytest
 
 import shardscope as ss
 from shardscope.core.question import Question
-from shardscope.planner.preflight import Finding
-from shardscope.planner.several import Way
+from shardscope.planner.checks import Finding
+from shardscope.planner.repairs.several import Way
 from shardscope_widgets.checks.findings import SIGNS, summary, worst_first
 from shardscope_widgets.checks.view import LOOKING, NOTHING, ChecksView
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding
+from shardscope.planner.checks import Finding
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),

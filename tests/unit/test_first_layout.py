@@ -9,7 +9,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.first_layout import NEAR, first_layout
+from shardscope.planner.repairs.first_layout import NEAR, first_layout
 from shardscope.planner.verdict import assess
 
 H100 = "h100-sxm-80gb"

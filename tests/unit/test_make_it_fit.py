@@ -12,9 +12,9 @@ from planning import plans
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
 from shardscope.planner.differences import differences
-from shardscope.planner.first_layout import first_layout
-from shardscope.planner.make_it_fit import NEAR, make_it_fit
-from shardscope.planner.repairs import find_steps
+from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.repairs.make_it_fit import NEAR, make_it_fit
+from shardscope.planner.repairs.repairs import find_steps
 from shardscope.planner.verdict import assess
 
 H100 = "h100-sxm-80gb"

@@ -16,7 +16,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.words import gib
 from shardscope.planner.differences import differences
-from shardscope.planner.make_it_fit import make_it_fit
+from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.room import fits
 from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory

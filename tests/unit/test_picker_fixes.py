@@ -14,8 +14,8 @@ from tests.weights_folders import write_folder
 
 import shardscope as ss
 from shardscope.core.words import gib
-from shardscope.planner.first_layout import first_layout
-from shardscope.planner.make_it_fit import Fit, make_it_fit
+from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 from shardscope_widgets.studio.fit_question import fit_question

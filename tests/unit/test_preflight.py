@@ -13,8 +13,8 @@ import shardscope as ss
 from shardscope.core.precision import widths
 from shardscope.core.words import gib
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
-from shardscope.planner.preflight.wider import aligned
+from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
+from shardscope.planner.checks.wider import aligned
 from shardscope.planner.room import fits, places
 
 

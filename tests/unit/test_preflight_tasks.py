@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding
-from shardscope.planner.preflight.data import SHIPPED_TOKENS
-from shardscope.planner.preflight.learning_rate import WARM_UP_STEPS
-from shardscope.planner.preflight.usual_rates import (
+from shardscope.planner.checks import Finding
+from shardscope.planner.checks.data import SHIPPED_TOKENS
+from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
+from shardscope.planner.checks.usual_rates import (
     REFERENCES,
     reference_for,
     scaled,
@@ -177,7 +177,7 @@ def test_a_short_warm_up() -> None:
 
 def test_beta_2_is_what_pretrain_trains_with() -> None:
     needs("torch")
-    from shardscope.planner.preflight.learning_rate import BETA_2
+    from shardscope.planner.checks.learning_rate import BETA_2
     from shardscope.training.optimizers import ADAM_BETAS
 
     assert ADAM_BETAS[1] == BETA_2

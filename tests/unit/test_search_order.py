@@ -11,7 +11,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.core.words import gib
-from shardscope.planner.ranking import AS_FAST, Ranking
+from shardscope.planner.search.ranking import AS_FAST, Ranking
 
 MODEL = ss.models["llama-3.1-8b"]
 NODES = {

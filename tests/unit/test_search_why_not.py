@@ -10,7 +10,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.words import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.planner.ranking import Ranking
+from shardscope.planner.search.ranking import Ranking
 from shardscope.planner.verdict import assess
 
 

@@ -13,9 +13,9 @@ from IPython.core.formatters import DisplayFormatter
 
 import shardscope as ss
 from shardscope.core.html_table import html_fields, html_table
+from shardscope.planner.checks import Findings
 from shardscope.planner.claims import claims
-from shardscope.planner.preflight import Findings
-from shardscope.planner.repairs import Repairs
+from shardscope.planner.repairs.repairs import Repairs
 
 TRACE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 

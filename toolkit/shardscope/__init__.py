@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.frameworks.accelerate.script import Script
-    from shardscope.planner.advice import recommend
-    from shardscope.planner.search import search
+    from shardscope.planner.advice.advice import recommend
+    from shardscope.planner.search.search import search
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
     from shardscope.trace import Trace
@@ -65,8 +65,8 @@ _rooms = {
     "gpus": "catalog",
     "launch": "runs.launch",
     "models": "catalog",
-    "recommend": "planner.advice",
-    "search": "planner.search",
+    "recommend": "planner.advice.advice",
+    "search": "planner.search.search",
 }
 
 

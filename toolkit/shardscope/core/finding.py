@@ -10,7 +10,7 @@ from shardscope.core.question import Question
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.planner.several import Way
+    from shardscope.planner.repairs.several import Way
 
 Severity = Literal["danger", "warning", "hint"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

@@ -21,7 +21,7 @@ from shardscope.prediction.support import check_sequence, check_supported, check
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
     from shardscope.memory.report import MemoryReport
-    from shardscope.planner.repairs import Repair
+    from shardscope.planner.repairs.repairs import Repair
     from shardscope.rehearsal.process import Progress
     from shardscope.runs.run import Run
     from shardscope.timing.rates import Rates
@@ -138,9 +138,9 @@ class Plan(JsonNoun):
         bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
 
         Every one of them is enough, and its step takes at most three times as long. Where no single change
-        is, the list is empty, and :func:`shardscope.planner.make_it_fit.make_it_fit` combines several.
+        is, the list is empty, and :func:`shardscope.planner.repairs.make_it_fit.make_it_fit` combines several.
         """
-        from shardscope.planner.repairs import repairs
+        from shardscope.planner.repairs.repairs import repairs
 
         return repairs(self)
 

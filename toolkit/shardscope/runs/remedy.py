@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.words import gib
-from shardscope.planner.make_it_fit import make_it_fit
-from shardscope.planner.repairs import in_words, repairs
+from shardscope.planner.repairs.make_it_fit import make_it_fit
+from shardscope.planner.repairs.repairs import in_words, repairs
 from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:

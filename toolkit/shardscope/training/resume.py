@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
-from shardscope.planner.preflight.case import Case
-from shardscope.planner.preflight.checkpoints import resumed
+from shardscope.planner.checks.case import Case
+from shardscope.planner.checks.checkpoints import resumed
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.preflight import SEVERITIES, Finding
+from shardscope.planner.checks import SEVERITIES, Finding
 from shardscope_widgets.kit.numbers import keep_units
 
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}

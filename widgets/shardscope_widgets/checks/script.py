@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding
+from shardscope.planner.checks import Finding
 from shardscope.runs.checks.findings import findings_in
 from shardscope.runs.checks.script import Script
 from shardscope_widgets.checks.findings import list_html, row_html, worst_first

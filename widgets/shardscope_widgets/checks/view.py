@@ -9,7 +9,7 @@ from html import escape
 import traitlets
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding
+from shardscope.planner.checks import Finding
 from shardscope_widgets.checks.findings import list_html, row_html, summary, title, worst_first
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError

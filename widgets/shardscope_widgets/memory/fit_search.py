@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.planner.make_it_fit import Fit, make_it_fit
+from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 
 Result = Fit | Exception | None
 """What makes the plan fit; None: nothing does. An exception is what the search raised in its thread."""

@@ -11,7 +11,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.first_layout import first_layout
+from shardscope.planner.repairs.first_layout import first_layout
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Picker, Row
 

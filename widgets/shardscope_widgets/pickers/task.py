@@ -13,7 +13,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.planner.preflight.usual_rates import rate_near
+from shardscope.planner.checks.usual_rates import rate_near
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.own_code import functions_here
 from shardscope_widgets.kit import controls

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import shardscope as ss
 from shardscope.core.words import gib
-from shardscope.planner.advice import Advice
-from shardscope.planner.advising.words import named
+from shardscope.planner.advice.advice import Advice
+from shardscope.planner.advice.words import named
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.room import fits
 from shardscope.timing.report import seconds_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape as escape_text
 
 from shardscope.planner.abilities import COLUMNS, Abilities
-from shardscope.planner.advice import Advice, Turn
+from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets.kit.numbers import keep_units
 from shardscope_widgets.plans.advice_choice import Alternative, Answer
 

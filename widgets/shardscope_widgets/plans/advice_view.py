@@ -9,7 +9,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.planner.abilities import abilities
-from shardscope.planner.advice import Advice
+from shardscope.planner.advice.advice import Advice
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet

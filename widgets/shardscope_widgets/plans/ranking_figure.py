@@ -18,7 +18,7 @@ from shardscope_widgets.plans.ranking_table import layout_words
 from shardscope_widgets.plans.standing import Standing, standing
 
 if TYPE_CHECKING:
-    from shardscope.planner.ranking import Ranking
+    from shardscope.planner.search.ranking import Ranking
 
 GIB = 2**30
 PIXELS = 272

@@ -13,7 +13,7 @@ from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
 
 if TYPE_CHECKING:
-    from shardscope.planner.ranking import Ranking
+    from shardscope.planner.search.ranking import Ranking
 
 ASCENDING: dict[str, bool] = {
     "tokens_per_second_per_gpu": False,

@@ -10,14 +10,14 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.core.words import gib
-from shardscope.planner.misses import instead_words
+from shardscope.planner.search.misses import instead_words
 from shardscope_widgets.kit.numbers import Scale, dollars, keep_units, short
 from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
 from shardscope_widgets.plans.standing import why_not_launched, why_unknown
 
 if TYPE_CHECKING:
-    from shardscope.planner.ranking import Ranking
+    from shardscope.planner.search.ranking import Ranking
 
 ROWS_ON_A_PAGE = 12
 HEADINGS = {

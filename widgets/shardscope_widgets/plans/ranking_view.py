@@ -23,7 +23,7 @@ from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, ordered
 from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 
 if TYPE_CHECKING:
-    from shardscope.planner.ranking import Ranking
+    from shardscope.planner.search.ranking import Ranking
 
 
 class RankingView(View):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardscope.core.words import gib
 
 if TYPE_CHECKING:
-    from shardscope.planner.ranking import Ranking
+    from shardscope.planner.search.ranking import Ranking
 
 Kind = Literal["fits", "may not fit", "does not fit", "cannot be launched here"]
 

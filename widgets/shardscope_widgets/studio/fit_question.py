@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shardscope as ss
 from shardscope.core.words import gib
-from shardscope.planner.advising.words import named
-from shardscope.planner.make_it_fit import Fit
-from shardscope.planner.repairs import MAX_TIMES_SLOWER
+from shardscope.planner.advice.words import named
+from shardscope.planner.repairs.make_it_fit import Fit
+from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 
 LEARNT = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
 """Recipe fields that decide what is learnt."""

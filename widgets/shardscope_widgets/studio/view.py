@@ -17,9 +17,9 @@ import traitlets
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.make_it_fit import Fit
-from shardscope.planner.preflight import Finding
-from shardscope.planner.preflight.usual_rates import rate_near
+from shardscope.planner.checks import Finding
+from shardscope.planner.checks.usual_rates import rate_near
+from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess
 from shardscope.records.folder import FINAL
 from shardscope_widgets.checks.script import ScriptChecks

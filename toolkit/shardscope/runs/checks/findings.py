@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding
-from shardscope.planner import preflight
+from shardscope.planner import checks as preflight
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, optimizer, precision, profile
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import source_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
-from shardscope.planner.preflight.case import changed_task
+from shardscope.planner.checks.case import changed_task
 from shardscope.runs.task_source import source_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,259 @@
+"""``ss.recommend``: the questions a good engineer asks, in order, and the plan that they lead to.
+
+Start with the simplest that fits; escalate only where a measurement, or until then a clear prediction,
+says so. One answer: a search over all layouts replaces it only with a plan that is as simple, faster and
+leaner; what else is worth a look are at most two alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import Value, nearest, one_of, refuse
+from shardscope.core.plan import Plan, check_noun
+from shardscope.core.recipe import Recipe
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.planner.abilities import TITLES
+from shardscope.planner.advice import large, last, otherwise, questions, words
+from shardscope.planner.advice.alternatives import MAX_ALTERNATIVES
+from shardscope.planner.advice.bench import Bench, Tried, lacks_bf16
+from shardscope.planner.advice.large import SPLIT
+from shardscope.planner.advice.path import Draft, Path
+from shardscope.planner.differences import does_the_same
+
+TOKENS_PER_PARAMETER = 20
+"""Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
+
+Alternative = tuple[Plan, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One question, and what this model on these GPUs answers to it."""
+
+    question: str
+    """``Does everything fit on one GPU?``"""
+    answer: str
+    """``No`` or ``Yes`` first where it is such a question, then what follows from it."""
+    number: str
+    """The figures behind the answer, with their units; empty where the question was not asked."""
+    why: str
+    """One or two sentences: what the question is for, and what the answer costs or saves."""
+    taken: bool
+    """Whether the plan has what the question is about."""
+    plan: Plan | None = None
+    """The plan that the figures are of; None where the question is about no single one."""
+
+    def __str__(self) -> str:
+        mark = "->" if self.taken else "  "
+        number = f" [{self.number}]" if self.number else ""
+        return f"{mark} {self.question} {self.answer}{number}\n      {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Which plan to start with, why, and what else there is; made by ``ss.recommend``."""
+
+    plan: Plan | None
+    """The simplest plan that does the work; None where nothing fits, and then :attr:`alternatives` holds the
+    nearest misses and what would do instead."""
+    path: tuple[Turn, ...]
+    """The questions in the order in which they were asked."""
+    alternatives: tuple[Alternative, ...]
+    """At most two other plans, none of them the plan on screen, each with a sentence: what it gains and what
+    it costs, or what it lacks."""
+    why: str
+    """The advice in a few sentences."""
+
+    def __str__(self) -> str:
+        parts = [self.why, "\n".join(map(str, self.path))]
+        if self.alternatives:
+            parts.append("\n".join(["Alternatives:", *(f" - {words}" for _, words in self.alternatives)]))
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        """The same as a plain table, without scripts."""
+        rows = "".join(
+            f"<tr{' style=font-weight:bold' if turn.taken else ''}><th scope='row' style='text-align:left'>"
+            f"{escape(turn.question)}</th><td style='text-align:left'>{escape(turn.answer)}</td>"
+            f"<td style='text-align:left'>{escape(turn.number)}</td></tr>"
+            for turn in self.path
+        )
+        alternatives = "".join(f"<li>{escape(words)}</li>" for _, words in self.alternatives)
+        return (
+            f"<p>{escape(self.why)}</p><table><thead><tr><th>question</th><th>answer</th><th>number</th></tr>"
+            f"</thead><tbody>{rows}</tbody></table><ul>{alternatives}</ul>"
+        )
+
+
+def recommend(
+    architecture: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    familiar_with: Iterable[str] = (),
+    *,
+    current: Plan | None = None,
+) -> Advice:
+    """Which plan to start with for this model on these GPUs, and why.
+
+    The questions are asked in the order of :attr:`Advice.path` and answered by ``plan.memory()`` and
+    ``plan.step()``: does everything fit on one GPU at the wanted micro-batch (DDP), with a smaller one or
+    recomputation, with gradients and optimizer split (ZeRO-2), with weights split as well (FSDP2), with
+    matrices or sequences split inside a node, with offload to the host (ZeRO-3), to NVMe; is it large enough
+    for Megatron-core, has it experts, are links slow, is there room left. What fits first is advised. A later
+    question replaces it only where its plan is predicted to be 10 % faster at least, or needs a tenth less
+    memory and is no slower; where size is the reason
+    (over 70B, hundreds of GPUs, experts), unless its plan is as much slower.
+
+    ``familiar_with``: what the team already runs well, of ``ddp``, ``fsdp2``, ``deepspeed``, ``megatron`` and
+    ``accelerate``; it decides between frameworks that do the same about as fast. The recipe's micro-batch,
+    recomputation and loss may give way to what fits; what is learnt stays the same.
+
+    The advised plan is never outdone: no plan that is as simple, of all that were tried and of a search over
+    all layouts, is both faster and leaner. ``current`` is the plan that the user has on screen; if it fits
+    with room and is as fast within our usual prediction error (10 %), the advice is to keep it. A ``current``
+    for another model, cluster or task is ignored.
+
+    Raises ``ValueError`` for what is no noun, and for unknown names in ``familiar_with``. That nothing
+    fits is no error but advice: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` says what lacks
+    how much.
+    """
+    for name, noun, kind in (
+        ("architecture", architecture, Architecture),
+        ("cluster", cluster, Cluster),
+        ("recipe", recipe, Recipe),
+    ):
+        check_noun(name, noun, kind)
+    if current is not None:
+        check_noun("current", current, Plan)
+    bench = Bench(architecture, cluster, recipe)
+    path = Path(bench, _checked_names(familiar_with), _on_screen(bench, current))
+    for ask in _questions(cluster):
+        ask(path)
+    best = path.current
+    turns = tuple(
+        Turn(
+            question=draft.question,
+            answer=draft.answer,
+            number=draft.number,
+            why=draft.why,
+            taken=draft.taken or bool(best and draft.key and _has(best, draft, path)),
+            plan=None if draft.tried is None else draft.tried.plan,
+        )
+        for draft in path.drafts
+    )
+    if best is None:
+        return Advice(
+            plan=None,
+            path=turns,
+            alternatives=_others_than(current, otherwise.where_nothing_fits(path)),
+            why=_nothing_fits(path),
+        )
+    found = _others_than(current, otherwise.others(path))
+    return Advice(plan=best.plan, path=turns, alternatives=found, why=_why(path, best))
+
+
+def _others_than(current: Plan | None, found: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return at most two alternatives, none of which is the plan on screen."""
+    others = [one for one in found if current is None or not does_the_same(one[0], current)]
+    return tuple(others[:MAX_ALTERNATIVES])
+
+
+def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
+    """Return the plan on screen if it answers the same question and fits."""
+    if current is None or (current.architecture, current.cluster) != (bench.architecture, bench.cluster):
+        return None
+    if not bench.trains_the_same(current.recipe):
+        return None
+    found = bench.tried(current.layout, current.recipe)
+    return found if isinstance(found, Tried) and found.fits else None
+
+
+def _has(best: Tried, draft: Draft, path: Path) -> bool:
+    """Whether the advised plan is the one that this question put it on, or has its layout."""
+    same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
+    return draft.key == path.rung or (path.rung in (last.ON_SCREEN, last.OUTDOES) and same)
+
+
+def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
+    """In the order in which they are asked; some are for several GPUs only."""
+    spread = (questions.gathered_once, questions.sharded, questions.split_inside_a_node)
+    of_size = (large.megatron, large.experts, large.links)
+    several = cluster.num_gpus > 1
+    return (
+        questions.what_trains,
+        questions.one_gpu,
+        *(spread if several else ()),
+        questions.offload,
+        *(of_size if several else ()),
+        last.room,
+        last.on_screen,
+        last.outdone,
+        last.one_setting,
+        last.one_script,
+        last.what_the_team_knows,
+    )
+
+
+def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
+        near = nearest(familiar_with, list(TITLES))
+        refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
+    return tuple(
+        one_of("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
+        for name in familiar_with
+    )
+
+
+def _why(path: Path, best: Tried) -> str:
+    plan, report = best.plan, best.report
+    said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
+    if path.keeps_on_screen:
+        said = [f"Keep the plan on screen: {words.named(plan)}.", "It fits" + _and_is_as_fast(best)]
+    elif path.rung in (SPLIT, last.OUTDOES):
+        said = [f"Start with {words.named(plan)}."]
+    said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
+    if best.timed is not None:
+        mfu = best.timed.mfu
+        share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
+        said.append(f"Predicted: {words.pace(best.timed)}{share}.")
+        if not plan.recipe.has_adapters:
+            tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
+            budget = (
+                f"{words.billions(tokens)} tokens ({TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022)"
+            )
+            said.append(f"Pretraining on {budget} would take {words.duration(best.timed.days(tokens))}.")
+    else:
+        said.append(f"No time is predicted: {words.why_no_time(plan)}")
+    if lacks_bf16(plan):
+        said.append(f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'.")
+    if words.unsaid(best):
+        said.append(words.unsaid(best))
+    if (refusal := why_not_trained(plan)) is not None:
+        said.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
+    said.append("Escalate only when a measured run says so.")
+    return " ".join(said)
+
+
+def _and_is_as_fast(best: Tried) -> str:
+    if best.timed is None:
+        return "."
+    return ", and no layout that the questions lead to is faster by more than our usual prediction error."
+
+
+def _nothing_fits(path: Path) -> str:
+    bench = path.bench
+    near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
+    model = f"{bench.architecture.name} on {bench.cluster}"
+    if not near:
+        refusals = [outcome.refusal for outcome in path.seen.values() if outcome.refusal]
+        return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
+    nearest = min(near, key=lambda tried: tried.shortage)
+    return (
+        f"Nothing fits {model} with this recipe. The nearest is {words.named(nearest.plan)}: "
+        f"{words.lacks(nearest)}."
+    )

@@ -1,0 +1,165 @@
+"""Plans of a search beside the advised one: one that outdoes it, and two that do something better."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardscope.core.words import gib
+from shardscope.frameworks.registry import is_trained, why_not_trained
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.advice import words
+from shardscope.planner.advice.bench import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
+from shardscope.planner.advice.simplicity import outdoes, simplicity_of, simplicity_of_rows
+from shardscope.planner.search.search import search
+from shardscope.timing.report import seconds_words
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.core.plan import Plan
+    from shardscope.planner.search.ranking import Ranking
+
+MAX_ALTERNATIVES = 2
+NEAR = 1.05
+"""Plans that a prediction does not tell apart: the simplest of them is offered."""
+MAX_CHECKED = 400
+"""Of a search's plans, the fastest of which it is checked whether they can be launched here."""
+
+
+def search_beside(bench: Bench) -> Ranking | None:
+    """Return all plans of a search for the same question; None where a figure is not known.
+
+    Where none of them fits, those with the loss in chunks, which learn the same.
+    """
+    try:
+        ranking = search(bench.architecture, bench.cluster, bench.recipe)
+    except ValueError:
+        return None
+    other = ranking.instead
+    if ranking.num_feasible or other is None or not bench.trains_the_same(other.recipe):
+        return ranking
+    return other
+
+
+def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
+    """Return a plan of the search that is as simple as ``advised``, leaner and faster, and clearly so in one.
+
+    None where there is none that can be launched here.
+    """
+    if advised.seconds is None:
+        return None
+    rows = _rows_with_room(ranking, advised)
+    seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
+    limit = simplicity_of(advised.plan, bench.recipe, familiar)
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
+    counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
+    simple = (effort <= limit.effort) & (settings <= limit.settings)
+    return _first_launched(bench, ranking, rows[better & counts & simple])
+
+
+def find_alternatives(
+    bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]
+) -> list[tuple[Plan, str]]:
+    """Return a plan that is faster by more than predictions err, and a leaner one that costs little time."""
+    if advised.seconds is None:
+        return []
+    offered = [_faster(bench, ranking, advised, familiar), _leaner(bench, ranking, advised, familiar)]
+    if advised.report.is_tight:
+        offered.reverse()
+    found = [one for one in offered if one and not outdoes(one, advised, bench.recipe, familiar)]
+    found = [one for one in found if one.plan != advised.plan]
+    return [(one.plan, describe(one, advised, bench)) for one in found]
+
+
+def describe(tried: Tried, advised: Tried, bench: Bench) -> str:
+    """Return what a plan gains and costs beside the advised one, in a sentence."""
+    sentence = describe_gain(words.named(tried.plan, bench.recipe), tried, advised)
+    refusal = why_not_trained(tried.plan)
+    if refusal is not None and is_trained(advised.plan):
+        sentence += f" Cannot be launched here: {refusal}"
+    return f"{sentence} {words.unsaid(tried)}".strip()
+
+
+def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
+    """Return ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``."""
+    gain = words.compared(tried, advised)
+    if is_faster(tried, advised):
+        gain += " (larger than our usual prediction error)"
+    more = tried.report.peak_bytes - advised.report.peak_bytes
+    unit = words.rank(tried.plan.cluster)
+    memory = (
+        f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}" if more else "as much memory"
+    )
+    pace = f"{seconds_words(tried.seconds or 0.0)} a step, {gib(tried.report.peak_bytes)} GiB"
+    return f"{name}: {gain}, {memory} ({pace})."
+
+
+def _faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
+    rows = _rows_with_room(ranking, advised)
+    rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
+    if not len(rows):
+        return None
+    launched = _first_launched(bench, ranking, rows)
+    if launched is not None and launched.seconds is not None:
+        near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
+        return _first_launched(
+            bench, ranking, _simplest_first(bench, ranking, near, familiar), keep_order=True
+        )
+    return _tried(bench, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+
+
+def _leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
+    """Return the leanest of about the fastest plans that need clearly less memory, with one more setting."""
+    rows = _rows_with_room(ranking, advised)
+    limit = simplicity_of(advised.plan, bench.recipe, familiar)
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    rows = rows[
+        (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
+        & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
+        & (effort <= limit.effort)
+        & (settings <= limit.settings + 1)
+    ]
+    first = _first_launched(bench, ranking, rows)
+    if first is None or first.seconds is None:
+        return None
+    near = rows[ranking.step_seconds[rows] <= NEAR * first.seconds]
+    by_memory = near[np.argsort(ranking.peak_bytes[near], kind="stable")]
+    return _first_launched(bench, ranking, by_memory, keep_order=True)
+
+
+def _rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
+    """Return rows that fit into memory of known size; not tightly, unless the advised plan is tight."""
+    wanted = ranking.feasible & ranking.is_room_known
+    if not advised.report.is_tight:
+        usable = ranking.cluster.usable_bytes_per_gpu
+        wanted = wanted & (100 * ranking.peak_bytes <= TIGHT_PERCENT * usable)
+    return np.flatnonzero(wanted)
+
+
+def _simplest_first(
+    bench: Bench, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+) -> NDArray[np.int64]:
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
+
+
+def _first_launched(
+    bench: Bench, ranking: Ranking, rows: NDArray[np.int64], *, keep_order: bool = False
+) -> Tried | None:
+    """Return the first of ``rows`` that can be launched here, the fastest first unless they have an order."""
+    if not keep_order:
+        rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    for row in rows[:MAX_CHECKED]:
+        if is_trained(ranking.plan(int(row))):
+            return _tried(bench, ranking, row)
+    return None
+
+
+def _tried(bench: Bench, ranking: Ranking, row: np.int64) -> Tried | None:
+    plan = ranking.plan(int(row))
+    found = bench.tried(plan.layout, plan.recipe)
+    return found if isinstance(found, Tried) and found.fits else None

@@ -1,0 +1,178 @@
+"""The questions about size: Megatron-core, experts, and links between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.layout import Layout, divisors
+from shardscope.core.words import count
+from shardscope.planner.advice import rungs, words
+from shardscope.planner.advice.bench import Tried, is_faster, offloads
+from shardscope.planner.advice.path import figures
+from shardscope.planner.advice.questions import LARGE_FROM
+
+if TYPE_CHECKING:
+    from shardscope.planner.advice.path import Path
+    from shardscope.timing.report import Part
+
+SPLIT = "split_in_three"
+"""The rung that splits layers, stages and experts."""
+MANY_GPUS = 200
+""""Hundreds of GPUs"."""
+MUCH = 0.25
+"""The share of a step that sharded state costs, from which on a pipeline across nodes is looked at."""
+SLOWER = 1.5
+"""How many times slower than inside a node links are that tensor parallelism should not cross."""
+
+
+def megatron(path: Path) -> None:
+    """Over 70B, hundreds of GPUs or experts: tensor parallel inside a node, pipeline across.
+
+    Where size is the reason, the rule stands unless the numbers clearly speak against it; elsewhere they must
+    speak for it.
+    """
+    arch, cluster = path.bench.architecture, path.bench.cluster
+    is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
+    has_experts = arch.num_moe_layers > 0
+    is_offloaded = path.current is not None and offloads(path.current.plan.layout)
+    knows, is_split = Layout.megatron().framework in path.familiar, path.rung == "split"
+    size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
+    question = "Clearly over 70B, or hundreds of GPUs?"
+    why = (
+        "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
+        "to gather than with sharding, for a model rebuilt in its own modules."
+    )
+    waiting = _waiting_between_nodes(path)
+    reasons = [
+        reason
+        for holds, reason in (
+            (has_experts, "it has experts"),
+            (knows, "the team runs Megatron-core"),
+            (is_offloaded, "offload is slow"),
+            (is_split, "layers or sequences are split already"),
+            (
+                waiting > MUCH,
+                f"{waiting:.0%} of a step waits for state to cross nodes, or recomputes to wait less".replace(
+                    "%", " %"
+                ),
+            ),
+            (path.current is None, "nothing fitted so far"),
+        )
+        if holds
+    ]
+    if not (is_large or reasons):
+        path.told("", question, "No: sharding is simpler.", size, why)
+        return
+    yes = "Yes" if is_large else f"No, but {reasons[0]}"
+    outcome = path.seen[SPLIT] = rungs.megatron(path.bench)
+    best = outcome.best
+    if best is None:
+        number = path.needs(outcome) or size
+        told = path.no(outcome).removeprefix("No: ")
+        path.told(
+            "", question, f"{yes}. Megatron-core does not fit here: {told}", number, why, outcome.nearest
+        )
+        return
+    best = path.bench.with_room(best)
+    answer = f"{yes}: {path.name(best)}"
+    if path.current is None:
+        answer += ", and nothing simpler fits."
+        wins = True
+    else:
+        by_rule, current = is_large or has_experts or is_offloaded, path.bench.with_room(path.current)
+        wins = is_faster(best, current) or (by_rule and not is_faster(current, best))
+        answer += f", {path.beside(best, current)}"
+        answer += "." if wins else ": not worth it."
+    if wins:
+        path.take(SPLIT, best)
+    path.told(SPLIT, question, answer, f"{size}; {figures(best)}", why, best)
+
+
+def _waiting_between_nodes(path: Path) -> float:
+    """The share of a step that waits for sharded weights and gradients, or recomputes so as to wait less
+    often; 0 on one node, with a copy on every GPU, which a larger batch would serve better, or where no time
+    is known."""
+    if path.current is None or path.rung == "whole" or path.bench.cluster.num_nodes == 1:
+        return 0.0
+    before, report = path.current.timed, path.bench.with_room(path.current).timed
+    if before is None or report is None:
+        return 0.0
+    # Layers recomputed for the sake of a larger micro-batch are what slow links cost as well.
+    again = max(0.0, report.parts["recomputation"] - before.parts["recomputation"])
+    return (report.parts["gathers"] + report.parts["gradients"] + again) / report.seconds
+
+
+def experts(path: Path) -> None:
+    """Experts go to ranks of their own where the plan so far does that."""
+    moe = path.bench.architecture.mixture_of_experts
+    if moe is None or not path.bench.architecture.num_moe_layers:
+        return
+    number = f"{moe.num_experts} experts in a layer, {moe.num_experts_per_tok} for each token"
+    why = (
+        "With expert parallelism (ep) a rank keeps some experts and tokens travel to them; with sharding "
+        "every rank gathers all experts, of which each token uses few."
+    )
+    outcome, current = path.seen.get(SPLIT), path.current
+    ep = current.plan.degrees.ep if current else 1
+    if current is not None and ep > 1:
+        answer = f"Yes: ep {ep}, {moe.num_experts // ep} of them on each rank."
+        if current.timed:
+            number += f"; {_waiting(current, 'expert_parallel')} for tokens"
+    elif outcome is None or outcome.best is None:
+        told = path.no(outcome).removeprefix("No: ") if outcome else "none was tried."
+        answer = f"Yes, but no plan with expert parallelism fits: {told}"
+    else:
+        answer = f"Yes, but {words.named(outcome.best.plan, path.bench.recipe)} is no faster."
+    path.told("", "Does it have experts?", answer, number, why, current, taken=ep > 1)
+
+
+def links(path: Path) -> None:
+    """Slow links: no tensor parallelism across nodes, and perhaps a copy of the state in each."""
+    cluster, current = path.bench.cluster, path.current
+    if cluster.num_nodes == 1:
+        return
+    inside = cluster.intra_node_link.bandwidth_bytes_per_second / 1e9
+    across = cluster.inter_node_link.bandwidth_bytes_per_second / 1e9
+    question = "Are links between nodes slower than inside?"
+    number = f"{inside:,.0f} GB/s a GPU inside, {across:,.0f} between"
+    why = (
+        "Tensor parallelism waits for a transfer in every layer, so it belongs inside a node; sharding and "
+        "pipelines move less often, and can hide it."
+    )
+    if inside < SLOWER * across:
+        path.told("", question, "No: degrees may cross nodes.", number, why)
+        return
+    answer = f"Yes, {inside / across:.0f} times: no tensor parallelism across nodes"
+    degrees = current.plan.degrees if current else None
+    copies = degrees is not None and degrees.replicate > 1 and degrees.shard > 1
+    if copies:
+        answer += "; each node shards a copy of its own, and only gradients cross (HSDP)"
+    wider = _wider_than_a_node(path)
+    if wider is not None and current is not None:
+        number += (
+            f"; with tp {wider.plan.degrees.tp} {_waiting(wider, 'tensor_parallel')} for it, "
+            f"with tp {current.plan.degrees.tp} {_waiting(current, 'tensor_parallel')}"
+        )
+    is_split = degrees is not None and degrees.tp > 1
+    path.told("", question, f"{answer}.", number, why, wider, taken=copies or is_split)
+
+
+def _wider_than_a_node(path: Path) -> Tried | None:
+    """The plan so far with tensor parallelism across nodes; None where that cannot run."""
+    current = path.current
+    if current is None or current.plan.degrees.tp == 1 or current.timed is None:
+        return None
+    for tp in divisors(current.plan.world_size):
+        if tp > path.bench.cluster.gpus_per_node:
+            fields: dict[str, Any] = {"tp": tp}
+            if hasattr(current.plan.layout, "shard"):
+                fields["shard"] = None
+            found = path.bench.tried(replace(current.plan.layout, **fields), current.plan.recipe)
+            return found if isinstance(found, Tried) and found.timed else None
+    return None
+
+
+def _waiting(tried: Tried, part: Part) -> str:
+    assert tried.timed is not None
+    return f"{tried.timed.parts[part] / tried.timed.seconds:.0%} of a step waits".replace("%", " %")

@@ -1,0 +1,212 @@
+"""The last questions: room that is left, the plan on screen, one script, the team, and one more setting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.words import gib
+from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.planner.advice import words
+from shardscope.planner.advice.alternatives import find_better
+from shardscope.planner.advice.bench import PAYS, WORTH_A_SETTING
+from shardscope.planner.advice.path import figures
+from shardscope.planner.advice.simplicity import outdoes
+from shardscope.planner.repairs.savings import find_savings
+from shardscope.planner.verdict import assess
+
+if TYPE_CHECKING:
+    from shardscope.planner.advice.bench import Tried
+    from shardscope.planner.advice.path import Path
+
+
+def room(path: Path) -> None:
+    """Whether a larger micro-batch, or other recomputation, makes use of what is left of the GPU's memory."""
+    current = path.current
+    if current is None:
+        return
+    question = f"Is there room left on each {words.rank(current.plan.cluster)}?"
+    why = (
+        "Larger micro-batches and less recomputation keep the arithmetic busier, and more recomputation can "
+        "make room for a larger micro-batch that is worth it; the step's batch stays."
+    )
+    used = 100 * current.report.peak_bytes / current.report.usable_bytes
+    larger = path.bench.with_room(current)
+    if current.report.is_tight and larger is current:
+        answer = "No: it is tight, and of runs that need over 80 % of their GPU's memory some run out of it."
+        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        return
+    if current.seconds is None:
+        answer = "Yes; what a larger micro-batch gains, no known time says."
+        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        return
+    if larger is current:
+        gain = f"{100 * (WORTH_A_SETTING - 1):.0f} %"
+        answer = f"Yes, but no other micro-batch or recomputation is predicted to be {gain} faster."
+        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        return
+    then = 100 * larger.report.peak_bytes / larger.report.usable_bytes
+    gained = words.compared(larger, current)
+    yes = "Not as it is, but there can be" if current.report.is_tight else "Yes"
+    answer = f"{yes}: {words.eased(larger, current.plan.recipe)}, {gained}."
+    path.told("", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True)
+    path.take(path.rung, larger)
+
+
+ON_SCREEN, OUTDOES = "on_screen", "outdoes"
+"""Keys of the turns that put another plan in the place of the one that the questions led to."""
+
+
+def on_screen(path: Path) -> None:
+    """Whether the plan that the user has already does as well: then there is no reason to change it."""
+    mine, current = path.on_screen, path.current
+    if mine is None:
+        return
+    question = "Does the plan on screen do as well?"
+    why = (
+        "A predicted difference that is no larger than our usual prediction error is no reason to change a "
+        "plan that fits with room."
+    )
+    if current is None or mine.plan == current.plan:
+        path.keeps_on_screen = True
+        path.take(ON_SCREEN, mine)
+        path.told(ON_SCREEN, question, "Yes.", figures(mine), why, mine, taken=True)
+        return
+    beside = path.beside(mine, current)
+    if outdoes(mine, current, path.bench.recipe, path.familiar) or _is_as_good(path, mine, current):
+        path.keeps_on_screen = True
+        path.take(ON_SCREEN, mine)
+        answer = f"Yes: {path.name(mine)}, {beside}."
+        path.told(ON_SCREEN, question, answer, figures(mine), why, mine, taken=True)
+    else:
+        path.told("", question, f"No: {path.name(mine)}, {beside}.", figures(mine), why, mine)
+
+
+def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
+    """Whether it fits with room, is as fast as predictions can tell, and as familiar and ready to launch."""
+    if mine.seconds is None or current.seconds is None or assess(mine.plan).state != "fits":
+        return False
+    knows = mine.plan.layout.framework in path.familiar or current.plan.layout.framework not in path.familiar
+    runs = is_trained(mine.plan) or not is_trained(current.plan)
+    return knows and runs and mine.seconds <= PAYS * current.seconds
+
+
+def outdone(path: Path) -> None:
+    """Whether a plan as simple, of those tried here or of a search, is faster and needs less memory."""
+    first = path.current
+    while path.current is not None:
+        better = _better(path, path.current)
+        if better is None:
+            break
+        path.take(OUTDOES, better)
+    current = path.current
+    if current is None or first is None or current is first:
+        return
+    path.keeps_on_screen = False
+    less = gib(first.report.peak_bytes - current.report.peak_bytes)
+    path.told(
+        OUTDOES,
+        "Is a plan that is as simple faster, and needs less memory?",
+        f"Yes: {path.name(current)}, {path.beside(current, first)}, with {less} GiB less.",
+        figures(current),
+        "A search over all layouts is set beside the questions; of two plans as simple as each other the "
+        "slower one that needs more memory is never advised.",
+        current,
+        taken=True,
+    )
+
+
+def _better(path: Path, current: Tried) -> Tried | None:
+    bench, familiar = path.bench, path.familiar
+    tried = [*bench.fitting.values(), *([path.on_screen] if path.on_screen else [])]
+    found = [
+        one
+        for one in tried
+        if bench.trains_the_same(one.plan.recipe)
+        and outdoes(one, current, bench.recipe, familiar)
+        and (one is path.on_screen or is_trained(one.plan) or not is_trained(current.plan))
+    ]
+    if found:
+        return min(found, key=lambda one: one.seconds or 0.0)
+    return None if path.ranking is None else find_better(bench, path.ranking, current, familiar)
+
+
+def one_script(path: Path) -> None:
+    """Accelerate, where one script must switch between frameworks."""
+    question = "Must one script run under several frameworks?"
+    why = f"{TITLE} wraps the others: one script, and a configuration file that says which of them runs."
+    current = path.current
+    if current is None:
+        return
+    layout = current.plan.layout
+    number = f"{TITLE} starts {', '.join(frameworks[name].title for name in CARRIED)}"
+    refusal = why_not_started(current.plan)
+    knows = "accelerate" in path.familiar
+    if refusal is not None:
+        answer = f"{TITLE} does not start this plan; {layout.title} does, directly. {refusal}"
+    elif knows:
+        answer = f"The team runs {TITLE}: it starts this plan through {layout.title}."
+    else:
+        answer = f"If so, {TITLE} starts this plan through {layout.title}."
+    path.told("", question, answer, number, why, current, taken=knows and refusal is None)
+
+
+def what_the_team_knows(path: Path) -> None:
+    """Whether the plan is one that the team already runs well, and what keeping to that would cost."""
+    known = [name for name in path.familiar if name in frameworks]
+    current = path.current
+    if current is None or not known:
+        return
+    titles = words.listed([frameworks[name].title for name in known])
+    question = f"Is it what the team runs well ({titles})?"
+    why = "A framework that a team knows saves weeks; between two that do the same it decides."
+    if current.plan.layout.framework in known:
+        path.told("", question, "Yes.", figures(current), why, current, taken=True)
+        return
+    own = [
+        outcome.best
+        for outcome in path.bench.outcomes()
+        if outcome.best and outcome.best.plan.layout.framework in known
+    ]
+    timed = [tried for tried in own if tried.seconds is not None]
+    if not own:
+        path.told("", question, "No: what the team knows does not fit here.", "", why)
+        return
+    nearest = min(timed, key=lambda tried: tried.seconds or 0.0, default=own[0])
+    name = words.named(nearest.plan, path.bench.recipe)
+    if nearest.seconds is None or current.seconds is None:
+        path.told("", question, f"No; {name} would fit.", words.needs(nearest), why, nearest)
+        return
+    beside = words.compared(nearest, current)
+    answer = f"No; {name} would fit, {beside}: weigh that against learning another framework."
+    path.told("", question, answer, f"{words.needs(nearest)}; {words.pace(nearest.timed)}", why, nearest)
+
+
+LEAST_GAIN = 1.005
+"""How many times faster a step must be for words to call it faster."""
+
+
+def one_setting(path: Path) -> None:
+    """Whether one setting that leaves layout and training as they are saves time and memory.
+
+    The Memory view offers the same settings: advice that left them out would be another answer.
+    """
+    current = path.current
+    if current is None or current.seconds is None:
+        return
+    seconds = current.seconds
+    path.settings = [
+        saving
+        for saving in find_savings(current.plan, current.report)
+        if LEAST_GAIN * (seconds + saving.seconds_lost) < seconds
+    ]
+    question = "Does one more setting make it faster, with less memory?"
+    why = "Other kernels, or another way to compute the loss, leave layout and training as they are."
+    if not path.settings:
+        path.told("", question, "No.", "", why)
+        return
+    found = [
+        f"{saving.change}, {words.shares(seconds + saving.seconds_lost, seconds)}" for saving in path.settings
+    ]
+    path.told("", question, f"Yes: {words.listed(found)}.", figures(current), why, current)

@@ -1,0 +1,150 @@
+"""The questions about memory: from one GPU that holds everything to state on drives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.words import count, gib
+from shardscope.planner.advice import rungs, words
+from shardscope.planner.advice.bench import state_bytes, state_is_too_much
+from shardscope.planner.advice.path import figures
+
+if TYPE_CHECKING:
+    from shardscope.planner.advice.path import Path
+
+TIGHT_FROM, LARGE_FROM = 25e9, 80e9
+"""Parameters: "30B to 70B" as people say it (Gemma 27B to Qwen 72B), and "over 70B"."""
+
+
+def what_trains(path: Path) -> None:
+    """Fine-tune or pretrain: what training state there is at all."""
+    arch, recipe = path.bench.architecture, path.bench.recipe
+    state = state_bytes(path.bench)
+    held = "" if state is None else f", {gib(state)} GiB of training state in all"
+    if recipe.has_adapters:
+        base = recipe.base_quantization or recipe.precision.removesuffix("-mixed")
+        answer = f"Adapters of rank {recipe.adapter_rank} only: fine-tuning."
+        number = f"{words.billions(arch.num_parameters)} frozen parameters in {base}{held}"
+        why = "A frozen base needs no gradients and no optimizer state, so far fewer GPUs are enough."
+    else:
+        answer = "All weights: pretraining, or fine-tuning in full."
+        number = f"{words.billions(arch.num_parameters)} parameters{held}"
+        why = (
+            "Both hold the same: weights, gradients and the optimizer's state of every parameter. Adapters "
+            "(LoRA) would keep gradients and state for a small share of them."
+        )
+    path.told(
+        "", "Fine-tune or pretrain: do all weights train, or only adapters?", answer, number, why, taken=True
+    )
+
+
+def one_gpu(path: Path) -> None:
+    """Does it fit on one GPU at the wanted micro-batch, or else with more accumulation or recomputation?"""
+    recipe = path.bench.recipe
+    micro, rank = recipe.micro_batch_size, words.rank(path.bench.cluster)
+    outcome = path.choose("whole", rungs.whole())
+    if path.bench.cluster.num_gpus == 1:
+        how = "one process, and nothing to spread (DDP of one rank)"
+        why = f"With one {rank} there is nobody to share with, so this is the place to start."
+    else:
+        how = f"DDP, a copy on every {rank}"
+        why = "The simplest that there is: each rank holds everything, and only gradients travel."
+    question = f"Does everything fit on one {rank}, with micro-batch {micro}?"
+    if outcome.best and not outcome.is_eased:
+        path.told("whole", question, f"Yes: {how}.", figures(outcome.best), why, outcome.best)
+        path.take("whole", outcome.best)
+        return
+    if outcome.wanted is None:
+        path.told("", question, path.no(outcome._replace(nearest=None)), "", why)
+    else:
+        tight = "Only just: of runs that need over 80 % of their GPU's memory some run out of it."
+        answer = tight if outcome.wanted.fits else f"No: {words.lacks(outcome.wanted)}."
+        path.told("", question, answer, words.needs(outcome.wanted), why, outcome.wanted)
+    if outcome.best:
+        accumulates = outcome.best.plan.recipe.micro_batch_size < micro
+        question = (
+            "With gradient accumulation over a smaller micro-batch?"
+            if accumulates
+            else "With layers recomputed in backward, or the loss in chunks?"
+        )
+        answer = f"Yes: {how}, with {words.eased(outcome.best, recipe)}."
+        why = "Accumulation costs next to nothing, recomputation some time; neither needs another framework."
+        path.told("whole", question, answer, figures(outcome.best), why, outcome.best)
+        path.take("whole", outcome.best)
+    elif outcome.nearest and outcome.nearest is not outcome.wanted:
+        question = "With gradient accumulation over a smaller micro-batch, or layers recomputed in backward?"
+        why = "Both save activations; weights, gradients and the optimizer's state stay what they are."
+        answer = path.no(outcome)
+        if state_is_too_much(outcome.nearest):
+            answer = "No: what stays on the GPU between two steps is too much by itself."
+        path.told("", question, answer, path.needs(outcome), why, outcome.nearest)
+
+
+def gathered_once(path: Path) -> None:
+    """Does it fit with gradients and optimizer sharded only? That moves less than full sharding."""
+    if path.is_settled:
+        return
+    path.try_rung(
+        "gathered_once",
+        rungs.gathered_once(path.bench.cluster),
+        f"With gradients and optimizer split over {_all_ranks(path)}, weights whole?",
+        "ZeRO-2, which is FSDP2 with reshard_after_forward=False: weights are gathered once for a "
+        "micro-batch and not twice, so it moves less than full sharding.",
+    )
+
+
+def _all_ranks(path: Path) -> str:
+    return count(path.bench.cluster.num_gpus, words.rank(path.bench.cluster))
+
+
+def sharded(path: Path) -> None:
+    """Does it fit fully sharded?"""
+    if path.is_settled:
+        return
+    path.try_rung(
+        "sharded",
+        rungs.sharded(path.bench.cluster),
+        "With the weights split as well?",
+        "Full sharding (FSDP2, ZeRO-3): each layer is gathered when it runs and freed after it, in forward "
+        "and again in backward.",
+    )
+
+
+def split_inside_a_node(path: Path) -> None:
+    """Between 30B and 70B where memory is tight, and wherever full sharding was not enough."""
+    size, current = path.bench.architecture.num_parameters, path.current
+    is_tight = current is not None and (not path.is_settled or current.report.is_tight)
+    is_middling = TIGHT_FROM <= size <= LARGE_FROM
+    rung = rungs.split_inside_a_node(path.bench.cluster)
+    # Of one GPU, or of a prime number of them that is too large, no part comes out even.
+    if not rung.layouts or not (current is None or (is_middling and is_tight)):
+        return
+    middling = f"{words.billions(size)} and tight: with" if is_middling else "With"
+    path.try_rung(
+        "split",
+        rung,
+        f"{middling} matrices or sequences split over some GPUs of a node?",
+        "FSDP2 with tensor or context parallelism: a GPU then has a part of each layer, or of each "
+        "sequence's activations. Every layer waits for a transfer, so it comes after sharding.",
+    )
+
+
+def offload(path: Path) -> None:
+    """Only with offload: to the host, and then to drives."""
+    if path.bench.cluster.gpu.vendor == "cpu":
+        return
+    if path.current is None:
+        path.try_rung(
+            "host",
+            rungs.on_the_host(),
+            "Only with training state in host memory?",
+            "DeepSpeed ZeRO-3 with CPU offload: state crosses the host link, and the host's processors take "
+            "the optimizer's step. Slower, but it runs.",
+        )
+    if path.current is None:
+        path.try_rung(
+            "nvme",
+            rungs.on_drives(),
+            "Only with training state on NVMe?",
+            "DeepSpeed ZeRO-Infinity: the last resort on few GPUs, for drives are slower still.",
+        )

@@ -1,0 +1,188 @@
+"""The layouts that advice tries, from the simplest on: a rung is one way of spreading, in each framework
+that has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.layout import Layout, divisors
+from shardscope.planner.advice.bench import PAYS, WORTH_A_SETTING, Bench, Outcome, Tried, fastest, is_faster
+
+if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
+
+MAX_STAGES, MAX_TENSOR_PARALLEL, MAX_EXPERT_PARALLEL = 32, 8, 64
+"""Degrees that are tried; what needs more is left to the search."""
+LONG_TOKENS = 8192
+"""From here on it is tried to split sequences over ranks as well."""
+
+
+class Rung(NamedTuple):
+    """One way of spreading: layouts by framework, the rule's own framework first."""
+
+    layouts: tuple[Layout, ...]
+
+
+def whole() -> Rung:
+    """Every rank holds everything."""
+    return Rung((Layout.ddp(),))
+
+
+def gathered_once(cluster: Cluster) -> Rung:
+    """Gradients and optimizer are split, weights stay whole from forward to backward (ZeRO-2)."""
+    groups = [Layout.fsdp2(reshard_after_forward=False, replicate=copies) for copies in _copies(cluster)]
+    return Rung((*groups, Layout.zero(stage=2)))
+
+
+def sharded(cluster: Cluster) -> Rung:
+    """Weights are split as well, and gathered layer by layer (ZeRO-3)."""
+    return Rung((*(Layout.fsdp2(replicate=copies) for copies in _copies(cluster)), Layout.zero(stage=3)))
+
+
+def _copies(cluster: Cluster) -> tuple[int, ...]:
+    """One sharded state over all GPUs, or one in each node (HSDP)."""
+    return (1, cluster.num_nodes) if cluster.num_nodes > 1 and cluster.gpus_per_node > 1 else (1,)
+
+
+def split_inside_a_node(cluster: Cluster) -> Rung:
+    """FSDP2 whose matrices, or sequences, are split over some GPUs of a node as well."""
+    degrees = [degree for degree in divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
+    return Rung((
+        *(Layout.fsdp2(tp=degree) for degree in degrees),
+        *(Layout.fsdp2(cp=degree) for degree in degrees),
+    ))  # fmt: skip
+
+
+def on_the_host() -> Rung:
+    """Training state in host memory: the optimizer's alone, then weights too."""
+    return Rung((
+        Layout.zero(stage=3, offload_optimizer="cpu"),
+        Layout.zero(stage=3, offload_optimizer="cpu", offload_params="cpu"),
+        Layout.fsdp2(offload="cpu"),
+    ))  # fmt: skip
+
+
+def on_drives() -> Rung:
+    """The optimizer's state on NVMe, then weights too."""
+    return Rung((
+        Layout.zero(stage=3, offload_optimizer="nvme", offload_params="cpu"),
+        Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme"),
+    ))  # fmt: skip
+
+
+def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
+    """The rule's own framework, or one that the team runs well if it fits as well and is about as fast."""
+    by_framework: dict[str, list[Layout]] = {}
+    for layout in rung.layouts:
+        by_framework.setdefault(layout.framework, []).append(layout)
+    found: dict[str, Outcome] = {}
+    rule = next(iter(by_framework))
+    for name, layouts in by_framework.items():
+        # Another framework is asked only where it could decide: not all of them are counted as fast.
+        if not found or not found[rule].best or name in familiar:
+            found[name] = _first_or_faster([bench.outcome(layout) for layout in layouts])
+            rule = next((one for one, outcome in found.items() if outcome.best), rule)
+    known = [name for name in found if name in familiar]
+    if rule not in known:
+        for name in known:
+            ours, own = found[rule].best, found[name].best
+            if own and (ours is None or not is_faster(ours, own, PAYS)):
+                return found[name]
+    return found[rule]
+
+
+def _first_or_faster(outcomes: list[Outcome]) -> Outcome:
+    """The first that fits unless a later one is faster; where none fits, what lacks least."""
+    fitting = [outcome for outcome in outcomes if outcome.best]
+    if not fitting:
+        near = [outcome for outcome in outcomes if outcome.nearest]
+        return min(near, key=_lacks, default=outcomes[0])
+    first = fitting[0]
+    for outcome in fitting[1:]:
+        if outcome.best and first.best and is_faster(outcome.best, first.best, WORTH_A_SETTING):
+            first = outcome
+    return first
+
+
+def _lacks(outcome: Outcome) -> float:
+    return outcome.nearest.shortage if outcome.nearest else math.inf
+
+
+# ------------------------------------------------------------------------------------------------ Megatron
+
+
+def megatron(bench: Bench) -> Outcome:
+    """Megatron-core with tensor parallelism inside a node and as few pipeline stages as fit.
+
+    Narayanan et al. 2021 (arXiv:2104.04473), takeaways 1 and 2: tensor parallel up to the GPUs of a node,
+    pipeline across nodes; together as small as the model's memory allows, for what remains is data parallel.
+    Experts are shared out over data-parallel ranks, whole each (``etp=1``).
+    """
+    runs: list[Tried] = []
+    misses: list[Tried] = []
+    refusal = None
+    for split in _inside(bench):
+        outcome = _fewest_stages(bench, split)
+        runs += [outcome.best] if outcome.best else []
+        misses += [outcome.nearest] if outcome.nearest else []
+        refusal = refusal or outcome.refusal
+    best = fastest(runs)
+    if best is None:
+        return Outcome(None, None, min(misses, key=lambda tried: tried.shortage, default=None), refusal)
+    return Outcome(None, _interleaved(bench, best), None, None)
+
+
+def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
+    """Tensor-parallel degrees inside a node; with each, ranks to share out experts or long sequences over."""
+    experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
+    for tp in divisors(cluster.gpus_per_node):
+        if tp > MAX_TENSOR_PARALLEL:
+            return
+        if experts is None or not bench.architecture.num_moe_layers:
+            for cp in (1, 2, 4) if bench.recipe.seq_len >= LONG_TOKENS else (1,):
+                yield {"tp": tp, "cp": cp}
+            continue
+        # From one node on: fewer ranks would hold so many experts each that they seldom fit.
+        least = min(cluster.gpus_per_node, experts.num_experts)
+        for ep in divisors(experts.num_experts):
+            if least <= ep <= min(cluster.num_gpus, MAX_EXPERT_PARALLEL):
+                yield {"tp": tp, "ep": ep, "etp": 1 if ep > 1 and tp > 1 else None}
+
+
+def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
+    """The best of the fewest stages that fit, of the fewest that fit without being eased, and of one a node,
+    for what then crosses nodes is a layer's output and no weights.
+    """
+    found: list[Tried] = []
+    nearest: Tried | None = None
+    refusal = None
+    is_enough = False
+    for pp in divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
+        if pp > min(MAX_STAGES, bench.architecture.num_hidden_layers):
+            break
+        if is_enough and pp != bench.cluster.num_nodes:
+            continue
+        outcome = bench.outcome(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
+        refusal = refusal or outcome.refusal
+        if outcome.best:
+            found.append(outcome.best)
+            is_enough = is_enough or not (outcome.is_eased or outcome.best.report.is_tight)
+        elif outcome.nearest and (nearest is None or outcome.nearest.shortage < nearest.shortage):
+            nearest = outcome.nearest
+    return Outcome(None, fastest(found), nearest, refusal)
+
+
+def _interleaved(bench: Bench, best: Tried) -> Tried:
+    """The same with several chunks on each stage where that is faster (Narayanan et al. 2021, 2.2)."""
+    layers, pp = bench.architecture.num_hidden_layers, best.plan.degrees.pp
+    if pp == 1:
+        return best
+    found = [best]
+    for vpp in range(2, layers // pp + 1):
+        fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
+        run = bench.tried(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
+        if isinstance(run, Tried) and run.fits:
+            found.append(run)
+    return fastest(found) or best

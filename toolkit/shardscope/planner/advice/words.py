@@ -1,0 +1,173 @@
+"""How advice says what it found: plans, memory, seconds and differences, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.core.words import gib
+from shardscope.timing.report import seconds_words
+
+if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+    from shardscope.planner.advice.bench import Tried
+    from shardscope.timing.report import StepReport
+
+AGAIN = {
+    "selective": "selective recomputation",
+    "full": "full recomputation",
+    "offload": "activations on the host",
+}
+
+
+def named(plan: Plan, wanted: Recipe | None = None) -> str:
+    """``FSDP2 (tp 8), micro-batch 1, full recomputation``: a layout, and what differs from ``wanted``."""
+    layout, degrees, recipe = plan.layout, plan.degrees, plan.recipe
+    words = layout.description
+    more = [
+        f"{name} {getattr(degrees, name)}"
+        for name in ("tp", "pp", "vpp", "cp", "ep")
+        if getattr(degrees, name) > 1 and f"{name} {getattr(degrees, name)}" not in words
+    ]
+    if getattr(layout, "reshard_after_forward", True) is False:
+        more.append("weights kept between forward and backward")
+    if more and words.endswith(")"):
+        words = f"{words[:-1]}, {', '.join(more)})"
+    elif more:
+        words += f" ({', '.join(more)})"
+    parts = [words]
+    if wanted is None or recipe.micro_batch_size != wanted.micro_batch_size:
+        parts.append(f"micro-batch {recipe.micro_batch_size}")
+    if wanted is None or recipe.recompute != wanted.recompute:
+        parts += (
+            [AGAIN[recipe.recompute]] if recipe.recompute in AGAIN else ["no recomputation"] * bool(wanted)
+        )
+    if recipe.loss and (wanted is None or recipe.loss != wanted.loss):
+        parts.append(f"{recipe.loss} loss")
+    if wanted is not None and recipe.method != wanted.method:
+        parts.append({"lora": "LoRA", "qlora": "QLoRA", "full": "all weights"}[recipe.method])
+    return ", ".join(parts)
+
+
+def rank(cluster: Cluster) -> str:
+    """What holds one rank: a GPU, or a CPU rank."""
+    return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
+
+
+def needs(tried: Tried) -> str:
+    """``needs 54.0 of 79.1 GiB a GPU``, and host memory and NVMe where it needs those in the step."""
+    from shardscope.planner.room import places
+
+    told = []
+    for place in places(tried.plan, tried.report):
+        if place.name == WHILE_MADE and tuple(tried.short) != (place,):
+            continue
+        where = f"a {rank(tried.plan.cluster)}" if place.name == "GPU memory" else f"of {place.name} a node"
+        room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
+        told.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
+    return f"needs {listed(told)}"
+
+
+def unsaid(tried: Tried) -> str:
+    """What the plan needs of memory of which the cluster does not say how much there is; empty: nothing."""
+    from shardscope.planner.room import places
+
+    told = [
+        f"{gib(place.needed_bytes)} GiB of {place.name}"
+        for place in places(tried.plan, tried.report)
+        if place.room_bytes is None and place.name != WHILE_MADE
+    ]
+    if not told:
+        return ""
+    return f"Whether a node has {listed(told)} is for you to say: the cluster does not."
+
+
+WHILE_MADE = "host memory while the model is made"
+
+
+def lacks(tried: Tried) -> str:
+    """``12.3 GiB too little on each GPU``: every kind of memory of which there is too little."""
+    told = []
+    for place in tried.short:
+        if place.name == WHILE_MADE and len(tried.short) > 1:
+            continue  # What is short in the step itself comes first.
+        missing = gib(place.short_bytes)
+        if place.name == "GPU memory":
+            told.append(f"{missing} GiB too little on each {rank(tried.plan.cluster)}")
+        else:
+            what = place.name.replace(WHILE_MADE, "host memory to make the model in")
+            told.append(f"{missing} GiB too little of {what} on each node")
+    return listed(told)
+
+
+def listed(parts: list[str]) -> str:
+    """``DDP, FSDP2 and DeepSpeed``."""
+    return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
+
+
+def pace(report: StepReport | None) -> str:
+    """``2.94 s a step, 11,136 tokens/s a GPU``; words for its absence where no time is known."""
+    if report is None:
+        return "time not known"
+    return f"{seconds_words(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
+
+
+def compared(tried: Tried, other: Tried) -> str:
+    """``18 % faster``, ``2.3x slower`` or ``no faster``: of a step beside another."""
+    if not tried.seconds or not other.seconds:
+        return "no time known"
+    return shares(tried.seconds, other.seconds)
+
+
+def shares(seconds: float, others: float) -> str:
+    """The same of plain seconds."""
+    fast = seconds < others
+    ratio = others / seconds if fast else seconds / others
+    if ratio < 1.005:
+        return "no faster"
+    word = "faster" if fast else "slower"
+    if ratio < 2:
+        return f"{ratio - 1:.0%} {word}".replace("%", " %")
+    return f"{ratio:.{0 if ratio > 10 else 1}f}x {word}"
+
+
+def eased(tried: Tried, wanted: Recipe) -> str:
+    """What of the recipe is not as wanted: ``micro-batch 1 and full recomputation``; empty if nothing."""
+    recipe = tried.plan.recipe
+    changes = []
+    if recipe.micro_batch_size != wanted.micro_batch_size:
+        changes.append(f"micro-batch {recipe.micro_batch_size} instead of {wanted.micro_batch_size}")
+    if recipe.recompute != wanted.recompute:
+        changes.append(AGAIN.get(recipe.recompute, "no recomputation"))
+    if recipe.loss != wanted.loss:
+        changes.append(f"the loss {'in chunks' if recipe.loss == 'chunked' else recipe.loss}")
+    return " and ".join(changes)
+
+
+def duration(days: float) -> str:
+    """``1.2 years``, ``34 days``, ``5.1 hours``."""
+    for unit, length in (("year", 365.25), ("day", 1.0), ("hour", 1 / 24)):
+        number = days / length
+        if number >= 1 or unit == "hour":
+            shown = f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
+            return f"{shown} {unit}{'' if shown == '1' else 's'}"
+    raise AssertionError("unreachable")
+
+
+def why_no_time(plan: Plan) -> str:
+    """The figure that is missing, as ``plan.step()`` names it."""
+    try:
+        plan.step()
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def billions(number: float) -> str:
+    """``8.03B``, ``124M``: parameters and tokens as people say them."""
+    if number >= 1e12:
+        return f"{number / 1e12:.3g}T"
+    if number >= 1e9:
+        return f"{number / 1e9:,.0f}B" if number >= 99.5e9 else f"{number / 1e9:.3g}B"
+    return f"{number / 1e6:.3g}M"

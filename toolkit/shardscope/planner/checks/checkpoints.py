@@ -1,0 +1,296 @@
+"""Checkpoints: what ties them to their ranks, and what a run that goes on from one would read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.finding import Finding
+from shardscope.core.words import count
+from shardscope.frameworks.habits import CheckpointFormat, Tie
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.state.lora import adapter_targets
+from shardscope.planner.checks.case import Case, changed_plan, changed_task
+from shardscope.planner.checks.elsewhere import elsewhere, searched_elsewhere, with_parts
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+
+def tied_checkpoints(case: Case) -> Iterator[Finding]:
+    """A format whose optimizer loads over as many ranks only as saved it."""
+    plan = case.plan
+    saved = _format_of(plan)
+    tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
+    if not tied:
+        return
+    told = " and ".join(tie.words for tie in tied)
+    loose = elsewhere(plan, _is_loose)
+    yield Finding(
+        name="checkpoint-tied-to-ranks",
+        severity="hint",
+        why=f"{saved.name} loads with its optimizer over exactly {told} ({saved.source}): on other numbers "
+        "of GPUs a run cannot go on from it as it is.",
+        number=float(tied[0].num_ranks),
+        change=saved.remedy
+        if loose is None
+        else f"{_named(loose, plan)}, which loads over any number of ranks{_or(saved)}",
+        plan=loose,
+        way=None if loose else partial(searched_elsewhere, plan, _is_loose),
+    )
+
+
+def _named(other: Plan, plan: Plan) -> str:
+    """Its layout, and its precision where that is another word."""
+    precision = other.recipe.precision
+    return other.layout.description + (f" in {precision}" if precision != plan.recipe.precision else "")
+
+
+def _is_loose(plan: Plan) -> bool:
+    """Whether its checkpoints load over any number of ranks."""
+    return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
+
+
+def resumed(case: Case) -> Iterator[Finding]:
+    """A task that goes on from a checkpoint of another plan."""
+    path = getattr(case.task, "resume_from", None)
+    if path is None:
+        return
+    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
+
+    position = read_json(Path(path) / "position.json")
+    if position is not None:
+        yield from _other_base(case, position)
+        yield from _other_order(case, position)
+    before = _plan_of(Path(path))
+    if before is None:
+        return
+    now = case.plan
+    yield from _other_format(before, now)
+    yield from _other_model(before, now)
+    yield from _other_weights(before, now)
+    yield from _other_optimizer(before, now)
+    yield from _other_batch(before, now, Path(path))
+
+
+def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
+    saved, read = _format_of(before), _format_of(now)
+    if saved.name != read.name:
+        yield Finding(
+            name="checkpoint-of-another-format",
+            severity="danger",
+            why=f"The checkpoint was saved by {before.layout.title} as {saved.name}; {now.layout.title} "
+            f"reads {read.name}.",
+            number=None,
+            change=f"Go on with {before.layout.title}, or convert it",
+            plan=with_parts(now, layout=before.layout),
+        )
+        return
+    others = _apart(saved, read)
+    if not others:
+        return
+    was, wanted = (" and ".join(tie.words for tie in side) for side in zip(*others, strict=True))
+    mended, change = _as_before(before, now, [tie for tie, _ in others])
+    yield Finding(
+        name="checkpoint-of-other-ranks",
+        severity="danger",
+        why=f"The checkpoint was saved with {was}, and this plan has {wanted}: "
+        f"{saved.name} does not load so ({saved.source}).",
+        number=float(others[0][0].num_ranks),
+        change=f"{change}{_or(saved)}",
+        plan=mended,
+    )
+
+
+def _or(saved: CheckpointFormat) -> str:
+    """What else loosens it, as the end of a sentence."""
+    return f"; or {saved.remedy[:1].lower()}{saved.remedy[1:]}" if saved.remedy else ""
+
+
+def _format_of(plan: Plan) -> CheckpointFormat:
+    return frameworks[plan.layout.framework].habits().checkpoint(plan)
+
+
+def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
+    """What must be the same and is not: as it was saved, and as it would be read."""
+    return [(tie, read.ties[name]) for name, tie in saved.ties.items() if read.ties[name].value != tie.value]
+
+
+def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | None, str]:
+    """``now`` with ``ties`` as they were, where its own fields can; and that in words."""
+    layout = {name: value for tie in ties for name, value in tie.layout.items()}
+    recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
+    told = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
+    has_them = bool(told) and layout.keys() <= now.layout.__dataclass_fields__.keys()
+    mended = changed_plan(now, layout=layout, recipe=recipe) if has_them else None
+    if mended is not None and not _apart(_format_of(before), _format_of(mended)):
+        return mended, f"{told}, as before"
+    if type(before.layout) is not type(now.layout):
+        return None, f"{before.layout.title} with {told}, as before"
+    # Fields alone do not make it: there are fewer ranks, or more.
+    ranks = count(before.world_size, "rank")
+    return None, f"{', '.join(filter(None, (ranks, told)))}, as before"
+
+
+def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
+    was, wanted = before.recipe.optimizer, now.recipe.optimizer
+    if _state_of(was) == _state_of(wanted):
+        return
+    yield Finding(
+        name="checkpoint-of-another-optimizer",
+        severity="danger",
+        why=f"The checkpoint holds what optimizer={was!r} keeps, and this plan's is {wanted!r}, which keeps "
+        "something else.",
+        number=None,
+        change=f"optimizer={was!r}, as before",
+        plan=changed_plan(now, recipe={"optimizer": was}),
+    )
+
+
+def _state_of(optimizer: str) -> str:
+    """What it keeps, by name: as many weights at a time as it likes, AdamW keeps the same of each."""
+    return optimizer.removesuffix("_foreach")
+
+
+def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
+    if before.architecture.parameter_groups == now.architecture.parameter_groups:
+        return
+    yield Finding(
+        name="checkpoint-of-another-model",
+        severity="danger",
+        why=f"The checkpoint holds {before.architecture.name} ({before.architecture.num_parameters:,} "
+        f"parameters), this plan trains {now.architecture.name} ({now.architecture.num_parameters:,}).",
+        number=float(before.architecture.num_parameters),
+        change=f"Train {before.architecture.name}, or start anew",
+        plan=with_parts(now, architecture=before.architecture),
+    )
+
+
+def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
+    """Of adapters a checkpoint has no base: over another one they would go on without a word."""
+    was, wanted = _trained(before), _trained(now)
+    if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
+        return
+    fields = ("method", "quantization", "lora_rank", "lora_targets")
+    yield Finding(
+        name="checkpoint-of-other-weights",
+        severity="danger",
+        why=f"The checkpoint holds {was}, and this plan trains {wanted}.",
+        number=None,
+        change=f"Train {was}, or start anew",
+        plan=changed_plan(now, recipe={name: getattr(before.recipe, name) for name in fields}),
+    )
+
+
+def _trained(plan: Plan) -> str:
+    recipe = plan.recipe
+    if not recipe.has_adapters:
+        return "all weights"
+    kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
+    double = " with double quantisation" if recipe.method == "qlora" else ""
+    targets = ", ".join(sorted(adapter_targets(plan.architecture, recipe)))
+    return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
+
+
+def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+    """The same of a base of the same shape: drawn from another seed, or of other weights."""
+    was = position.get("frozen_base")
+    if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
+        return
+    now = _base_of(case.task)
+    if now is None or (was.get("seed"), was.get("sample")) == (now.get("seed"), now.get("sample")):
+        return
+    yield Finding(
+        name="checkpoint-over-another-base",
+        severity="danger",
+        why=f"The checkpoint holds adapters over a base {_base_words(was)}, and this task's is "
+        f"{_base_words(now)}: numbers of the one, which say nothing of the other.",
+        number=None,
+        change=_base_before(was, now),
+        task=changed_task(case.task, seed=was["seed"]) if "seed" in was and "seed" in now else None,
+    )
+
+
+def _base_of(task: object) -> Mapping[str, Any] | None:
+    """What adapters of ``task`` are over; None where that is not known, or its files cannot be read."""
+    found = getattr(task, "frozen_base", None)
+    try:
+        found = found() if callable(found) else found
+    except (ValueError, OSError):
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def _base_words(base: Mapping[str, Any]) -> str:
+    return f"drawn from seed {base['seed']}" if "seed" in base else f"of the weights in {base.get('weights')}"
+
+
+def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In words, the task that goes on from a checkpoint over ``was``."""
+    if "seed" in was:
+        return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
+    folder = was.get("weights")
+    if folder == now.get("weights"):
+        return "Put back the weights that were there before, or start anew"
+    return f"{'Finetune with ' if 'seed' in now else ''}weights={folder!r}, as before"
+
+
+def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+    """Text is dealt in the order of the task's seed."""
+    was, now = position.get("seed"), getattr(case.task, "seed", None)
+    if not isinstance(was, int) or not isinstance(now, int) or was == now:
+        return
+    yield Finding(
+        name="checkpoint-of-another-seed",
+        severity="warning",
+        why=f"The checkpoint's run read its text in the order of seed {was}, and this task goes on in that "
+        f"of seed {now}: some of it is read again, and some never.",
+        number=float(was),
+        change=f"seed={was}, as before",
+        task=changed_task(case.task, seed=was),
+    )
+
+
+def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
+    """Text is dealt by the step alone: another batch begins elsewhere in it."""
+    steps = _steps_done(path)
+    if steps is None or before.recipe.seq_len != now.recipe.seq_len:
+        return
+    was, wanted = before.recipe.global_batch_size, now.recipe.global_batch_size
+    if was == wanted:
+        return
+    moved = steps * (wanted - was)
+    what = "are never read" if moved > 0 else "are read again"
+    yield Finding(
+        name="checkpoint-of-another-batch",
+        severity="warning",
+        why=f"The checkpoint has {steps:,} steps of {was:,} sequences, and this plan takes {wanted:,}: text "
+        f"is dealt by the step's number, so that {abs(moved):,} sequences {what}.",
+        number=float(abs(moved)),
+        change=f"global_batch_size={was}, as before",
+        plan=changed_plan(now, recipe={"global_batch_size": was}),
+    )
+
+
+def _plan_of(path: Path) -> Plan | None:
+    """The plan of the run whose checkpoint ``path`` is; None where that is not known."""
+    from shardscope.core.plan import Plan
+    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
+
+    record = read_json(path.parent.parent / "run.json")
+    if record is None or not isinstance(record.get("plan"), dict):
+        return None
+    try:
+        return Plan.from_json(json.dumps(record["plan"]))
+    except ValueError:
+        return None
+
+
+def _steps_done(path: Path) -> int | None:
+    from shardscope.records.files import read_json
+
+    found = (read_json(path / "position.json") or {}).get("num_steps_done")
+    return found if isinstance(found, int) else None

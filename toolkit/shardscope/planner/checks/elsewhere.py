@@ -1,0 +1,71 @@
+"""The same training by another framework: for what the one at hand cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.checks.case import memory_of
+from shardscope.planner.repairs.changes import OFFLOADS
+from shardscope.planner.room import fits
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.planner.repairs.several import Way
+
+CUTS = ("tp", "pp", "vpp", "cp", "ep")
+"""Degrees that cut a model or its work, and not only the state of it."""
+
+
+def elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
+    """The first plan of another framework that ``is_wanted``, cuts model and state the same way and, where
+    ``plan`` has room, has it too; None: there is no such."""
+    return next((found for found in _cut_the_same_way(plan) if is_wanted(found)), None)
+
+
+def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Way | None:
+    """What a search ranks first of the first other framework whose plan ``is_wanted``."""
+    from shardscope.planner.repairs.several import searched  # Not above: who resumes a run searches nothing.
+
+    others = (searched(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework)
+    return next((found for found in others if found and is_wanted(found.plan)), None)
+
+
+def with_parts(plan: Plan, **parts: Any) -> Plan | None:
+    """``plan`` with whole parts of another; None where they do not go with the rest, or it would have no room
+    any more."""
+    try:
+        mended = replace(plan, **parts)
+    except ValueError:
+        return None
+    before, after = memory_of(plan), memory_of(mended)
+    had_room = before is not None and fits(plan, before)
+    return None if had_room and (after is None or not fits(mended, after)) else mended
+
+
+def _kept(plan: Plan, found: Plan | None) -> Plan | None:
+    """``found`` with main copies in fp32 where ``plan`` has them: of "bf16" not every framework has any."""
+    if found is None or found.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(found):
+        return found
+    return with_parts(found, recipe=replace(found.recipe, precision="bf16-mixed"))
+
+
+def _keeps_fp32(plan: Plan) -> bool:
+    return frameworks[plan.layout.framework].habits().keeps_fp32_weights(plan)
+
+
+def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:
+    wanted = {name: getattr(plan.degrees, name) for name in CUTS}
+    for framework in frameworks.values():
+        known = framework.layout_class.__dataclass_fields__
+        if isinstance(plan.layout, framework.layout_class) or any(
+            number > 1 and name not in known for name, number in wanted.items()
+        ):
+            continue
+        same = {name: number for name, number in wanted.items() if name in known}
+        for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
+            found = _kept(plan, with_parts(plan, layout=framework.layout_class(**same, **moved)))
+            if found is not None and found.degrees.shard == plan.degrees.shard:
+                yield found

@@ -1,0 +1,75 @@
+"""The learning rate against the global batch: what published runs of such a size had, carried to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.core.finding import Finding, Severity
+from shardscope.planner.checks.case import Case, changed_task
+from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, usual_rates
+
+BETA_2 = 0.95
+"""AdamW's as Pretrain sets it (``training/optimizers.py``)."""
+WARM_UP_STEPS = round(2 / (1 - BETA_2))
+"""Steps of a linear warm-up without which AdamW's second moment is not settled: 2 / (1 - beta_2), Ma & Yarats
+2021 (arXiv:1910.04209)."""
+NAME = "learning-rate-against-batch"
+
+
+def rate_against_batch(case: Case) -> Iterator[Finding]:
+    """A task's learning rate far from what the rules make of published runs of this size."""
+    rate = getattr(case.task, "learning_rate", None)
+    if not rate:
+        return
+    begins_from_weights = getattr(case.task, "weights", None) is not None
+    usual = usual_rates(case.plan, begins_from_weights=begins_from_weights)
+    if usual is None or usual.allows(rate):
+        return
+    yield Finding(
+        name=NAME,
+        severity=_severity(rate, usual),
+        why=_why(rate, usual),
+        number=rate / usual.rate,
+        change=f"learning_rate={usual.advised:g}",
+        task=changed_task(case.task, learning_rate=usual.advised),
+    )
+
+
+def _severity(rate: float, usual: Usual) -> Severity:
+    if rate > TOO_HIGH * usual.highest:
+        return "danger"
+    return "warning" if rate > usual.highest else "hint"
+
+
+def _why(rate: float, usual: Usual) -> str:
+    run = usual.run
+    had = (
+        f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens a step: {run.source})"
+    )
+    carried = (
+        f"carried to {usual.batch_tokens / 1e6:.2g}M tokens: {usual.rules.square_root:.2g} by the "
+        f"square-root rule, {usual.rules.linear:.2g} by the linear one"
+    )
+    told = "".join(f"; {words}" for words in usual.told)
+    return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{told}."
+
+
+def short_warm_up(case: Case) -> Iterator[Finding]:
+    """AdamW at its full rate before its second moment has settled."""
+    task, plan = case.task, case.plan
+    steps = getattr(task, "num_steps", None)
+    if steps is None or not hasattr(task, "warmup_steps") or "adamw" not in plan.recipe.optimizer:
+        return
+    warm_up = task.warmup_steps
+    if warm_up is None or warm_up >= min(WARM_UP_STEPS, steps // 10):
+        return
+    better = min(WARM_UP_STEPS, steps // 10)
+    yield Finding(
+        name="short-warm-up",
+        severity="warning",
+        why=f"{warm_up} steps of warm-up: with beta_2 {BETA_2} AdamW's second moment settles over about "
+        f"{WARM_UP_STEPS} (Ma & Yarats 2021), and a large batch needs them most (Goyal et al. 2017).",
+        number=float(warm_up),
+        change=f"warmup_steps={better}, or None",
+        task=changed_task(task, warmup_steps=better),
+    )

@@ -1,0 +1,64 @@
+"""Data loading: what a node must be fed so that no step waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.core.finding import Finding
+from shardscope.planner.checks.case import Case
+from shardscope.planner.checks.data import SHIPPED_TOKENS
+
+READS_PER_SECOND = 3_000
+"""Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/
+general-purpose.html). Local flash has hundreds of thousands, a disk that turns about a hundred."""
+TOKENIZED_BYTES_PER_SECOND = 1e9 / 20
+"""Of a whole server: "less than 20 seconds to tokenize a GB of text on a server's CPU" (README of
+huggingface/tokenizers)."""
+TEXT_BYTES_PER_TOKEN = 3.17
+"""Of English, with Llama 2's vocabulary; larger ones have more to a token, Llama 3's 3.94 (Grattafiori et al.
+2024, section 3.2)."""
+
+CHANGE = (
+    "Tokenize before the run and keep the tokens in memory or on local flash, as Pretrain does; or "
+    "num_workers=4 in the DataLoader"
+)
+
+
+def starved(case: Case) -> Iterator[Finding]:
+    """A node whose ranks take more samples or text a second than usual storage or tokenizers give.
+
+    ``Pretrain`` and ``Finetune`` have all tokens in memory before the first step, and are left out; a
+    function or script loads as it likes. Calibration measures no storage.
+    """
+    if case.step is None or hasattr(case.task, "text"):
+        return
+    plan, recipe = case.plan, case.plan.recipe
+    rows_per_second = plan.num_micro_batches * recipe.micro_batch_size / case.step.seconds
+    ranks = plan.cluster.gpus_per_node
+    # Ranks that work on one sequence together each read it.
+    samples = ranks * rows_per_second
+    text_bytes = samples * recipe.seq_len * TEXT_BYTES_PER_TOKEN
+    if samples <= READS_PER_SECOND and text_bytes <= TOKENIZED_BYTES_PER_SECOND:
+        return
+    from shardscope.training.pretrain import Pretrain  # it imports this package
+
+    windows = SHIPPED_TOKENS // recipe.seq_len
+    too_many = samples > READS_PER_SECOND
+    limit = (
+        f"a cloud's usual volume gives {READS_PER_SECOND:,} reads a second (AWS gp3's baseline), and a "
+        "window of text is one"
+        if too_many
+        else f"a server tokenizes {TOKENIZED_BYTES_PER_SECOND / 1e6:.0f} MB of text a second (README of "
+        "huggingface/tokenizers)"
+    )
+    yield Finding(
+        name="data-loading",
+        severity="hint" if case.task is None else "warning",
+        why=f"The {ranks} ranks of a node take {samples:,.0f} sequences a second of {recipe.seq_len:,} "
+        f"tokens: {samples * recipe.seq_len * 4 / 1e6:,.1f} MB/s of tokens in 4 bytes, or at least "
+        f"{text_bytes / 1e6:,.1f} MB/s of English text; {limit}.",
+        number=samples,
+        change=CHANGE,
+        # What nobody has written yet can be what has all tokens in memory.
+        task=Pretrain() if case.task is None and recipe.global_batch_size <= windows else None,
+    )

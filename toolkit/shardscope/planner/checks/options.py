@@ -1,0 +1,30 @@
+"""Options that a plan says and its framework, so used, never reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.core.finding import Finding
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.checks.case import Case, changed_plan
+
+
+def without_use(case: Case) -> Iterator[Finding]:
+    """Fields of the layout that are not as a layout has them by itself, and change nothing."""
+    plan = case.plan
+    unused = frameworks[plan.layout.framework].habits().unused(plan)
+    if not unused:
+        return
+    said = ", ".join(f"{name}={getattr(plan.layout, name)!r}" for name in unused)
+    fields = plan.layout.__dataclass_fields__
+    plain = {name: fields[name].default for name in unused}
+    yield Finding(
+        name="option-without-use",
+        severity="hint",
+        why=f"{said}: {plan.layout.title} reads {'it' if len(unused) == 1 else 'them'} only "
+        f"{' and '.join(dict.fromkeys(unused.values()))}, and {len(unused)} of the layout's "
+        f"option{'s' if len(unused) > 1 else ''} change{'s' if len(unused) == 1 else ''} nothing.",
+        number=float(len(unused)),
+        change=", ".join(f"{name}={value!r}" for name, value in plain.items()),
+        plan=changed_plan(plan, layout=plain),
+    )

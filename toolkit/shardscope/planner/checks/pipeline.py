@@ -1,0 +1,68 @@
+"""Pipelines that wait: fewer micro-batches than stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.planner.checks.case import Case, Change, fastest, variants
+from shardscope.planner.checks.words import percent
+from shardscope.planner.repairs.several import Way, searched
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+
+def few_micro_batches(case: Case) -> Iterator[Finding]:
+    """Stages idle (pp - 1) / (vpp x micro-batches) of the busy time (Narayanan et al. 2021, section 2.2)."""
+    plan = case.plan
+    number, stages = plan.num_micro_batches, plan.degrees.pp
+    if stages == 1 or number >= stages:
+        return
+    share = case.share("bubble")
+    if case.step is None:
+        ratio = (stages - 1) / (plan.degrees.vpp * number)
+        share = ratio / (1 + ratio)
+    found = (variant for variant in variants(plan, _changes(case)) if _has_enough(variant.plan))
+    mended = fastest(variant for variant in found if case.gain(variant) > 0)
+    yield Finding(
+        name="fewer-micro-batches-than-stages",
+        severity="danger" if share > 0.5 else "warning",
+        why=f"{number} micro-batches fill {stages} pipeline stages for part of the step only: they wait for "
+        f"{percent(share)} of it.",
+        number=100 * share,
+        change=_words(case, mended.plan) if mended else f"Fewer stages than {stages}, or more micro-batches",
+        plan=mended.plan if mended else None,
+        way=None if mended else partial(_filled, plan),
+    )
+
+
+def _filled(plan: Plan) -> Way | None:
+    """The best of all plans, if its stages have enough to do."""
+    found = searched(plan)
+    return found if found and _has_enough(found.plan) else None
+
+
+def _changes(case: Case) -> Iterator[Change]:
+    """Smaller micro-batches first: they leave the batch that is learnt from as it is."""
+    plan, recipe = case.plan, case.plan.recipe
+    for size in divisors(recipe.micro_batch_size):
+        yield {"micro_batch_size": size}, {}
+    if recipe.micro_batch_size == 1 or plan.num_micro_batches * recipe.micro_batch_size < plan.degrees.pp:
+        times = -(-plan.degrees.pp // plan.num_micro_batches)
+        yield {"global_batch_size": recipe.global_batch_size * times}, {}
+
+
+def _has_enough(plan: Plan) -> bool:
+    return plan.num_micro_batches >= plan.degrees.pp
+
+
+def _words(case: Case, mended: Plan) -> str:
+    recipe = case.plan.recipe
+    size, batch = mended.recipe.micro_batch_size, mended.recipe.global_batch_size
+    if batch == recipe.global_batch_size:
+        return f"Micro-batch {size} instead of {recipe.micro_batch_size}"
+    return f"Global batch {batch:,} instead of {recipe.global_batch_size:,} sequences"

@@ -1,0 +1,129 @@
+"""Types that do not suit: fp16 beside bf16, bf16 where it is not there, sums and updates that round away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.finding import Finding
+from shardscope.core.words import gib
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.checks.case import Case, changed_plan, memory_of
+from shardscope.planner.checks.elsewhere import elsewhere, searched_elsewhere
+from shardscope.planner.checks.words import percent
+from shardscope.planner.room import shortages
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Unit roundoff: bf16 has 8 significant bits, fp16 11 (IEEE 754-2019, table 3.5)."""
+MUCH_ROUNDED = 0.05
+"""Error of a sum from which on it is more than noise beside a gradient's own."""
+FP16_MAX = 65_504
+"""The largest number of fp16 (IEEE 754-2019, table 3.5)."""
+
+
+def narrow_fp16(case: Case) -> Iterator[Finding]:
+    """fp16 on a GPU that has bf16: gradients need a loss scale, and steps that overflow are skipped."""
+    plan = case.plan
+    if plan.recipe.precision != "fp16-mixed" or "bf16" not in plan.cluster.gpu.peak_flops:
+        return
+    yield Finding(
+        name="fp16-though-bf16-is-there",
+        severity="warning",
+        why=f"fp16 ends at {FP16_MAX:,}, so that the loss must be scaled and steps that overflow are "
+        f"skipped (Micikevicius et al. 2018, section 3.2); {plan.cluster.gpu.name} has bf16, with fp32's "
+        "range, which needs no scale.",
+        number=float(FP16_MAX),
+        change="Mixed precision (bf16)",
+        plan=changed_plan(plan, recipe={"precision": "bf16-mixed"}),
+    )
+
+
+def missing_bf16(case: Case) -> Iterator[Finding]:
+    """bf16 on a GPU whose matrix units do not have it: it runs, in fp32's arithmetic or in software."""
+    gpu = case.plan.cluster.gpu
+    if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
+        return
+    peak = gpu.peak_flops.get("fp16")
+    mended = changed_plan(case.plan, recipe={"precision": "fp16-mixed"})
+    there = "" if peak is None else f", {peak / 1e12:,.0f} TFLOP/s of them"
+    yield Finding(
+        name="bf16-is-not-there",
+        severity="warning",
+        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{there}, with a "
+        "loss scale (Micikevicius et al. 2018, section 3.2).",
+        number=None if peak is None else peak / 1e12,
+        change="Mixed precision (fp16)" + _lacking(case, mended),
+        plan=mended,
+    )
+
+
+def rounded_reductions(case: Case) -> Iterator[Finding]:
+    """Gradients summed over ranks in half precision round at every rank.
+
+    The error of n additions is about sqrt(n) roundoffs, and at most n of them (Higham & Mary 2019):
+    of a ring over n + 1 ranks.
+    """
+    plan = case.plan
+    habits = frameworks[plan.layout.framework].habits()
+    kind, ranks = habits.reduces_in(plan), plan.degrees.data_parallel * plan.degrees.cp
+    if kind == "fp32" or ranks == 1 or plan.recipe.has_adapters:
+        return
+    error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
+    words, mended = habits.reduce_remedy(plan)
+    other = elsewhere(plan, _reduces_in_fp32) if mended is None else None
+    yield Finding(
+        name="reductions-in-half-precision",
+        severity="warning" if error >= MUCH_ROUNDED else "hint",
+        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
+        f"each: about {percent(error)} of a sum is error (Higham & Mary 2019).",
+        number=100 * error,
+        change=(words if other is None else f"{other.layout.description}, which sums in fp32; or {words}")
+        + _lacking(case, mended or other),
+        plan=mended or other,
+        way=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
+    )
+
+
+def _lacking(case: Case, mended: Plan | None) -> str:
+    """What wider numbers have no room for, where these have it; empty: they have it too."""
+    memory = None if mended is None else memory_of(mended)
+    if mended is None or memory is None or not case.has_room:
+        return ""
+    lacks = [f"{gib(place.short_bytes)} GiB of {place.name}" for place in shortages(mended, memory)]
+    return f", which lacks {' and '.join(lacks)}" if lacks else ""
+
+
+def _reduces_in_fp32(plan: Plan) -> bool:
+    return frameworks[plan.layout.framework].habits().reduces_in(plan) == "fp32"
+
+
+def lost_updates(case: Case) -> Iterator[Finding]:
+    """Weights of 8 significant bits: an update that is small beside its weight rounds away.
+
+    AdamW moves a weight by about the learning rate, whatever its gradient (Kingma & Ba 2015, section 2.1).
+    """
+    plan = case.plan
+    habits = frameworks[plan.layout.framework].habits()
+    if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or habits.keeps_fp32_weights(plan):
+        return
+    smallest = ROUNDOFF["bf16"]
+    mended = changed_plan(plan, recipe={"precision": "bf16-mixed"})
+    rate = getattr(case.task, "learning_rate", None)
+    beyond = (
+        f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""
+    )
+    yield Finding(
+        name="updates-round-away",
+        severity="warning",
+        why=f"Weights in bf16 alone: an update below {percent(smallest)} of its weight is lost "
+        f"(Micikevicius et al. 2018, section 3.1).{beyond}",
+        number=100 * smallest,
+        change="Mixed precision (bf16), with fp32 originals" + _lacking(case, mended),
+        plan=mended,
+    )

@@ -1,0 +1,75 @@
+"""Recomputation: off though memory is short, on though there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.core.finding import Finding
+from shardscope.core.words import gib
+from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, fastest, variants
+from shardscope.planner.checks.words import percent
+from shardscope.prediction.support import supported
+from shardscope.timing.report import seconds_words
+
+WORDS = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
+
+
+def recomputing(case: Case) -> Variant | None:
+    """The fastest way to recompute that makes a plan fit which does not; None: no such way, or no need."""
+    if case.plan.recipe.recompute != "none" or case.has_room is not False:
+        return None
+    values = [value for value in supported(case.plan.layout, "recompute") if value in ("selective", "full")]
+    return fastest(variants(case.plan, [({"recompute": value}, {}) for value in values]))
+
+
+def recomputation_off(case: Case) -> Iterator[Finding]:
+    """Out of memory while every activation is kept, and recomputing would be enough."""
+    mended = recomputing(case)
+    if mended is None or case.memory is None:
+        return
+    won = case.memory.peak_bytes - mended.memory.peak_bytes
+    short = case.memory.peak_bytes - case.memory.usable_bytes
+    words = WORDS[mended.plan.recipe.recompute]
+    yield Finding(
+        name="recomputation-off",
+        severity="danger",
+        why=f"The worst rank is {gib(short)} GiB short while all activations are kept; {words} saves "
+        f"{gib(won)} GiB{_slower(case, mended)} (Chen et al. 2016).",
+        number=won / 2**30,
+        change=words.capitalize(),
+        plan=mended.plan,
+    )
+
+
+def _slower(case: Case, mended: Variant) -> str:
+    """What it costs, where that is known."""
+    lost = -case.gain(mended)
+    return "" if case.step is None else f", {percent(lost)} slower" if lost >= 0.005 else ", about as fast"
+
+
+def recomputation_on(case: Case) -> Iterator[Finding]:
+    """Activations are computed twice, and there would be room to keep them.
+
+    Room that is tight does not count: of such runs some run out of memory (``MemoryReport.is_tight``).
+    """
+    recipe = case.plan.recipe
+    if case.step is None or case.memory is None or recipe.recompute == "none" or not case.has_room:
+        return
+    less = [value for value in ("none", "selective") if value != recipe.recompute]
+    less = [value for value in less if value in supported(case.plan.layout, "recompute")]
+    found = variants(case.plan, [({"recompute": value, "recompute_interval": 1}, {}) for value in less])
+    mended = fastest(variant for variant in found if not variant.memory.is_tight)
+    if mended is None or case.gain(mended) < NOTICEABLE:
+        return
+    won = case.step.seconds - mended.step.seconds
+    words = WORDS[mended.plan.recipe.recompute]
+    yield Finding(
+        name="recomputation-on",
+        severity="warning",
+        why=f"{words.capitalize()} would take {gib(mended.memory.peak_bytes)} of "
+        f"{gib(mended.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        f"({percent(case.gain(mended))}).",
+        number=won,
+        change=words.capitalize(),
+        plan=mended.plan,
+    )

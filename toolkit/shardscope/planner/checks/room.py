@@ -1,0 +1,150 @@
+"""Memory that is short, or of unknown size: the GPU's, a node's host memory, its NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.question import Question
+from shardscope.core.words import gib
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.checks.case import Case, Variant, fastest, variants
+from shardscope.planner.checks.recomputation import recomputing
+from shardscope.planner.checks.words import percent
+from shardscope.planner.repairs.changes import RECIPE_WORDS
+from shardscope.planner.repairs.make_it_fit import make_it_fit
+from shardscope.planner.repairs.several import (
+    Way,
+    between,
+    of_other_frameworks,
+    on_more_nodes,
+    searched,
+    with_a_smaller_model,
+)
+from shardscope.planner.room import Place, fits, places
+from shardscope.prediction.support import supported
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.planner.repairs.repairs import Repair
+
+RECOMPUTED = ("none", "selective", "full")
+
+NAMES = {
+    "GPU memory": "gpu-memory",
+    "host memory": "host-memory",
+    "NVMe": "nvme",
+    "host memory while the model is made": "host-memory-at-start",
+}
+
+
+def no_room(case: Case) -> Iterator[Finding]:
+    """Every kind of memory of which the plan needs more than there is, with the cheapest repair."""
+    if case.memory is None:
+        return
+    for place in places(case.plan, case.memory):
+        if place.short_bytes and not (place.name == "GPU memory" and recomputing(case)):
+            yield _short(case, place)
+        elif place.room_bytes is None:
+            yield _unknown(case.plan, place)
+
+
+def nearly_full(case: Case) -> Iterator[Finding]:
+    """A card so full that of such runs some run out of memory, though the plan fits.
+
+    The fix is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
+    """
+    memory, recipe, layout = case.memory, case.plan.recipe, case.plan.layout
+    if memory is None or not memory.is_tight or not case.has_room:
+        return
+    changes: list[dict[str, Any]] = []
+    if recipe.recompute in RECOMPUTED:
+        more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
+        changes += [{"recompute": value} for value in more if value in supported(layout, "recompute")]
+    changes += [{"micro_batch_size": size} for size in divisors(recipe.micro_batch_size)[:-1]]
+    if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
+        changes.append({"loss": "chunked"})
+    found = variants(case.plan, [(change, {}) for change in changes])
+    best = fastest(variant for variant in found if not variant.memory.is_tight)
+    share = memory.peak_bytes / memory.usable_bytes
+    yield Finding(
+        name="card-nearly-full",
+        severity="warning",
+        why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
+        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of it.",
+        number=100 * share,
+        change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
+        plan=best.plan if best else None,
+        way=None if best else partial(_roomier, case.plan),
+    )
+
+
+def _roomier(plan: Plan) -> Way | None:
+    """The best of all plans on these GPUs that is not tight; else more nodes, or a smaller model."""
+    usable = plan.cluster.usable_bytes_per_gpu
+    kept_free = usable - usable * TIGHT_PERCENT // 100
+    found = searched(plan, headroom_bytes=kept_free)
+    if found is None:
+        here = [Way((), plan), *of_other_frameworks(plan)]
+        found = on_more_nodes(here, _has_ease) or with_a_smaller_model(here, _has_ease)
+    return None if found is None else between(plan, found.plan)
+
+
+def _has_ease(plan: Plan) -> bool:
+    memory = plan.memory()
+    return fits(plan, memory) and not memory.is_tight
+
+
+def _words(case: Case, variant: Variant) -> str:
+    was, now = case.plan.recipe, variant.plan.recipe
+    if now.recompute != was.recompute:
+        return RECIPE_WORDS["recompute", now.recompute]
+    if now.loss != was.loss:
+        return RECIPE_WORDS["loss", now.loss]
+    return f"Micro-batch {now.micro_batch_size} instead of {was.micro_batch_size}"
+
+
+def _short(case: Case, place: Place) -> Finding:
+    assert place.room_bytes is not None
+    whose = "The worst rank" if place.name == "GPU memory" else "A node"
+    best = _enough(case)
+    return Finding(
+        name=f"out-of-{NAMES[place.name]}",
+        severity="danger",
+        why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
+        f"{gib(place.short_bytes)} GiB too little.",
+        number=place.short_bytes / 2**30,
+        change=best.change if best else "No single change is enough; several may be",
+        plan=best.plan if best else None,
+        way=None if best else partial(_several_changes, case.plan),
+    )
+
+
+def _several_changes(plan: Plan) -> Way | None:
+    """Return what the button "Make it fit" does."""
+    fit = make_it_fit(plan)
+    return None if fit is None else Way(fit.changes, fit.plan, fit.seconds_lost)
+
+
+def _enough(case: Case) -> Repair | None:
+    """The cheapest change that is enough and leaves the task what it is; narrower numbers, of which checks
+    say something as well, only where nothing else is."""
+    method, precision = case.plan.recipe.method, case.plan.recipe.precision
+    same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
+    enough = [repair for repair in same_task if fits(repair.plan, repair.plan.memory())]
+    return min(enough, key=lambda repair: repair.plan.recipe.precision != precision, default=None)
+
+
+def _unknown(plan: Plan, place: Place) -> Finding:
+    field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
+    return Finding(
+        name=f"{NAMES[place.name]}-not-known",
+        severity="hint" if place.name.endswith("is made") else "warning",
+        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and how much it has is not known.",
+        number=place.needed_bytes / 2**30,
+        change=f"Say how much: Cluster.{field}",
+        question=Question(plan=plan, field=field),
+    )

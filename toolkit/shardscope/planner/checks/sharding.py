@@ -1,0 +1,79 @@
+"""What is gathered: again though there is room to keep it, or in pieces too small for the link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.words import gib
+from shardscope.planner.checks.case import NOTICEABLE, Case, fastest, variants
+from shardscope.planner.checks.words import gigabytes_per_second, percent
+from shardscope.timing.report import seconds_words
+
+FIELD = "reshard_after_forward"
+
+
+def gathered_twice(case: Case) -> Iterator[Finding]:
+    """Parameters freed after forward and gathered again, though the card could keep them (ZeRO-2's way)."""
+    layout = case.plan.layout
+    if not getattr(layout, FIELD, False) or case.step is None or not case.has_room:
+        return
+    kept = fastest(variants(case.plan, [({}, {FIELD: False})]))
+    if kept is None or kept.memory.is_tight or case.gain(kept) < NOTICEABLE:
+        return
+    won = case.step.seconds - kept.step.seconds
+    yield Finding(
+        name="gathers-again-though-room",
+        severity="hint",
+        why=f"Keeping gathered parameters from forward to backward would take {gib(kept.memory.peak_bytes)} "
+        f"of {gib(kept.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        f"({percent(case.gain(kept))}).",
+        number=won,
+        change="reshard_after_forward=False (what FSDP1 and ZeRO call SHARD_GRAD_OP and stage 2)",
+        plan=kept.plan,
+    )
+
+
+def too_fine(case: Case) -> Iterator[Finding]:
+    """Gathers of one layer so small on each rank that the link's latency takes longer than their bytes.
+
+    A ring of n ranks passes n - 1 messages of a rank's part, each with its latency (Thakur et al. 2005,
+    section 4). Where a layout can replicate, fewer ranks share larger parts.
+    """
+    plan = case.plan
+    shards = plan.degrees.shard * plan.degrees.cp
+    if "replicate" not in plan.layout.choices or shards < 2 or case.step is None:
+        return
+    cluster = plan.cluster
+    crosses = shards * plan.degrees.tp > cluster.gpus_per_node
+    link = cluster.inter_node_link if crosses else cluster.intra_node_link
+    part = _gathered_bytes(case) / shards
+    latency = link.latency_seconds * link.bandwidth_bytes_per_second
+    if part >= latency:
+        return
+    copies = divisors(plan.degrees.shard)[1:]
+    found = variants(plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies])
+    mended = fastest(variant for variant in found if case.gain(variant) > NOTICEABLE)
+    if mended is None:
+        return
+    few = mended.plan.degrees.shard * mended.plan.degrees.cp
+    yield Finding(
+        name="sharded-too-finely",
+        severity="warning",
+        why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
+        f"({gigabytes_per_second(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
+        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is {percent(case.gain(mended))} faster.",
+        number=part,
+        change=f"replicate={mended.plan.degrees.replicate}: shard over {few} ranks",
+        plan=mended.plan,
+    )
+
+
+def _gathered_bytes(case: Case) -> float:
+    """Of one gather: a decoder layer's weights in the type of products."""
+    from shardscope.core.precision import widths
+
+    arch, degrees = case.plan.architecture, case.plan.degrees
+    layer = sum(arch.layer_parameters(arch.num_hidden_layers - 1).values())
+    return layer / degrees.tp * widths[case.plan.recipe.precision].compute

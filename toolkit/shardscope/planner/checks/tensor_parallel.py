@@ -1,0 +1,78 @@
+"""Tensor parallelism over a link that is too slow for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.planner.checks.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
+from shardscope.planner.checks.words import gigabytes_per_second, percent
+from shardscope.planner.repairs.several import Way, searched
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+WAITS = 0.2
+"""Share of a step from which on waiting for tensor-parallel collectives is worth a look (an assumption):
+some of it is the price of every such layout."""
+
+
+def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
+    """All-reduces of activations wait for a link: between nodes, or inside of one without NVLink."""
+    plan = case.plan
+    tp, cluster = plan.degrees.tp, plan.cluster
+    share = case.share("tensor_parallel")
+    crosses = tp > cluster.gpus_per_node
+    if tp == 1 or case.step is None or (share < WAITS and not crosses):
+        return
+    faster = (variant for variant in variants(plan, _changes(case)) if case.gain(variant) > NOTICEABLE)
+    mended = fastest(faster)
+    if mended is None and not crosses:
+        return
+    link = cluster.inter_node_link if crosses else cluster.intra_node_link
+    where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
+    gain = "" if mended is None else f", and {_degrees(mended.plan)} is {percent(case.gain(mended))} faster"
+    yield Finding(
+        name="tensor-parallel-over-slow-link",
+        severity="danger" if share > 0.5 else "warning",
+        why=f"{tp} tensor-parallel ranks exchange activations {where} "
+        f"({gigabytes_per_second(link.bandwidth_bytes_per_second)} a GPU): waiting for it takes "
+        f"{percent(share)} of the step{gain}.",
+        number=100 * share,
+        change=f"{_degrees(mended.plan)} instead of {_degrees(plan)}"
+        if mended
+        else f"At most tp={cluster.gpus_per_node}, a node's GPUs",
+        plan=mended.plan if mended else None,
+        way=None if mended else partial(_inside_nodes, plan),
+    )
+
+
+def _inside_nodes(plan: Plan) -> Way | None:
+    """The best of all plans, if its tensor parallel ranks are in one node; else this one with no more of them
+    than a node has, whether or not it fits."""
+    most = plan.cluster.gpus_per_node
+    found = searched(plan)
+    if found and found.plan.degrees.tp <= most:
+        return found
+    smaller = changed_plan(plan, layout={"tp": most})
+    return None if smaller is None else Way((f"tp={most}",), smaller)
+
+
+def _changes(case: Case) -> Iterator[Change]:
+    """A smaller tp, the rest of it to data-parallel ranks or to pipeline stages."""
+    layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
+    for smaller in divisors(tp)[:-1]:
+        changed = {"tp": smaller}
+        if getattr(layout, "sequence_parallel", None) and smaller == 1:
+            changed = {**changed, "sequence_parallel": None}  # type: ignore[dict-item]
+        yield {}, changed
+        if "pp" in layout.choices:
+            yield {}, {**changed, "pp": pp * tp // smaller}
+
+
+def _degrees(plan: object) -> str:
+    degrees = plan.degrees  # type: ignore[attr-defined]
+    return f"tp={degrees.tp}" + (f", pp={degrees.pp}" if degrees.pp > 1 else "")

@@ -1,0 +1,83 @@
+"""Models a little wider or narrower than a plan's, whose widths come out even for matrix units."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardscope.planner.checks.elsewhere import with_parts
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+SPELLED = {"hidden_size": "hidden", "intermediate_size": "mlp", "head_dim": "head", "vocab_size": "vocab"}
+"""What a widened model's name says of each field."""
+
+
+def wider(plan: Plan, **fields: int) -> Plan | None:
+    """``plan`` with a model of other widths and another name; None where it cannot be or run, or has no room
+    any more."""
+    arch = plan.architecture
+    name = "-".join([arch.name, *(f"{SPELLED[field]}-{value}" for field, value in fields.items())])
+    try:
+        other = replace(arch, name=name, **_with_experts(plan, fields))
+    except ValueError:
+        return None
+    return with_parts(plan, architecture=other)
+
+
+def aligned(plan: Plan, width: str, multiple: int) -> tuple[str, Plan | None]:
+    """The nearest wider model of which ``width``, as ``widths_on_a_rank`` names it, is a multiple of
+    ``multiple`` on every rank, or a narrower one where that has no room: in words and as a plan."""
+    both = (_candidates(plan, width, multiple, rounded) for rounded in (_up, _down))
+    for fields in itertools.chain.from_iterable(both):
+        found = wider(plan, **fields)
+        if found is not None:
+            said = ", ".join(f"{field}={value:,}" for field, value in fields.items())
+            return f"A model with {said}", found
+    return f"A model of which the {width} is a multiple of {multiple}", None
+
+
+def _candidates(
+    plan: Plan, width: str, multiple: int, rounded: Callable[[int, int], int]
+) -> Iterator[Mapping[str, int]]:
+    arch, tp = plan.architecture, plan.degrees.tp
+    moe = arch.mixture_of_experts
+    if width == "hidden size":
+        hidden = rounded(arch.hidden_size, multiple)
+        yield {"hidden_size": hidden}
+        # Where heads make up the hidden size, they have to be wider as well.
+        head = rounded(arch.head_dim, multiple // math.gcd(multiple, arch.num_attention_heads))
+        yield {"hidden_size": head * arch.num_attention_heads, "head_dim": head}
+    elif width == "width of the MLP":
+        yield {"intermediate_size": rounded(arch.intermediate_size, multiple * tp)}
+    elif width == "width of an expert" and moe is not None:
+        ranks = getattr(plan.layout, "expert_tp", tp)
+        yield {"intermediate_size": rounded(moe.moe_intermediate_size, multiple * ranks)}
+    elif width in ("width of the queries", "width of the keys"):
+        heads = arch.num_attention_heads if width == "width of the queries" else arch.num_key_value_heads
+        head = rounded(arch.head_dim, multiple // math.gcd(multiple, -(-heads // tp)))
+        yield {"head_dim": head}
+        yield {"head_dim": head, "hidden_size": head * arch.num_attention_heads}
+
+
+def _with_experts(plan: Plan, fields: Mapping[str, int]) -> dict[str, Any]:
+    """Of a mixture of experts it is an expert that is cut."""
+    moe, found = plan.architecture.mixture_of_experts, dict[str, Any](fields)
+    if moe is not None and "intermediate_size" in found:
+        width = found.pop("intermediate_size")
+        found["mixture_of_experts"] = replace(moe, moe_intermediate_size=width)
+    return found
+
+
+def _down(value: int, multiple: int) -> int:
+    """The last multiple up to ``value``, but one at least."""
+    return max(1, value // multiple) * multiple
+
+
+def _up(value: int, multiple: int) -> int:
+    """The next multiple from ``value`` on."""
+    return -(-value // multiple) * multiple

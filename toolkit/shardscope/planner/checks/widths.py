@@ -1,0 +1,167 @@
+"""Widths that miss what matrix units multiply at once, and vocabularies that are padded much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardscope.core.finding import Finding
+from shardscope.core.layout import divisors
+from shardscope.core.precision import FP32, HALF
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
+from shardscope.planner.checks.wider import aligned, wider
+from shardscope.planner.checks.words import percent
+from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.layers import PEAKS
+from shardscope.timing.matmul import ALIGNED
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+ALIGNED_BYTES = 16
+"""Matrix units take rows in multiples of 16 bytes: "most efficient with multiples of 8" in half precision,
+of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
+PADDED_MUCH = 0.05
+"""Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
+the step's noise."""
+WORTH_A_WORD = 0.005
+"""Share of a step from which on it is said that a change is slower."""
+BYTES = {"fp32": FP32, "fp8-mixed": 1}
+"""Of a number that products read; half precision where nothing is said."""
+
+
+def misses_matrix_units(case: Case) -> Iterator[Finding]:
+    """The first width on one rank that is no multiple of 16 bytes: what mends it decides the others too."""
+    plan = case.plan
+    if not plan.on_gpu:
+        return
+    multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
+    missed = [name for name, width in widths_on_a_rank(plan).items() if width % multiple]
+    if not missed:
+        return
+    name = missed[0]
+    width = widths_on_a_rank(plan)[name]
+    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    words, mended = _aligned(plan, name, multiple)
+    yield Finding(
+        name="width-misses-matrix-units",
+        severity="hint" if name == TOKENS else "warning",
+        why=f"The {name} on one rank is {width:,}{others}: no multiple of the {multiple} numbers that matrix "
+        f"units take at once in {plan.recipe.precision}, so that its products run slower.",
+        number=float(width),
+        change=words,
+        plan=mended,
+    )
+
+
+def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
+    """Widths that matrix units take, but slower on this GPU than their neighbours: off 128 bytes."""
+    plan = case.plan
+    slower = _slower_unaligned(case)
+    missed = [name for name in _weight_widths(plan) if _weight_widths(plan)[name] % ALIGNED]
+    if not slower or not missed:
+        return
+    name = missed[0]
+    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
+    mended = fastest(variant for variant in even if case.gain(variant) > 0)
+    words, other_model = aligned(plan, name, ALIGNED)
+    yield Finding(
+        name="width-off-128-bytes",
+        severity="hint",
+        why=f"The {name} on one rank is {_weight_widths(plan)[name]:,}{others}: no multiple of {ALIGNED} "
+        f"numbers, which are 128 bytes. Products with it took {percent(slower)} longer in published runs on "
+        "this generation, and so they do in this prediction.",
+        number=100 * slower,
+        change=f"tp={mended.plan.degrees.tp} instead of {plan.degrees.tp}" if mended else words,
+        plan=mended.plan if mended else other_model,
+    )
+
+
+def _slower_unaligned(case: Case) -> float:
+    if case.step is None or not case.plan.on_gpu:
+        return 0.0
+    rates = rates_for(case.plan.cluster)
+    return rates.matrix(PEAKS[case.plan.recipe.precision]).slower_unaligned
+
+
+def _weight_widths(plan: Plan) -> dict[str, int]:
+    """Edges of weights that matrix units take, but for the vocabulary, whose product is one of many."""
+    found = widths_on_a_rank(plan)
+    multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
+    return {
+        name: width
+        for name, width in found.items()
+        if name not in (TOKENS, "vocabulary") and not width % multiple
+    }
+
+
+TOKENS = "number of tokens in a micro-batch"
+
+
+def widths_on_a_rank(plan: Plan) -> dict[str, int]:
+    """Sizes of the matrices as one rank multiplies them."""
+    arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
+    tp, moe = degrees.tp, arch.mixture_of_experts
+    found = {"hidden size": arch.hidden_size}
+    if moe is None:
+        found["width of the MLP"] = _cut(arch.intermediate_size, tp)
+    else:
+        found["width of an expert"] = _cut(moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp))
+    if arch.latent_attention is None:
+        found["width of the queries"] = _cut(arch.num_attention_heads, tp) * arch.head_dim
+        found["width of the keys"] = _cut(arch.num_key_value_heads, tp) * arch.head_dim
+    found["vocabulary"] = _cut(_padded(plan), tp)
+    found[TOKENS] = recipe.micro_batch_size * recipe.seq_len // degrees.cp
+    return found
+
+
+def padded_vocabulary(case: Case) -> Iterator[Finding]:
+    """Rows of embedding and head that stand for no token, because tp must cut the vocabulary evenly."""
+    plan = case.plan
+    rows, real = _padded(plan), plan.architecture.vocab_size
+    share = 1 - real / rows
+    if share < PADDED_MUCH:
+        return
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    better = (variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
+    mended = fastest(better)
+    lost = -case.gain(mended) if mended else 0.0
+    slower = f", {percent(lost)} slower" if lost >= WORTH_A_WORD else ""
+    yield Finding(
+        name="vocabulary-padded-much",
+        severity="hint",
+        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {percent(share)} of the "
+        "embedding, the head and the logits stand for no token.",
+        number=100 * share,
+        change=f"tp={mended.plan.degrees.tp}{slower}" if mended else f"A vocabulary of {rows:,} tokens",
+        plan=mended.plan if mended else wider(plan, vocab_size=rows),
+    )
+
+
+def _padded(plan: Plan) -> int:
+    return frameworks[plan.layout.framework].habits().padded_vocab_size(plan)
+
+
+def _cut(width: int, ranks: int) -> int:
+    """The largest of the parts."""
+    return -(-width // ranks)
+
+
+def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
+    """What aligns one width, in words, and the plan that does where it can run."""
+    if name == TOKENS:
+        length = -(-plan.recipe.seq_len // multiple) * multiple
+        words = f"seq_len={length} instead of {plan.recipe.seq_len}"
+        return words, changed_plan(plan, recipe={"seq_len": length})
+    if name == "vocabulary":
+        step = ALIGNED * plan.degrees.tp
+        rows = -(-plan.architecture.vocab_size // step) * step
+        return f"Pad the vocabulary to {rows:,} tokens", wider(plan, vocab_size=rows)
+    for tp in reversed(divisors(plan.degrees.tp)[:-1]):
+        smaller = changed_plan(plan, layout={"tp": tp})
+        if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
+            return f"tp={tp} instead of {plan.degrees.tp}", smaller
+    return aligned(plan, name, multiple)

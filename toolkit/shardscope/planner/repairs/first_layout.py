@@ -1,0 +1,158 @@
+"""The first layout of a framework that a user has chosen: degrees that suit the model and the cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.core.errors import one_of
+from shardscope.core.plan import Plan
+from shardscope.frameworks.grid import MICRO_BATCH_SIZE
+from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.advice.bench import offloads
+from shardscope.planner.search.candidates import Candidates, candidates_of
+from shardscope.planner.search.search import rank
+from shardscope.planner.verdict import assess
+from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.layers import PEAKS
+from shardscope.timing.rates import check_links
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
+    from shardscope.core.recipe import Recipe
+    from shardscope.planner.search.ranking import Ranking
+
+NEAR = 1.05
+"""Layouts whose step takes up to so many times that of the fastest: of these the simplest is chosen, for the
+median error of a predicted step is 6 %."""
+MAX_CHECKED = 200
+"""The fastest layouts, of which it is checked whether they can be launched here."""
+
+
+def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+    """Return the layout of ``framework`` to start with for this model, cluster and recipe.
+
+    The framework's defaults, if they fit and are about as fast as its best layout; otherwise the simplest of
+    its layouts that are. Layouts that need another recomputation or micro-batch to fit come second, offload
+    third. Where nothing fits, the layout that needs the least memory on a GPU. The defaults, too, where no
+    time can be predicted. Raises ``ValueError`` for an unknown framework.
+    """
+    default = frameworks[one_of("framework", framework, list(frameworks))].layout_class()
+    if not default.choices:
+        return default
+    try:
+        return _choose(default, arch, cluster, recipe)
+    except ValueError:
+        return default
+
+
+def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+    rates = rates_for(cluster)
+    rates.matrix(PEAKS[recipe.precision])
+    rates.memory()
+    check_links(cluster, rates)
+    offered = list(
+        candidates_of(
+            default.framework,
+            arch,
+            cluster,
+            recipe,
+            recompute=(recipe.recompute, "full"),
+            micro_batch_sizes=(recipe.micro_batch_size, 1),
+        )
+    )
+    as_it_is = [one for one in offered if one.recipe.recompute == recipe.recompute]
+    eased = [one for one in offered if one.recipe.recompute == "full"]
+    groups = [
+        ([one for one in asked if offloads(one.layout) is offload], size)
+        for offload in (False, True)
+        for asked, size in ((as_it_is, recipe.micro_batch_size), (eased, None))
+    ]
+    rankings: dict[int, Ranking] = {}
+    for launched in (True, False):
+        for number, (asked, size) in enumerate(groups):
+            if not asked:
+                continue
+            if number not in rankings:  # Evaluated only once the ones before it have nothing.
+                rankings[number] = rank(arch, cluster, recipe, asked)
+            ranking = rankings[number]
+            plan = _simplest(ranking, _rows_that_fit(ranking, size), default, launched=launched)
+            if plan is not None:
+                return default if _is_as_good(default, plan, arch, cluster, recipe) else plan.layout
+    return _leanest(rankings[min(rankings)], default) if rankings else default
+
+
+def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
+    """Return the rows that fit: not tightly and into memory of known size, if any does."""
+    fitting = ranking.feasible & _stays_inside_a_node(ranking)
+    if micro_batch_size is not None:
+        fitting = fitting & (ranking.column(MICRO_BATCH_SIZE) == micro_batch_size)
+    easy = fitting & (100 * ranking.peak_bytes <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu)
+    for wanted in (easy & ranking.is_room_known, fitting & ranking.is_room_known):
+        if wanted.any():
+            return np.flatnonzero(wanted)
+    return np.flatnonzero(fitting)
+
+
+def _stays_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
+    """Whether the degrees that wait for a transfer in every layer, tp and cp, do not cross nodes."""
+    inside: NDArray[np.bool_] = ranking.column("tp") * ranking.column("cp") <= ranking.cluster.gpus_per_node
+    return inside
+
+
+def _simplest(ranking: Ranking, rows: NDArray[np.int64], default: Layout, *, launched: bool) -> Plan | None:
+    """Return the plan with the fewest settings, then the fastest, of those that are near the fastest.
+
+    ``launched``: only plans that can be launched here count.
+    """
+    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    if launched:
+        first = next((n for n, row in enumerate(rows[:MAX_CHECKED]) if _can_be_launched(ranking, row)), None)
+        rows = rows[:0] if first is None else rows[first:]
+    if not len(rows):
+        return None
+    rows = rows[ranking.step_seconds[rows] <= NEAR * ranking.step_seconds[rows[0]]]
+    rows = _fewest_settings_first(ranking, rows, default)
+    found = (row for row in rows if not launched or _can_be_launched(ranking, row))
+    return ranking.plan(int(next(found)))
+
+
+def _can_be_launched(ranking: Ranking, row: np.int64) -> bool:
+    return is_trained(ranking.plan(int(row)))
+
+
+def _fewest_settings_first(ranking: Ranking, rows: NDArray[np.int64], default: Layout) -> NDArray[np.int64]:
+    changed = np.array([_num_changed(one, default) for one in ranking.candidates])
+    settings = ranking.num_degrees_above_one(rows) + changed[ranking.owners(rows)]
+    return rows[np.argsort(settings, kind="stable")]
+
+
+def _num_changed(found: Candidates, default: Layout) -> int:
+    names = [name for name in default.__dataclass_fields__ if name not in found.table.columns]
+    return sum(getattr(found.layout, name) != getattr(default, name) for name in names)
+
+
+def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
+    """Whether the framework's defaults fit this recipe, and are about as fast as ``plan``."""
+    try:
+        plain = Plan(arch, cluster, recipe, default)
+        order: dict[Any, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
+        if order[assess(plain).state] > min(2, order[assess(plan).state]):
+            return False
+        return plain.step().seconds <= NEAR * plan.step().seconds
+    except ValueError:
+        return False
+
+
+def _leanest(ranking: Ranking, default: Layout) -> Layout:
+    """Return the simplest of the layouts that need about the least memory on a GPU, then the fastest."""
+    inside = np.flatnonzero(_stays_inside_a_node(ranking))
+    rows = inside[ranking.peak_bytes[inside] <= NEAR * ranking.peak_bytes[inside].min()]
+    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    return ranking.plan(int(_fewest_settings_first(ranking, rows, default)[0])).layout

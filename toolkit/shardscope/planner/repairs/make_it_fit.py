@@ -1,0 +1,189 @@
+"""``make_it_fit``: the cheapest combination of changes with which a plan fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.advice.bench import PAYS
+from shardscope.planner.differences import differences
+from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
+from shardscope.planner.repairs.several import between, keep_options, several
+from shardscope.planner.room import places
+from shardscope.planner.search.search import search
+from shardscope.planner.verdict import State, assess
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.planner.search.ranking import Ranking
+
+NEAR = 1.05
+"""Plans whose step takes up to so many times that of the fastest count as equally cheap: of these the one
+with the fewest changes is chosen, for the median error of a predicted step is 6 %."""
+MAX_PLANS = 200
+"""Of a search's plans, the fastest that are compared with one another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A plan that fits, and the changes that lead to it from one that does not."""
+
+    plan: Plan
+    changes: tuple[str, ...]
+    """Each change: ``recompute none → full``, ``FSDP2 (CPU offload) instead of Megatron-core``."""
+    bytes_won: int
+    """By how much the need falls where it was too much: on the worst rank's GPU, or of host memory or NVMe on
+    the node that needs most."""
+    seconds_lost: float
+    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where not known."""
+    own_framework_fits: bool = False
+    """Whether a plan of the same framework would fit as well, if much slower."""
+
+    @property
+    def words(self) -> str:
+        """All changes in one line."""
+        return ", ".join(self.changes)
+
+
+def make_it_fit(plan: Plan) -> Fit | None:
+    """Return the cheapest combination of changes with which ``plan`` fits; None if it fits, or nothing does.
+
+    Cheapest is the least predicted step time; within 5 % of it, the fewest changes. Plans with the verdict
+    "fits" come before tight ones. What is learnt, the model and the GPUs stay as they are. So does the
+    framework, unless its plans take over three times as long as this one was predicted to and another's are
+    faster: first one that runs the same modules. Only where no such plan fits: the optimizer's state in 8
+    bits, adapters, more nodes, and last a smaller model, each named in :attr:`Fit.changes`. Plans that can be
+    launched here come first, if this one can be.
+    """
+    try:
+        if assess(plan).runs:
+            return None
+    except ValueError:  # There are no formulas for it.
+        return None
+    found = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
+    if found is None:
+        way = several(plan)
+        found = None if way is None else _Found(way.plan, way.plan.layout.framework == plan.layout.framework)
+    return None if found is None else _fit(plan, found.plan, found.own_framework_fits)
+
+
+class _Found(NamedTuple):
+    plan: Plan
+    own_framework_fits: bool
+
+
+def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
+    """Return the cheapest plan of this framework, or of another one if that is much faster."""
+    enough = MAX_TIMES_SLOWER * predict_seconds(plan)
+    best: Plan | None = None
+    own_fits = False
+    for names in _frameworks_by_nearness(plan):
+        found = _cheapest(plan, _offered(plan, names), states)
+        if found is None:
+            continue
+        own_fits = own_fits or names == [plan.layout.framework]
+        if best is None or predict_seconds(found) * PAYS < predict_seconds(best):
+            best = found
+        if predict_seconds(best) <= enough:
+            break
+    return None if best is None else _Found(best, own_fits)
+
+
+def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
+    """Yield this framework, then those that run the same modules, then the ones with modules of their own."""
+    own = plan.layout.framework
+    others = [name for name in frameworks if name != own]
+    yield [own]
+    for is_same in (True, False):
+        kernels = plan.layout.default_kernels
+        names = [
+            one for one in others if (frameworks[one].layout_class.default_kernels == kernels) is is_same
+        ]
+        if names:
+            yield names
+
+
+def _fit(plan: Plan, found: Plan, own_framework_fits: bool) -> Fit:
+    short = assess(plan).shortages[0]
+    needed = {place.name: place.needed_bytes for place in places(found, found.memory())}
+    return Fit(
+        plan=found,
+        changes=between(plan, found).changes,
+        bytes_won=short.needed_bytes - needed.get(short.name, 0),
+        seconds_lost=predict_seconds(found) - predict_seconds(plan),
+        own_framework_fits=own_framework_fits,
+    )
+
+
+def _offered(plan: Plan, names: Sequence[str]) -> list[Plan]:
+    """Return plans of these frameworks on the same GPUs: single changes, then a search's."""
+    steps = [step.plan for step in find_steps(plan) if step.plan.layout.framework in names]
+    return [*steps, *_from_search(plan, names)]
+
+
+def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
+    """Return the fastest plans of a search on the same GPUs that fit: easily, tightly, and perhaps."""
+    try:
+        ranking = search(plan.architecture, plan.cluster, plan.recipe, names)
+    except ValueError:  # A figure is not known.
+        return []
+    if not ranking.num_feasible and ranking.instead is not None:
+        ranking = ranking.instead  # The loss in chunks, which learns the same.
+    feasible, known = ranking.feasible, ranking.is_room_known
+    easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
+    found: list[Plan] = []
+    launched = is_trained(plan)
+    for wanted in (feasible & known & easy, feasible & known & ~easy, feasible & ~known):
+        found += [keep_options(plan, one) for one in _fastest(ranking, np.flatnonzero(wanted), launched)]
+    return found
+
+
+def _fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
+    """Return the plans of those rows near the fastest one; ``launched``: that can be launched, if any can."""
+    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    found: list[Plan] = []
+    fallback: list[Plan] = []
+    for row in rows[: 10 * MAX_PLANS]:
+        one = ranking.plan(int(row))
+        limit = NEAR * (found or fallback or [one])[0].step().seconds
+        if len(found) >= MAX_PLANS or (found and ranking.step_seconds[row] > limit):
+            break
+        if not launched or is_trained(one):
+            found.append(one)
+        elif len(fallback) < MAX_PLANS and ranking.step_seconds[row] <= limit:
+            fallback.append(one)
+    return found or fallback
+
+
+def _cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
+    """Return the cheapest plan with the first of ``states`` that any has, and that trains the same."""
+    same = [one for one in offered if _trains_the_same(plan, one)]
+    if is_trained(plan):
+        same = [one for one in same if is_trained(one)] or same
+    states_of = [(one, assess(one).state) for one in same]
+    for state in states:
+        fitting = [one for one, found in states_of if found == state]
+        if fitting:
+            least = min(map(_sortable_seconds, fitting))
+            near = [one for one in fitting if _sortable_seconds(one) <= NEAR * least]
+            return min(near, key=lambda one: (len(differences(plan, one)), _sortable_seconds(one)))
+    return None
+
+
+def _trains_the_same(plan: Plan, other: Plan) -> bool:
+    """Whether the loss curve would be the same: numbers, adapters and optimizer as they were."""
+    fields = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
+    return (plan.architecture, plan.cluster) == (other.architecture, other.cluster) and all(
+        getattr(plan.recipe, name) == getattr(other.recipe, name) for name in fields
+    )
+
+
+def _sortable_seconds(plan: Plan) -> float:
+    seconds = predict_seconds(plan)
+    return math.inf if math.isnan(seconds) else seconds

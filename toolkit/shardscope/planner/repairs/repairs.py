@@ -1,0 +1,163 @@
+"""``plan.repairs()``: the single changes that make a plan fit, cheapest in predicted time first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.html_table import html_table
+from shardscope.core.words import gib
+from shardscope.planner.repairs.changes import Change, Ladder, ladders
+from shardscope.planner.room import Place, fits, places, shortages
+from shardscope.timing.paging import travelling_bytes
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+MAX_HALF_WAY = 6
+"""Steps that are returned where none is enough."""
+
+MAX_TIMES_SLOWER = 3.0
+"""How many times as long a step may take for a change to be offered by itself: beyond that several changes
+together, or another framework, nearly always do better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
+
+
+class Repair(NamedTuple):
+    """One change of a plan that does not fit; unpacks as ``change, plan, bytes_won, seconds_lost``."""
+
+    change: str
+    """What is changed, in words."""
+    plan: Plan
+    """The changed plan."""
+    bytes_won: int
+    """By how much the need falls where it was too much: the peak of the worst rank, or what a node needs of
+    host memory or NVMe where only that is short."""
+    seconds_lost: float
+    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where something that
+    decides it is not known, for which ``plan.step()`` raises."""
+
+
+class Repairs(list[Repair]):
+    """A list of repairs that shows itself as a table at the end of a notebook cell."""
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>No single change: the plan fits, or only several together would make it fit.</p>"
+        rows = [(one.change, round(one.bytes_won / 2**30, 1), one.seconds_lost) for one in self]
+        return html_table(("change", "GiB saved", "seconds more per step"), rows)
+
+
+class _Tried(NamedTuple):
+    change: Change
+    won: int
+    is_enough: bool
+
+
+def repairs(plan: Plan) -> Repairs:
+    """Return the single changes that make ``plan`` fit, cheapest in time first; none if it fits already.
+
+    Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough. A change whose
+    step takes more than :data:`MAX_TIMES_SLOWER` times as long is not among them; one whose time is not known
+    is. Where nothing is left, ``make_it_fit`` combines changes.
+    """
+    seconds = predict_seconds(plan)
+    return Repairs(
+        step
+        for step in find_steps(plan)
+        if fits(step.plan, step.plan.memory()) and not _is_too_slow(step, seconds)
+    )
+
+
+def _is_too_slow(repair: Repair, seconds: float) -> bool:
+    """Whether a step of the changed plan takes too many times the ``seconds`` of the plan as it is."""
+    return repair.seconds_lost > (MAX_TIMES_SLOWER - 1) * seconds  # False where either is not known
+
+
+def find_steps(plan: Plan) -> list[Repair]:
+    """Return single changes of a plan that does not fit: all that are enough, at whatever cost in time.
+
+    Where no single change is enough, the ones that save most, the best first: steps on the way to a
+    combination.
+    """
+    report = plan.memory()
+    short = shortages(plan, report)
+    if not short:
+        return Repairs()
+    enough: list[_Tried] = []
+    half_way: list[_Tried] = []
+    for ladder in ladders(plan):
+        best = _best(ladder, short[0])
+        if best is not None:
+            (enough if best.is_enough else half_way).append(best)
+    seconds = predict_seconds(plan)
+    if not enough:
+        half_way.sort(key=lambda tried: -tried.won)
+        return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
+    return sorted((_priced(tried, seconds) for tried in enough), key=_cheapest_first)
+
+
+def _best(ladder: Ladder, short: Place) -> _Tried | None:
+    """The first step that is enough, else the one that wins most of what is ``short``."""
+    best: _Tried | None = None
+    for change in ladder:
+        try:
+            report = change.plan.memory()
+        except ValueError:  # the plan can run, but there are no formulas for it
+            continue
+        needed = {place.name: place.needed_bytes for place in places(change.plan, report)}
+        won = short.needed_bytes - needed.get(short.name, 0)
+        if won <= 0:
+            continue
+        if fits(change.plan, report):
+            return _Tried(change, won, True)
+        if best is None or won > best.won:
+            best = _Tried(change, won, False)
+    return best
+
+
+def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
+    unknown = math.isnan(repair.seconds_lost)
+    return unknown, 0.0 if unknown else repair.seconds_lost, -repair.bytes_won
+
+
+def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
+    """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it, for each of them."""
+    report = plan.memory()
+    short = shortages(plan, report)
+    of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
+    seconds = predict_seconds(plan)
+    return [
+        f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
+        f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
+        for repair in repairs
+    ]
+
+
+def _cost_words(repair: Repair, whole: float) -> str:
+    if math.isnan(repair.seconds_lost) or math.isnan(whole):
+        return "time unknown"
+    share = repair.seconds_lost / whole
+    if abs(share) < 0.005:
+        return "about as fast"
+    if share > 1:
+        return f"about {1 + share:.{0 if share > 9 else 1}f}x slower"
+    return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
+
+
+def _paging_words(repair: Repair) -> str:
+    return ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
+
+
+def _priced(tried: _Tried, seconds: float) -> Repair:
+    """``tried`` with its time beside the ``seconds`` of the plan as it is."""
+    changed = predict_seconds(tried.change.plan)
+    return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
+
+
+def predict_seconds(plan: Plan) -> float:
+    """Return the predicted seconds of one step; NaN where a figure is missing."""
+    try:
+        return plan.step().seconds
+    except ValueError:
+        return math.nan

@@ -1,0 +1,65 @@
+"""Single changes that save memory in a plan that fits, at little cost in time or none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from shardscope.planner.repairs.changes import ladders
+from shardscope.planner.repairs.repairs import Repair, predict_seconds
+from shardscope.planner.room import fits
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.memory.report import MemoryReport
+
+MAX_SAVINGS = 3
+LEAST_SHARE_SAVED = 0.01
+"""Share of the GPU's usable bytes that a change has to save."""
+MOST_SHARE_LOST = 0.15
+"""Share of the step's seconds that a change may cost."""
+SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
+"""Recipe fields that a change leaves alone: nobody asked for other training."""
+
+
+def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
+    """Return single changes that save memory in a plan that fits, at little cost, most bytes first.
+
+    Of each field of the recipe, the cheapest change. None of them changes what is trained or the layout.
+    """
+    seconds = predict_seconds(plan)
+    best: dict[str, Repair] = {}
+    for ladder in ladders(plan):
+        for change in ladder:
+            changed = changed_fields(plan, change.plan)
+            if len(changed) != 1 or changed[0] in SAME_TRAINING or change.plan.layout != plan.layout:
+                continue
+            try:
+                after = change.plan.memory()
+            except ValueError:  # A plan that can run, but that no formula covers.
+                continue
+            saved = report.peak_bytes - after.peak_bytes
+            if saved < LEAST_SHARE_SAVED * report.usable_bytes or not fits(change.plan, after):
+                continue
+            lost = predict_seconds(change.plan) - seconds
+            if lost > MOST_SHARE_LOST * seconds:
+                continue
+            saving = Repair(change.words, change.plan, saved, lost)
+            known = best.get(changed[0])
+            if known is None or _cost(saving, seconds) < _cost(known, seconds):
+                best[changed[0]] = saving
+    return sorted(best.values(), key=lambda saving: -saving.bytes_won)[:MAX_SAVINGS]
+
+
+def changed_fields(before: Plan, after: Plan) -> list[str]:
+    """Return the names of the recipe's fields in which two plans differ."""
+    recipes = before.recipe, after.recipe
+    names = [field.name for field in fields(before.recipe)]
+    return [name for name in names if getattr(recipes[0], name) != getattr(recipes[1], name)]
+
+
+def _cost(saving: Repair, seconds: float) -> tuple[float, int]:
+    """Order changes by per cent of time lost, then by bytes saved."""
+    share = saving.seconds_lost / seconds
+    return (math.inf if math.isnan(share) else max(0, round(100 * share)), -saving.bytes_won)

@@ -1,0 +1,209 @@
+"""Several changes, one upon the other, that together make a plan fit where no single one is enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from shardscope.catalog import models
+from shardscope.core.cluster import MAX_NODES
+from shardscope.core.recipe import Method
+from shardscope.frameworks.registry import frameworks as known
+from shardscope.planner.advice.words import named
+from shardscope.planner.differences import differences
+from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
+from shardscope.planner.room import fits
+from shardscope.planner.search.search import search
+
+if TYPE_CHECKING:
+    from shardscope.core.layout import Layout
+    from shardscope.core.plan import Plan
+
+METHODS = get_args(Method)
+MOST_CHANGES = 4
+"""One upon the other; who needs more is better served by a search."""
+KEPT = 2
+"""Plans of each round that the next one goes on from: those that win most."""
+MOST_TIMES_THE_NODES = 64
+
+
+class Way(NamedTuple):
+    """A plan that fits, or on the way to one, and what makes it of the one that does not."""
+
+    changes: tuple[str, ...]
+    plan: Plan
+    seconds_lost: float = 0.0
+    """Of an optimizer step; NaN where that is not known."""
+
+    @property
+    def words(self) -> str:
+        """``recompute none → selective, optimizer adamw → adamw_8bit``."""
+        return ", ".join(self.changes)
+
+
+def several(plan: Plan) -> Way | None:
+    """The nearest plan that fits, for one that no change of ``plan.repairs()`` is enough for; None: none was
+    found.
+
+    First the fewest such changes, each upon those that win most, and of equally few the fastest. Then what a
+    search ranks first, of any framework. Only then adapters in place of full training, more nodes, and last a
+    smaller model of the catalogue.
+    """
+    found, stuck = _step_by_step(plan, [plan.recipe.method])
+    found = found or searched(plan) or _step_by_step(plan, METHODS)[0]
+    if found is None:
+        ways = [*stuck, *of_other_frameworks(plan)]
+        found = on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
+    return None if found is None else between(plan, found.plan)
+
+
+def between(before: Plan, after: Plan) -> Way:
+    """All in which two plans differ, and nothing that one step did and a later one undid."""
+    told = [
+        f"{named(after, after.recipe)} instead of {named(before, before.recipe)}"
+        if one.field == "framework"
+        else str(one)
+        for one in differences(before, after)
+    ]
+    return Way(tuple(told), after)
+
+
+def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
+    """What is enough in the first round in which anything is, and otherwise how far the last one came."""
+    ways = [Way((), plan)]
+    most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
+    for _ in range(MOST_CHANGES):
+        further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
+        # "not ... >": a time that is not known is no reason against a plan.
+        enough = [way for way in further if _has_room(way.plan) and not way.seconds_lost > most]
+        if enough:
+            return min(enough, key=partial(_cheapest_first, plan)), ways
+        if not further:
+            break
+        further = [way for way in further if not _has_room(way.plan)] or further
+        ways = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
+    return None, ways
+
+
+def _further(way: Way) -> Iterator[Way]:
+    for repair in find_steps(way.plan):
+        yield Way((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
+
+
+def _apart(ways: list[Way]) -> list[Way]:
+    """Without those that come to the same in another order."""
+    found: list[Way] = []
+    for way in ways:
+        if all(way.plan != other.plan for other in found):
+            found.append(way)
+    return found
+
+
+def _cheapest_first(plan: Plan, way: Way) -> tuple[bool, bool, float]:
+    """Narrower numbers come after all else that is enough: the preflight has something against them too."""
+    is_narrower = way.plan.recipe.precision != plan.recipe.precision
+    return is_narrower, math.isnan(way.seconds_lost), way.seconds_lost
+
+
+def _has_room(plan: Plan) -> bool:
+    return fits(plan, plan.memory())
+
+
+def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0) -> Way | None:
+    """What a search over the same GPUs ranks first, with ``headroom_bytes`` of each card free; None: nothing
+    fits so, or a figure is not known."""
+    nouns = plan.architecture, plan.cluster, plan.recipe
+    try:
+        found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
+    except ValueError:
+        return None
+    kept = keep_options(plan, found)
+    free = kept.cluster.usable_bytes_per_gpu - kept.memory().peak_bytes
+    return between(plan, kept if _has_room(kept) and free >= headroom_bytes else found)
+
+
+def keep_options(plan: Plan, found: Plan) -> Plan:
+    """Return ``found`` with those options as ``plan`` has them that a search leaves as the framework does."""
+    if type(found.layout) is not type(plan.layout):
+        return found
+    own = {
+        field.name: getattr(plan.layout, field.name)
+        for field in fields(found.layout)
+        if field.name not in found.layout.choices and getattr(found.layout, field.name) == field.default
+    }
+    try:
+        kept = replace(found, layout=replace(found.layout, **{**own, **_derived(found.layout)}))
+        kept.memory()
+    except ValueError:
+        return found
+    return kept
+
+
+def _derived(layout: Layout) -> dict[str, None]:
+    return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
+
+
+def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+    """The fewest nodes, doubled each time, on which one more change at most is enough; None: nothing is on
+    :data:`MOST_TIMES_THE_NODES` times as many, or there is but this one machine."""
+    if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks
+        return None
+    for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
+        larger = [found for way in ways if (found := _with_nodes(way, 2**power))]
+        for one in [*larger, *(each for way in larger for each in _further(way))]:
+            if is_enough(one.plan):
+                return one
+    return None
+
+
+def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+    """The largest of the catalogue with which one of ``ways`` is enough, its own family first."""
+    own = ways[0].plan.architecture
+    smaller = [
+        model for model in map(models.__getitem__, models) if model.num_parameters < own.num_parameters
+    ]
+    for model in sorted(smaller, key=lambda one: (one.model_type != own.model_type, -one.num_parameters)):
+        for way in ways:
+            try:
+                plan = replace(way.plan, architecture=model)
+                found = is_enough(plan)
+            except ValueError:
+                continue
+            if found:
+                return Way((f"A smaller model: {model.name}", *way.changes), plan)
+    return None
+
+
+def of_other_frameworks(plan: Plan) -> Iterator[Way]:
+    """As each of them comes: some have no part of a node's memory that never shrinks."""
+    for framework in known.values():
+        try:
+            other = replace(plan, layout=framework.layout_class())
+            other.memory()
+        except ValueError:
+            continue
+        yield Way((other.layout.description,), other)
+
+
+def _with_nodes(way: Way, times: int) -> Way | None:
+    """Every rank as busy as before: the batch grows where it would be too small for them."""
+    plan = way.plan
+    num_nodes = plan.cluster.num_nodes * times
+    if num_nodes > MAX_NODES:
+        return None
+    cluster = replace(plan.cluster, num_nodes=num_nodes)
+    layout = replace(plan.layout, **_derived(plan.layout))
+    for batch in (plan.recipe.global_batch_size, plan.recipe.global_batch_size * times):
+        recipe = replace(plan.recipe, global_batch_size=batch)
+        try:
+            larger = replace(plan, cluster=cluster, recipe=recipe, layout=layout)
+            larger.memory()
+        except ValueError:
+            continue
+        told = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
+        told += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
+        return Way((*told, *way.changes), larger)
+    return None

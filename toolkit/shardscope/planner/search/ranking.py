@@ -1,0 +1,422 @@
+"""What a search found: every plan's bytes and seconds as columns, and the plans that are worth a look."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.core.html_table import html_table
+from shardscope.core.words import gib
+from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.planner.search.misses import Miss, nearest, why_none
+from shardscope.timing.report import HOUR_SECONDS
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+    from shardscope.planner.search.candidates import Candidates
+    from shardscope.planner.search.room import Needs
+
+SHOWN_ROWS = 10
+"""Plans of a ranking's table at the end of a cell."""
+
+AS_FAST = 1.01
+"""Plans whose step takes up to so many times that of the fastest count as equally fast: the median error of a
+predicted step is 6 %, so that less than a sixth of it says nothing of which is faster."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranking:
+    """All plans that a search evaluated. Columns have a number for each, shape ``(num_evaluated,)``.
+
+    :attr:`order` ranks those that fit by speed, but for two things. Within 1 % of the fastest
+    (:data:`AS_FAST`) a prediction cannot tell plans apart: there the plainest is first, which has the fewest
+    degrees above 1 and options (chunks, offload, recomputation), then the fewest chunks, then the most
+    headroom. And plans that need host memory or NVMe whose size the cluster does not say come after those
+    that need none: :attr:`unsaid` says how many there are.
+    """
+
+    architecture: Architecture
+    cluster: Cluster
+    recipe: Recipe
+    seconds: float
+    """What the search took."""
+    peak_bytes: NDArray[np.int64]
+    """On the worst rank, as ``plan.memory().peak_bytes``."""
+    step_seconds: NDArray[np.float64]
+    """One optimizer step, as ``plan.step().seconds``."""
+    host_bytes: NDArray[np.int64]
+    """Host memory on the node that needs most."""
+    nvme_bytes: NDArray[np.int64]
+    """NVMe on the node that needs most."""
+    making_bytes: NDArray[np.int64]
+    """Host memory of a node while its ranks make or load the model."""
+    headroom_wanted_bytes: int
+    """What is to stay free of each card."""
+    refused: Mapping[str, str]
+    """Frameworks of which no plan was evaluated, and why."""
+    candidates: tuple[Candidates, ...]
+    """Whose rows the columns are, one after the other."""
+
+    instead: Ranking | None = None
+    """Where nothing fits, what a recipe near to this one does: of a global batch that leaves no plan to
+    evaluate the nearest that divides evenly, otherwise the loss in chunks."""
+
+    @property
+    def num_evaluated(self) -> int:
+        """Plans whose memory and step were computed."""
+        return len(self.peak_bytes)
+
+    @property
+    def num_feasible(self) -> int:
+        """Of these, plans that fit, with the headroom that was asked for."""
+        return int(self.feasible.sum())
+
+    @cached_property
+    def headroom_bytes(self) -> NDArray[np.int64]:
+        """What stays free of the worst rank's card; below 0: what is missing."""
+        return self.cluster.usable_bytes_per_gpu - self.peak_bytes
+
+    @cached_property
+    def tokens_per_second_per_gpu(self) -> NDArray[np.float64]:
+        """Tokens of the global batch over the step and all GPUs."""
+        tokens = self.recipe.global_batch_size * self.recipe.seq_len
+        return tokens / self.step_seconds / self.cluster.num_gpus
+
+    @cached_property
+    def cost_per_token(self) -> NDArray[np.float64] | None:
+        """US dollars for one token; None where no price is known."""
+        price = self.cluster.price_per_hour_usd
+        if price is None:
+            return None
+        return price / HOUR_SECONDS / (self.tokens_per_second_per_gpu * self.cluster.num_gpus)
+
+    @cached_property
+    def framework(self) -> NDArray[np.str_]:
+        """Whose layout it is: the registry's name."""
+        names = [found.layout.framework for found in self.candidates]
+        return np.repeat(np.array(names, str), [found.num_plans for found in self.candidates])
+
+    @cached_property
+    def feasible(self) -> NDArray[np.bool_]:
+        """Whether it fits: the cards with the headroom asked for, its nodes' host memory and NVMe."""
+        found = np.ones(self.num_evaluated, bool)
+        for short in self.lacks.values():
+            found &= short <= 0
+        return found
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Rows of feasible plans: the plainest of those within 1 % of the fastest first, then by speed;
+        those that need what the cluster says no size of come last."""
+        rows = self._by_speed
+        if not len(rows):
+            return rows
+        told = self.is_room_known[rows]
+        rows = np.concatenate([rows[told], rows[~told]])
+        # Of those whose room is not known none goes before one whose room is.
+        leading = rows[: int(told.sum()) or len(rows)]
+        num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
+        alike = leading[:num]
+        keys = (-self.headroom_bytes[alike], self.column("vpp")[alike], self._num_turned_on(alike))
+        return np.concatenate([alike[np.lexsort(keys)], rows[num:]])
+
+    @cached_property
+    def is_room_known(self) -> NDArray[np.bool_]:
+        """Whether the cluster says how much there is of all that the plan needs in its steps.
+
+        Making the model is left out: every framework's small plans pass through host memory before the first
+        step, and would all come after those of another that does not.
+        """
+        found = np.ones(self.num_evaluated, bool)
+        for needed in self._open.values():
+            found &= needed == 0
+        return found
+
+    @property
+    def unsaid(self) -> str:
+        """How many of the plans that fit need memory of which the cluster says no size, and why they come
+        last; empty: none."""
+        feasible = self.feasible
+        num = int((feasible & ~self.is_room_known).sum())
+        if not num:
+            return ""
+        told = [
+            f"{name} ({gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
+            for name, needed in self._open.items()
+            if (feasible & (needed > 0)).any()
+        ]
+        verb = "needs" if num == 1 else "need"
+        last = "" if num == self.num_feasible else " They come after the others."
+        return (
+            f"{num:,} of the {self.num_feasible:,} plans that fit {verb} {' or '.join(told)}, and the "
+            f"cluster does not say how much a node has: whether it is there is for you to say.{last}"
+        )
+
+    @property
+    def best(self) -> Plan:
+        """The first plan of :attr:`order`: within 1 % of the fastest that fits, and the plainest of these.
+
+        Raises ``ValueError`` naming the nearest misses where none fits.
+        """
+        if not len(self.order):
+            raise ValueError(why_none(self))
+        return self.plan(int(self.order[0]))
+
+    def plan(self, index: int) -> Plan:
+        """The plan of a row, made as a person would make it. Raises ``IndexError`` for no row."""
+        self._check_row(index)
+        place = bisect_right(self._starts, index) - 1
+        return self.candidates[place].plan(self.cluster, int(index) - self._starts[place])
+
+    @property
+    def is_feasible(self) -> NDArray[np.bool_]:
+        """The same as :attr:`feasible`: whether each plan's memory is there. Whether it can be launched is
+        for :meth:`why_not_launched`, of one plan at a time."""
+        return self.feasible
+
+    def why_not(self, index: int) -> str:
+        """Return why a plan cannot run: the memory that is short, or why it cannot be launched here; or "".
+
+        ``32.0 GiB over the GPU's memory``, ``needs 1,240 GiB of host memory on each node, which has 1,000``.
+        Raises ``IndexError`` for no row.
+        """
+        self._check_row(index)
+        short = [
+            _say_lack(name, int(lack[index]), self.rooms[name])
+            for name, lack in self.lacks.items()
+            if lack[index] > 0
+        ]
+        if short:
+            return " and ".join(short)
+        refusal = self.why_not_launched(index)
+        return f"cannot be launched here: {refusal}" if refusal else ""
+
+    def why_not_launched(self, index: int) -> str:
+        """Return why no engine here runs a plan, whatever its memory; "" if one does.
+
+        Raises ``IndexError`` for no row.
+        """
+        if index not in self._launch_refusals:
+            self._launch_refusals[index] = why_not_trained(self.plan(index)) or ""
+        return self._launch_refusals[index]
+
+    @cached_property
+    def _launch_refusals(self) -> dict[int, str]:
+        return {}
+
+    def _check_row(self, index: int) -> None:
+        if not 0 <= index < self.num_evaluated:
+            raise IndexError(f"row {index} of {self.num_evaluated:,} plans")
+
+    def pareto(self) -> NDArray[np.int64]:
+        """Rows of feasible plans that no other outdoes in both speed and memory, the fastest first."""
+        rows = self._by_speed
+        peaks = self.peak_bytes[rows]
+        least = np.minimum.accumulate(peaks)
+        better = np.ones(len(rows), bool)
+        better[1:] = peaks[1:] < least[:-1]
+        return rows[better]
+
+    @cached_property
+    def misses(self) -> tuple[Miss, ...]:
+        """The plans nearest to fitting that do not, each of another layout's framework first."""
+        return nearest(self)
+
+    @cached_property
+    def missing_share(self) -> NDArray[np.float64]:
+        """The most that a plan lacks of any place, as a share of what there is of it; 0: it fits."""
+        found = np.zeros(self.num_evaluated)
+        for name, short in self.lacks.items():
+            found = np.maximum(found, short / max(1, self.rooms[name]))
+        return found
+
+    def to_frame(self, limit: int | None = None) -> pd.DataFrame:
+        """A row for each plan, ``limit`` at most: feasible ones as in :attr:`order`, then the nearest."""
+        import pandas as pd
+
+        rows = self.order[:limit]
+        if limit is None or len(rows) < limit:
+            others = np.flatnonzero(~self.feasible)
+            others = others[np.lexsort((self.step_seconds[others], self.missing_share[others]))]
+            rows = np.concatenate([rows, others])[:limit]
+        found: dict[str, Any] = {
+            "framework": self.framework[rows],
+            "layout": self.options(rows),
+            "recompute": self.recompute[rows],
+            MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
+            **{name: self.column(name)[rows] for name in DEGREES},
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu[rows],
+            "step_seconds": self.step_seconds[rows],
+            "peak_bytes": self.peak_bytes[rows],
+            "headroom_bytes": self.headroom_bytes[rows],
+            "host_bytes": self.host_bytes[rows],
+            "nvme_bytes": self.nvme_bytes[rows],
+            "making_bytes": self.making_bytes[rows],
+            "missing_share": self.missing_share[rows],
+            "feasible": self.feasible[rows],
+            "is_room_known": self.is_room_known[rows],
+        }
+        if self.cost_per_token is not None:
+            found["cost_per_token"] = self.cost_per_token[rows]
+        return pd.DataFrame(found, index=pd.Index(rows, name="plan"))
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
+        ``data_parallel``) of each plan; 1 where a framework has none of it."""
+        found = self._columns.get(name)
+        if found is None:
+            parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
+            found = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            self._columns[name] = found
+        return found
+
+    @cached_property
+    def recompute(self) -> NDArray[np.str_]:
+        """What is recomputed, by plan."""
+        return self._repeated([found.recipe.recompute for found in self.candidates])
+
+    def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+        """What the layouts of some rows choose beside their degrees, in words."""
+        return np.array([_options(found.layout) for found in self.candidates], str)[self.owners(rows)]
+
+    @cached_property
+    def _by_speed(self) -> NDArray[np.int64]:
+        """Rows of feasible plans, the fastest first; of equally fast ones the plainest, then the leanest."""
+        rows = np.flatnonzero(self.feasible)
+        if not len(rows):
+            return rows
+        seconds = self.step_seconds[rows]
+        alike = np.round(seconds / seconds.min(), 9)
+        return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), alike))]
+
+    def num_degrees_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many degrees of some rows are above 1, but for ``data_parallel``, which follows."""
+        above = [self.column(name)[rows] > 1 for name in DEGREES if name != "data_parallel"]
+        found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
+        return found
+
+    def _num_turned_on(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What a person has to set and understand: degrees above 1, offload and recomputation."""
+        extras = [_num_extras(found) for found in self.candidates]
+        beside: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
+        return self.num_degrees_above_one(rows) + beside
+
+    @cached_property
+    def _columns(self) -> dict[str, NDArray[np.int64]]:
+        return {}
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        sizes = [found.num_plans for found in self.candidates]
+        return [0, *np.cumsum(sizes[:-1], dtype=int).tolist()] if sizes else []
+
+    @cached_property
+    def rooms(self) -> dict[str, int]:
+        """Bytes that plans may take of each place whose size the cluster says."""
+        cluster = self.cluster
+        found = {
+            "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
+            "host memory": cluster.host_memory_bytes,
+            "NVMe": cluster.nvme_bytes,
+            "host memory while the model is made": cluster.host_memory_bytes,
+        }
+        return {name: room for name, room in found.items() if room is not None}
+
+    @cached_property
+    def lacks(self) -> dict[str, NDArray[np.int64]]:
+        """Bytes that are missing in each place whose size is known; 0 or less: none."""
+        needed = {
+            "GPU memory": self.peak_bytes,
+            "host memory": self.host_bytes,
+            "NVMe": self.nvme_bytes,
+            "host memory while the model is made": self.making_bytes,
+        }
+        return {name: needed[name] - room for name, room in self.rooms.items()}
+
+    @cached_property
+    def _open(self) -> dict[str, NDArray[np.int64]]:
+        """What plans need in a step of the places whose size the cluster does not say."""
+        needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
+        return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}
+
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Whose rows they are, by place in :attr:`candidates`."""
+        return np.searchsorted(np.array(self._starts), rows, side="right") - 1
+
+    def _repeated(self, values: list[str]) -> NDArray[np.str_]:
+        return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
+
+    def _repr_html_(self) -> str:
+        """The ten best plans as a table."""
+        frame = self.to_frame(limit=SHOWN_ROWS)
+        rows = [
+            (
+                line["framework"],
+                line["layout"],
+                line["recompute"],
+                int(line[MICRO_BATCH_SIZE]),
+                ", ".join(f"{name} {line[name]}" for name in DEGREES if line[name] > 1),
+                float(line["tokens_per_second_per_gpu"]),
+                float(line["step_seconds"]),
+                round(float(line["peak_bytes"]) / 2**30, 1),
+                bool(line["feasible"]),
+            )
+            for _, line in frame.iterrows()
+        ]
+        head = (
+            "framework", "layout", "recompute", "micro-batch", "degrees", "tokens/s per GPU",
+            "seconds per step", "peak GiB", "fits",
+        )  # fmt: skip
+        caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
+        return html_table(head, rows, f"{caption}; the best {len(rows)}")
+
+    def __repr__(self) -> str:
+        unsaid = f" {self.unsaid}" if self.unsaid else ""
+        return (
+            f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
+            f"{self.seconds:.2f} s.{unsaid}>"
+        )
+
+
+def _say_lack(name: str, num_bytes: int, room_bytes: int) -> str:
+    if name == "GPU memory":
+        return f"{gib(num_bytes)} GiB over the GPU's memory"
+    of = "on NVMe" if name == "NVMe" else f"of {name}"
+    if gib(room_bytes + num_bytes) == gib(room_bytes):  # They differ by less than what is shown.
+        return f"needs {gib(num_bytes)} GiB {of} more than the {gib(room_bytes)} GiB that each node has"
+    return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
+
+
+def _options(layout: Any) -> str:
+    """What distinguishes a layout whose degrees are 1."""
+    plain = type(layout)()
+    changed = [
+        f"{name}={getattr(layout, name)}"
+        for name in layout.choices
+        if name not in DEGREES and getattr(layout, name) != getattr(plain, name)
+    ]
+    return f"{layout.title}{' (' if changed else ''}{', '.join(changed)}{')' if changed else ''}"
+
+
+def _num_extras(found: Candidates) -> int:
+    """Places of a layout that are moved off the GPU, and recomputation."""
+    names = [name for name in found.layout.choices if name.startswith("offload")]
+    moved = sum(getattr(found.layout, name) is not None for name in names)
+    return moved + (found.recipe.recompute != "none")
+
+
+def of_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:
+    """One place's bytes of all plans."""
+    return np.concatenate([getattr(one, name) for one in needs]) if needs else np.zeros(0, np.int64)

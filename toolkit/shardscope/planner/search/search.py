@@ -1,0 +1,227 @@
+"""``ss.search``: every layout, micro-batch and recomputation of every framework, evaluated and ranked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.core.architecture import Architecture
+from shardscope.core.cluster import Cluster
+from shardscope.core.errors import FieldError, nearest, one_of, refuse, whole_number
+from shardscope.core.plan import Plan, check_noun
+from shardscope.core.recipe import Recipe
+from shardscope.frameworks.registry import frameworks as known
+from shardscope.memory.activations.forward import modules_of
+from shardscope.planner.search.candidates import Candidates, candidates_of
+from shardscope.planner.search.ranking import Ranking, of_needs
+from shardscope.planner.search.room import Needs, making_bytes, needs
+from shardscope.prediction.batch.memory import stage_bytes
+from shardscope.prediction.batch.step import step_seconds
+from shardscope.prediction.support import check_sequence, check_targets
+from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.layers import PEAKS
+from shardscope.timing.rates import check_links
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+Progress = Callable[[str, float], object]
+"""Is called with words and a fraction; what it raises ends the search."""
+
+
+def search(
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    frameworks: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    *,
+    headroom_bytes: int = 0,
+) -> Ranking:
+    """Every plan of the grid below, its peak bytes and the seconds of its step, ranked by tokens a second.
+
+    Within 1 % of the fastest the plainest is first, and plans that need host memory or NVMe of a size that
+    ``cluster`` does not say are last: :class:`Ranking`.
+
+    The grid, of each framework in ``frameworks`` (None: all), over all GPUs of ``cluster``, with the global
+    batch of ``recipe``: every degree that divides the GPUs and what it cuts (tensor, pipeline, context and
+    expert parallel, copies of a sharded state), chunks of a pipeline stage (Megatron-core: all that come out
+    even; FSDP2: powers of two), micro-batches of 1, 2, 4, ... sequences that divide the batch, and the
+    recipe's own; no, selective or full recomputation or offloaded activations, as the framework has them, at
+    the recipe's interval. Of each framework's options: ``reshard_after_forward`` True and False and state in
+    host memory (FSDP2); stages 0 to 3 and places of optimizer and parameters (DeepSpeed ZeRO, NVMe where the
+    cluster says how fast its is); sequence parallelism, the distributed optimizer and experts cut by tp or
+    not (Megatron-core). Everything else is the recipe's, or the framework's default; ``plan.findings()`` says
+    where one of these is worth another look. What a ``Plan`` refuses is not in it.
+
+    ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
+    feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
+    ``Ranking.instead`` is the same search with the nearest batch of which each GPU has an equal part; where
+    no plan fits, with the loss in chunks, which the grid has only if the recipe says so. Raises
+    ``ValueError`` for what is no noun, a figure of the GPU that is not known, and a recipe that no framework
+    could run.
+    """
+    start = time.perf_counter()
+    for field, noun, kind in (
+        ("arch", arch, Architecture),
+        ("cluster", cluster, Cluster),
+        ("recipe", recipe, Recipe),
+    ):
+        check_noun(field, noun, kind)
+    whole_number("headroom_bytes", headroom_bytes, low=0, high=2**50)
+    names = _names(frameworks)
+    check_targets(arch, recipe)
+    check_sequence(arch, recipe)
+    rates = rates_for(cluster)
+    rates.matrix(PEAKS[recipe.precision])
+    rates.memory()
+    check_links(cluster, rates)
+    refused: dict[str, str] = {}
+    asked: list[Candidates] = []
+    for name in names:
+        _tell(progress, f"The grid of {known[name].title}", 0.0)
+        try:
+            offered = list(candidates_of(name, arch, cluster, recipe))
+        except FieldError as refusal:
+            refused[name] = str(refusal)
+            continue
+        if not offered:
+            refused[name] = _why_none(name, arch, cluster, recipe)
+        asked += offered
+    ranking = rank(
+        arch,
+        cluster,
+        recipe,
+        asked,
+        refused=refused,
+        headroom_bytes=headroom_bytes,
+        progress=progress,
+        start=start,
+    )
+    other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
+    if other is None:
+        return ranking
+    # Told beside what was asked for, never in its place.
+    return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
+
+
+def rank(
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    asked: list[Candidates],
+    *,
+    refused: dict[str, str] | None = None,
+    headroom_bytes: int = 0,
+    progress: Progress | None = None,
+    start: float | None = None,
+) -> Ranking:
+    """Evaluate ``asked`` and rank it; ``refused`` has the frameworks that offered nothing, and why.
+
+    ``start`` is when the search began, by ``time.perf_counter()``.
+    """
+    start = time.perf_counter() if start is None else start
+    refused = {} if refused is None else refused
+    total, done = sum(one.num_plans for one in asked), 0
+    found: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
+    for place, one in _by_table(asked):
+        name = one.layout.framework
+        done += one.num_plans
+        try:
+            found[place] = evaluate(one, cluster)
+        except FieldError as refusal:
+            # A Plan can be made of it, but there are no formulas for it.
+            refused[name] = str(refusal)
+            continue
+        _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    answered = [asked[place] for place in sorted(found)]
+    memory = [found[place][0] for place in sorted(found)]
+    seconds = [found[place][1] for place in sorted(found)]
+    told = {one.layout.framework for one in answered}
+    return Ranking(
+        architecture=arch,
+        cluster=cluster,
+        recipe=recipe,
+        peak_bytes=of_needs(memory, "peak"),
+        host_bytes=of_needs(memory, "host"),
+        nvme_bytes=of_needs(memory, "nvme"),
+        making_bytes=of_needs(memory, "making"),
+        step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
+        headroom_wanted_bytes=headroom_bytes,
+        refused={name: why for name, why in refused.items() if name not in told},
+        candidates=tuple(answered),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:
+    """The nearest recipe that may have plans where this one has none; None: there is no such."""
+    if not is_uneven:
+        # The grid has the recipe's loss. In chunks it learns the same, and whole logits are gone.
+        may_be_cut = recipe.loss is None and recipe.kernels is None
+        return replace(recipe, loss="chunked") if may_be_cut else None
+    at_once = cluster.num_gpus * recipe.micro_batch_size
+    if recipe.global_batch_size % at_once == 0:
+        return None
+    return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
+
+
+def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
+    """All with their places, those of one table one after another: they have most of their numbers in common.
+
+    Tables keep nothing of what was computed in the end.
+    """
+    tables: dict[int, list[int]] = {}
+    for place, one in enumerate(asked):
+        tables.setdefault(id(one.table), []).append(place)
+    for places in tables.values():
+        try:
+            yield from ((place, asked[place]) for place in places)
+        finally:
+            asked[places[0]].table.rows.forget()
+
+
+def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
+    """What each of them needs, and the seconds of its step, through the formulas of one plan.
+
+    Raises ``ValueError`` for what there are no formulas for.
+    """
+    table, recipe, layout = found.table, found.recipe, found.layout
+    plans: Any = table.plans(cluster, recipe, layout)
+    modules = modules_of(plans)
+    stage = table.stage(plans, layout)
+    making = making_bytes(table, cluster, recipe, layout)
+    needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
+    if recipe.optimizer.startswith("paged"):
+        # What travels depends on the whole report; only DDP pages, and has a handful of plans.
+        each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]
+        return needed, np.array(each, np.float64)
+    return needed, step_seconds(table, plans, stage)
+
+
+def _names(frameworks: Sequence[str] | None) -> list[str]:
+    if frameworks is None:
+        return list(known)
+    if isinstance(frameworks, str) or not isinstance(frameworks, Iterable) or not frameworks:
+        meant = nearest(frameworks, list(known)) if isinstance(frameworks, str) else next(iter(known))
+        refuse("frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({meant!r},)")
+    return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
+
+
+def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
+    """What refuses the framework's plainest layout."""
+    try:
+        Plan(arch, cluster, recipe, known[name].layout_class())
+    except ValueError as refusal:
+        return str(refusal)
+    return "no layout of its grid divides these GPUs and this batch"
+
+
+def _tell(progress: Progress | None, words: str, fraction: float) -> None:
+    if progress is not None:
+        progress(words, fraction)
