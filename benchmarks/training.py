@@ -24,7 +24,7 @@ from shardscope.export.train_file import MODEL_FILE, SCRIPT_FILE, written_config
 from shardscope.machine.processes import free_port, num_cores
 from shardscope.records.files import read_json, read_lines
 from shardscope.records.folder import FINAL, RunFolder
-from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
+from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardscope.training.checkpoint_manifest import run_of, sign_checkpoint
+from shardscope.training.checkpoints.manifest import run_of, sign_checkpoint
 
 
 def write_checkpoint(path: Path, position: dict[str, Any], *, signed: bool = True) -> Path:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.core.architecture import Architecture
-from shardscope.training.stored_names import sources
-from shardscope.training.tokenizer import SHIPPED_TOKENIZER
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
+from shardscope.training.weights.stored_names import sources
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

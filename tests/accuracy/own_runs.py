@@ -2,7 +2,7 @@
 
 The third proof of a prediction, beside rehearsals and others' figures: the run that follows it. Each plan
 is the tiny twin that the Studio's button launches (``rehearsal_of``), over every family in the catalogue and
-what the engines train of a recipe. The run itself counts its tensors (``training/census.py``).
+what the engines train of a recipe. The run itself counts its tensors (``training/accounting/census.py``).
 """
 
 from __future__ import annotations

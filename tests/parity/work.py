@@ -34,7 +34,7 @@ def build(plan: Any) -> torch.nn.Module:
     """The model; its weights follow from the seed in force. Vectors differ from one another, too."""
     import torch
 
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     model = build_model(plan.architecture)
     with torch.no_grad():
@@ -71,7 +71,7 @@ class Alone:
         import torch
         from tests.parity.adapters import with_adapters
 
-        from shardscope.training.optimizers import ADAM_BETAS
+        from shardscope.training.optimizers.optimizers import ADAM_BETAS
 
         recipe = ctx.plan.recipe
         torch.manual_seed(self.seed)

@@ -16,7 +16,7 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     import shardscope as ss
     from shardscope.frameworks.deepspeed.engine.process_groups import connect
     from shardscope.frameworks.deepspeed.files.config import deepspeed_config
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
     get_accelerator().create_op_builder = lambda name: None

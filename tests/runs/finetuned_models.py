@@ -11,7 +11,7 @@ from two_ranks import StandInContext
 
 from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
 from shardscope.frameworks.registry import engine_for
-from shardscope.training.tokenizer import SHIPPED_TOKENIZER
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
 
 ROWS, SEQ_LEN, RATE, NUM_STEPS = 4, 32, 1e-3, 2
 SIZES = {
@@ -70,7 +70,7 @@ def alone(folder: Path) -> list[float]:
     """One process, ``from_pretrained``, plain autograd, the whole batch at once, no engine."""
     from transformers import AutoModelForCausalLM
 
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.optimizers.optimizers import build_optimizer
 
     # In eval: GPT-2's dropouts are 0.1 by themselves.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -19,7 +19,7 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     import shardscope as ss
     from shardscope.frameworks.deepspeed.engine.extensions import load
     from shardscope.frameworks.deepspeed.files.config import deepspeed_config
-    from shardscope.training.model import config_values
+    from shardscope.training.model.model import config_values
 
     # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.
     load("async_io")

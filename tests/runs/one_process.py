@@ -34,8 +34,8 @@ def curves_alone(
     architecture: Architecture, batches: Iterable[dict[str, Any]], optimizer_name: str = "adamw"
 ) -> dict[str, list[float]]:
     """The loss and the gradient's norm of a step on each batch: plain autograd, no engine."""
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.model.model import build_model
+    from shardscope.training.optimizers.optimizers import build_optimizer
 
     torch.manual_seed(0)
     model = build_model(architecture)

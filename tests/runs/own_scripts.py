@@ -70,7 +70,7 @@ def train_llama(
     from torch.utils.data import DataLoader
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardscope.training.model import config_values
+    from shardscope.training.model.model import config_values
 
     accelerator = Accelerator(**accelerator_arguments)
     torch.manual_seed(0)

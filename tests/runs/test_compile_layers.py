@@ -21,9 +21,9 @@ def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch)
     """Without inductor, which would make kernels of it."""
     from torch._dynamo.utils import counters
 
-    from shardscope.training.compiled import check_compiled, compile_layers
-    from shardscope.training.model import build_model
-    from shardscope.training.recompute import apply_recompute
+    from shardscope.training.model.compiled import check_compiled, compile_layers
+    from shardscope.training.model.model import build_model
+    from shardscope.training.model.recompute import apply_recompute
 
     torch._dynamo.reset()
     counters.clear()
@@ -47,8 +47,8 @@ def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_compiler_that_is_switched_off_contradicts_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile gives back what it was given, and the run would be an eager one."""
-    from shardscope.training.compiled import check_compiled, compile_layers
-    from shardscope.training.model import build_model
+    from shardscope.training.model.compiled import check_compiled, compile_layers
+    from shardscope.training.model.model import build_model
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     model = build_model(tiny_llama())

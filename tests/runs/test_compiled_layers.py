@@ -29,9 +29,9 @@ from shardscope.memory.state.lora import adapter_targets
 from shardscope.rehearsal.conversion import converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.rehearsal.world import _transformers_as_on_real_tensors
-from shardscope.training.lora import add_adapters
-from shardscope.training.model import build_model
-from shardscope.training.recompute import apply_recompute, decoder_layers
+from shardscope.training.model.lora import add_adapters
+from shardscope.training.model.model import build_model
+from shardscope.training.model.recompute import apply_recompute, decoder_layers
 
 ROWS, SEQ_LEN, RANK = 2, 32, 4
 TOKENS = ROWS * SEQ_LEN

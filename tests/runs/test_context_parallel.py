@@ -88,7 +88,7 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
     import torch.distributed as dist
 
     from shardscope.frameworks.fsdp2.engine.ring import Ring
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     arch = architecture(family, 2)
     torch.manual_seed(3)
@@ -123,7 +123,7 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
 def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
     """What keeps ``plan`` from a first step."""
     from shardscope.frameworks.registry import engine_for
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     try:
         engine = engine_for(plan)(moved(ctx, plan))
@@ -150,7 +150,7 @@ def attend_at_home(ring: Any, model: Any) -> None:
 def broken(ctx: StandInContext, kind: str) -> str:
     """A run whose ring is none, or whose model does not call it, must not go on."""
     from shardscope.frameworks.fsdp2.engine import context_parallel, ring
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     plan = plan_of(2, cp=2)
     if kind == "not the plan's group":

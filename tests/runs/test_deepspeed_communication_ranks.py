@@ -70,7 +70,7 @@ def _contradiction(ctx: StandInContext) -> str:
 
 
 def _trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     gc.collect()  # What an engine before this one held in cycles.
     ctx.plan = plan

@@ -61,7 +61,7 @@ def share(ctx: StandInContext, step: int) -> dict[str, Any]:
 
 def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     """A new engine of ``plan`` in the same process, set up."""
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.plan = plan
     engine = ctx.engine = type(ctx.engine)(ctx)
@@ -72,7 +72,7 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
     """Every plan's losses, bytes and record, and those of plain torch."""
-    from shardscope.training import memory_watch
+    from shardscope.training.accounting import memory_watch
 
     found: dict[str, Any] = {"reference": plain_torch()}
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]

@@ -61,7 +61,7 @@ def share(ctx: StandInContext, step: int) -> dict[str, Any]:
 
 
 def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.plan = plan
     engine = ctx.engine = engine_for(plan)(ctx)
@@ -71,7 +71,7 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
 
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training import memory_watch
+    from shardscope.training.accounting import memory_watch
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     found: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
-from shardscope.training.checkpoint_folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
+from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
 
 SAVED_AFTER = 2
 
@@ -57,7 +57,7 @@ def share(engine: Any, step: int) -> dict[str, Any]:
 
 
 def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.plan = plan
     engine = ctx.engine = engine_for(plan)(ctx)
@@ -67,7 +67,7 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
 
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training import memory_watch
+    from shardscope.training.accounting import memory_watch
 
     watched = memory_watch.WATCHED_STEPS
     found: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def test_tensors_of_real_ranks_are_what_the_formulas_say(
 def sizes(arch: ss.Architecture) -> list[int]:
     """Elements of every tensor, as transformers makes them."""
     torch = needs("torch")
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     with torch.device("meta"):
         return [parameter.numel() for parameter in build_model(arch).parameters()]

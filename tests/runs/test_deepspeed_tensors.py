@@ -55,7 +55,7 @@ def made(num_ranks: int = 2, **fields: Any) -> Any:
 
 
 def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.plan = plan
     engine = ctx.engine = engine_for(plan)(ctx)
@@ -86,7 +86,7 @@ def trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
 
 
 def all_of_them(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training import memory_watch
+    from shardscope.training.accounting import memory_watch
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     names = PLANS if ctx.world_size == 2 else OVER_FOUR

@@ -36,8 +36,8 @@ def held_second(engine: Any) -> int:
 
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training import memory_watch
-    from shardscope.training.model import build_model
+    from shardscope.training.accounting import memory_watch
+    from shardscope.training.model.model import build_model
 
     memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     found: dict[str, Any] = {}
@@ -75,8 +75,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_losses_are_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.model.model import build_model
+    from shardscope.training.optimizers.optimizers import build_optimizer
 
     torch.manual_seed(0)
     model = build_model(tiny_llama())

@@ -38,10 +38,10 @@ def plan_of(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> An
 
 def drawn_whole(plan: Any) -> list[float]:
     """Losses of one process whose weights are drawn by name, without an engine."""
-    from shardscope.training import lora
-    from shardscope.training.initial_weights import FreshWeights, build_filled
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.model import lora
+    from shardscope.training.model.model import build_model
+    from shardscope.training.optimizers.optimizers import build_optimizer
+    from shardscope.training.weights.initial_weights import FreshWeights, build_filled
 
     def make() -> Any:
         made = build_model(plan.architecture)
@@ -64,7 +64,7 @@ def drawn_whole(plan: Any) -> list[float]:
 
 
 def set_up(ctx: StandInContext, plan: Any) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.plan = plan
     engine = ctx.engine = engine_for(plan)(ctx)

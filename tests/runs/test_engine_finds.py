@@ -12,8 +12,8 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
-from shardscope.training.precision_found import check_copied, check_precision  # noqa: E402
-from shardscope.training.recompute import apply_recompute, check_recompute  # noqa: E402
+from shardscope.training.accounting.precision_found import check_copied, check_precision  # noqa: E402
+from shardscope.training.model.recompute import apply_recompute, check_recompute  # noqa: E402
 
 
 def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, Any]:
@@ -21,7 +21,7 @@ def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, A
     from shardscope.frameworks.fsdp2.engine import engine
     from shardscope.frameworks.registry import engine_for
     from shardscope.training import micro_batch_engine
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     own = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
     own.engine = engine_for(plan)(own)

@@ -35,8 +35,8 @@ def batch_of(ctx: StandInContext, step: int, global_rows: int = 4) -> dict[str, 
 
 
 def set_up(ctx: StandInContext) -> None:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.model.model import build_model
+    from shardscope.training.optimizers.optimizers import build_optimizer
 
     name = ctx.plan.recipe.optimizer
     ctx.engine.setup(lambda: build_model(ctx.plan.architecture), lambda p: build_optimizer(name, p, 1e-2))
@@ -66,8 +66,8 @@ def close(losses: list[float], expected: list[float], tolerance: float = 1e-4) -
 
 def test_the_reference_is_plain_torch(reference: dict[str, Any]) -> None:
     """No engine at all gives the reference's losses."""
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
+    from shardscope.training.model.model import build_model
+    from shardscope.training.optimizers.optimizers import build_optimizer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -223,7 +223,7 @@ def test_a_checkpoint_continues_exactly(framework: str, tmp_path: Path) -> None:
 
 def adapters(ctx: StandInContext) -> dict[str, Any]:
     set_up(ctx)
-    from shardscope.training.gradients import local
+    from shardscope.training.optimizers.gradients import local
 
     before = {name: local(p.detach()).clone() for name, p in ctx.engine.model.named_parameters()}
     losses = [ctx.engine.step(batch_of(ctx, 0)) for _ in range(NUM_STEPS)]
@@ -394,7 +394,7 @@ def test_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
 
 def pretrained_from_meta(ctx: StandInContext) -> str:
     from shardscope.memory.overheads import building
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     building.HOST_BUILD_BYTES = 0
     Pretrain(num_steps=1)(ctx)
@@ -525,7 +525,7 @@ def test_a_single_label_is_a_label(tmp_path: Path) -> None:
 
 
 def pretrained(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     printed = io.StringIO()
     with redirect_stdout(printed):
@@ -561,7 +561,7 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
 
 
 def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     stopping = StandInContext(ctx.rank, ctx.world_size, ctx.plan, ctx.folder, ctx.device, stop_at_look=4)
     stopping.engine = type(ctx.engine)(stopping)
@@ -585,7 +585,7 @@ def test_a_stopped_run_resumes_where_it_was(tmp_path: Path) -> None:
 
 def steered(ctx: Any) -> None:
     """Training, and how often this rank looked at the control file."""
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     Pretrain(num_steps=100_000, learning_rate=1e-4)(ctx)
     ctx.log(num_looks=ctx._feed._num_polls)
@@ -627,7 +627,7 @@ def test_a_run_obeys_commands(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 @pytest.mark.parametrize(("num_steps", "expected"), few([(1, 1), (2, 1), (3, 2)], [(3, 2)]))
 def test_few_steps_are_recorded(num_steps: int, expected: int, tmp_path: Path) -> None:
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     run = launch(tiny_plan("ddp", 2), Pretrain(num_steps=num_steps, profile=True), folder=tmp_path)
     assert run.wait(120) == "finished", run.error

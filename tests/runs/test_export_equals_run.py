@@ -33,7 +33,7 @@ from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E4
 from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
 from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
-from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
+from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
 CLOSE = 1e-4
@@ -271,7 +271,7 @@ def test_the_exported_script_saves_what_the_run_exports(
 def test_the_shipped_text_has_the_same_tokens_in_a_script() -> None:
     from tokenizers import Tokenizer
 
-    from shardscope.training.data import read_tokens
+    from shardscope.training.data.windows import read_tokens
 
     whole = Tokenizer.from_file(str(SHIPPED_TOKENIZER)).encode(SHIPPED_TEXT.read_text(encoding="utf-8")).ids
     assert [*whole, 0] == read_tokens(None).tolist()

@@ -22,8 +22,8 @@ def train(double: bool, mixed: bool) -> tuple[Any, ...]:
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from shardscope.training.lora import add_adapters
-    from shardscope.training.model import build_model
+    from shardscope.training.model.lora import add_adapters
+    from shardscope.training.model.model import build_model
 
     torch.manual_seed(0)
     model = build_model(SMALL).to(torch.bfloat16)

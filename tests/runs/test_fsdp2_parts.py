@@ -62,7 +62,7 @@ def batch_of(engine: Any, step: int, seq_len: int = SEQ_LEN) -> dict[str, Any]:
 
 
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     engine = ctx.engine = engine_for(plan)(ctx)
     engine.learning_rate, engine.seed = 1e-2, seed
@@ -213,8 +213,8 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
     from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
-    from shardscope.training.model import build_model
-    from shardscope.training.model_parts import part_of
+    from shardscope.training.model.model import build_model
+    from shardscope.training.model.parts import part_of
 
     torch.manual_seed(0)
     arch = architecture(family, 4)

@@ -13,7 +13,7 @@ from tests.peak import Peak
 
 from shardscope.memory.activations import head
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.training.loss import chunked_cross_entropy
+from shardscope.training.model.loss import chunked_cross_entropy
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp32", "autocast"])

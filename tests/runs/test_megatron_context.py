@@ -93,7 +93,7 @@ def single(plan: Plan) -> dict[str, list[float]]:
 
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
     from shardscope.frameworks.megatron.engine.engine import MegatronEngine
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     own = replace(ctx, plan=plan, records={})
     engine = own.engine = MegatronEngine(own)

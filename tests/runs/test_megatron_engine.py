@@ -105,7 +105,7 @@ def share(whole: dict[str, Any], engine: Any) -> dict[str, Any]:
 
 
 def build(case: Plan) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     return build_model(case.architecture)
 
@@ -227,7 +227,7 @@ CHAIN = ({"tp": 2}, {"pp": 2}, {})
 
 def resumed_at_other_degrees(ctx: StandInContext) -> dict[str, list[float]]:
     """Losses of six steps: straight, and in three tasks of two steps that go on from each other."""
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     small = llama(vocab_size=2048, num_hidden_layers=2)
 

@@ -114,7 +114,7 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     from shardscope.frameworks.megatron.engine import model as engine_model
     from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
     from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     torch.manual_seed(7)
     source = build_model(plan.architecture).eval()

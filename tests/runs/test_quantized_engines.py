@@ -64,7 +64,7 @@ def batch_of(ctx: StandInContext, step: int) -> dict[str, Any]:
 
 
 def set_up(ctx: StandInContext, build: Callable[[], Any] | None = None) -> Any:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.engine.learning_rate = 1e-2
     ctx.engine.setup(build or (lambda: build_model(ctx.plan.architecture)))
@@ -73,7 +73,7 @@ def set_up(ctx: StandInContext, build: Callable[[], Any] | None = None) -> Any:
 
 def bits(engine: Any) -> dict[str, Any]:
     """Of every parameter that this rank holds, by whether it trains."""
-    from shardscope.training.gradients import local
+    from shardscope.training.optimizers.gradients import local
 
     return {
         name: local(p.detach()).flatten().view(torch.uint8).clone()
@@ -161,7 +161,7 @@ def own_base(ctx: StandInContext, name: str, storage: str) -> dict[str, Any]:
 def all_cases(ctx: StandInContext) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     if ctx.rank == 0:
         torch.manual_seed(0)
@@ -226,7 +226,7 @@ def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Pat
     from peft import PeftModel
     from tests.parity.adapters import pack
 
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     plan, out = plan_of(name), found[1] / name.replace(" ", "-") / "out"
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -26,7 +26,7 @@ def batch_of(ctx: StandInContext, step: int) -> dict[str, Any]:
 
 def train(ctx: StandInContext) -> dict[str, Any]:
     """Some steps of the engine's own optimizer; a checkpoint, a step, the checkpoint and that step again."""
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.engine.setup(lambda: build_model(ctx.plan.architecture))
     ctx.engine.set_learning_rate(3e-3)
@@ -116,8 +116,8 @@ GPT2 = {
 @pytest.mark.parametrize("tokens", [40, 1100])
 def test_each_familys_own_head(arch: Architecture, tokens: int) -> None:
     """Gemma's cap and Granite's scale come before the loss; a label of -100 does not count."""
-    from shardscope.training.loss import apply_chunked_loss
-    from shardscope.training.model import build_model
+    from shardscope.training.model.loss import apply_chunked_loss
+    from shardscope.training.model.model import build_model
 
     torch.manual_seed(0)
     model = build_model(arch)
@@ -138,7 +138,7 @@ def test_each_familys_own_head(arch: Architecture, tokens: int) -> None:
 
 
 def test_lion_by_hand() -> None:
-    from shardscope.training.lion import Lion
+    from shardscope.training.optimizers.lion import Lion
 
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = Lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
@@ -158,9 +158,9 @@ def test_a_base_in_few_bits_is_bitsandbytes_own(kind: Any) -> None:
     bnb = needs("bitsandbytes")
 
     import shardscope as ss
-    from shardscope.training.lora import add_adapters
-    from shardscope.training.model import build_model
-    from shardscope.training.quantized import quantize_base, scales
+    from shardscope.training.model.lora import add_adapters
+    from shardscope.training.model.model import build_model
+    from shardscope.training.model.quantized import quantize_base, scales
 
     arch = small("llama")
     recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", seq_len=32)

@@ -20,7 +20,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.runs.launch import launch  # noqa: E402
-from shardscope.training.checkpoint_folders import checkpoint_path, checkpoints_of, is_whole  # noqa: E402
+from shardscope.training.checkpoints.folders import checkpoint_path, checkpoints_of, is_whole  # noqa: E402
 
 NAMES = ("step", "loss", "learning_rate", "grad_norm")
 
@@ -34,7 +34,7 @@ def rows(lines: list[dict[str, Any]]) -> list[list[Any]]:
 
 def killed_in_step_12(ctx: Any) -> None:
     """Rank 1 dies without a word, once the checkpoint of step 10 is whole."""
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     log = ctx.log
 
@@ -52,7 +52,7 @@ def killed_in_step_12(ctx: Any) -> None:
 
 def resumed_then_straight(ctx: Any) -> None:
     """What is left of the 20 steps, and then all 20 again from the start, for comparison."""
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, export=True)(ctx)
     ctx.__dict__["engine"] = type(ctx.engine)(ctx)
@@ -123,7 +123,7 @@ def new_context(ctx: StandInContext, plan: Any, name: str, **more: Any) -> Stand
 
 
 def train(ctx: StandInContext, plan: Any, name: str, *, stop: int | None = None, **task: Any) -> Any:
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.pretrain import Pretrain
 
     made = new_context(ctx, plan, name, stop_at_look=stop)
     Pretrain(num_steps=5, learning_rate=1e-2, **task)(made)
@@ -166,7 +166,7 @@ def batch_of(ctx: Any, step: int) -> dict[str, Any]:
 
 
 def set_up(ctx: Any) -> None:
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     ctx.engine.learning_rate = 1e-2
     ctx.engine.setup(lambda: build_model(ctx.plan.architecture))
@@ -194,7 +194,7 @@ def draw() -> list[float]:
 
 
 def random_numbers_go_on(ctx: StandInContext) -> list[Any]:
-    from shardscope.training import random_state
+    from shardscope.training.checkpoints import random_state
 
     folder = ctx.folder / "random"
     folder.mkdir(exist_ok=True)
@@ -249,8 +249,8 @@ def exports(ctx: StandInContext) -> list[Any]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from shardscope.training.model import build_model
-    from shardscope.training.pretrained import write_pretrained
+    from shardscope.training.model.model import build_model
+    from shardscope.training.weights.pretrained import write_pretrained
 
     plans = {
         "tied": tiny_plan("fsdp2", 2, architecture=tiny_llama(tie_word_embeddings=True)),

@@ -17,7 +17,7 @@ from two_ranks import tiny_plan  # noqa: E402
 from shardscope.runs.launch import launch  # noqa: E402
 from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402
 from shardscope.runs.run import Run  # noqa: E402
-from shardscope.training.pretrain import Pretrain  # noqa: E402
+from shardscope.training.tasks.pretrain import Pretrain  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

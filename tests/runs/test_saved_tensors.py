@@ -31,9 +31,9 @@ from shardscope.memory.activations.forward import (
 from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.state.lora import adapter_targets
-from shardscope.training.lora import add_adapters
-from shardscope.training.model import build_model
-from shardscope.training.recompute import apply_recompute
+from shardscope.training.model.lora import add_adapters
+from shardscope.training.model.model import build_model
+from shardscope.training.model.recompute import apply_recompute
 
 add_adapters_of = add_adapters
 SEQ_LEN = 32

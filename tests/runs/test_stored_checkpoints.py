@@ -12,8 +12,8 @@ from tests.needs import needs, skip_without
 
 import shardscope as ss
 from shardscope.records.files import read_json
-from shardscope.training.checkpoint_choice import newest_checkpoint
-from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.checkpoints.choice import newest_checkpoint
+from shardscope.training.checkpoints.folders import POSITION_FILE
 
 needs("torch")
 needs("transformers")

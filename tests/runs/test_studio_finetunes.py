@@ -15,10 +15,10 @@ needs("transformers")
 from finetuned_models import MODELS  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.training.data import read_tokens  # noqa: E402
-from shardscope.training.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
-from shardscope.training.weights_folder import WeightsFolder  # noqa: E402
-from shardscope.training.weights_tokenizer import WeightsTokenizer  # noqa: E402
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer  # noqa: E402
+from shardscope.training.data.windows import read_tokens  # noqa: E402
+from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E402
 from shardscope_widgets import Studio  # noqa: E402
 
 

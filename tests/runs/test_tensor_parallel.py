@@ -50,7 +50,7 @@ def compare(family: str) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     sizes: dict[str, Any] = {
         "vocab_size": 1013,

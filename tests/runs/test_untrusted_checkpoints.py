@@ -22,9 +22,9 @@ from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 from shardscope.runs.launch import launch  # noqa: E402
 from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402
 from shardscope.runs.run import Run  # noqa: E402
-from shardscope.training.checkpoint_folders import checkpoint_path  # noqa: E402
-from shardscope.training.checkpoint_manifest import MANIFEST_FILE  # noqa: E402
-from shardscope.training.pretrain import Pretrain  # noqa: E402
+from shardscope.training.checkpoints.folders import checkpoint_path  # noqa: E402
+from shardscope.training.checkpoints.manifest import MANIFEST_FILE  # noqa: E402
+from shardscope.training.tasks.pretrain import Pretrain  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -140,7 +140,7 @@ def loaded_as_a_stranger(ctx: StandInContext, framework: str, attacks: list[Any]
     import torch.distributed as dist
 
     from shardscope.frameworks.registry import engine_for
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     def new_engine() -> Any:
         engine = engine_for(ctx.plan)(ctx)
@@ -194,7 +194,7 @@ class Note:
 
 def with_a_note(ctx: StandInContext) -> str:
     from shardscope.frameworks.registry import engine_for
-    from shardscope.training.model import build_model
+    from shardscope.training.model.model import build_model
 
     def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)

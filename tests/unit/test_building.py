@@ -97,7 +97,7 @@ def test_transformers_takes_that_much_to_make_one() -> None:
     program = """
 import resource, psutil, torch, transformers
 import shardscope as ss
-from shardscope.training.model import build_model
+from shardscope.training.model.model import build_model
 build_model(ss.Architecture.of_size("2m"))  # what the first model loads of libraries is none of it
 architecture = ss.Architecture.of_size("400m")
 before = psutil.Process().memory_info().rss

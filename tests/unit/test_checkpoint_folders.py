@@ -9,8 +9,8 @@ import pytest
 from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
-from shardscope.training.checkpoint_choice import choose_for_rank, newest_checkpoint
-from shardscope.training.checkpoint_folders import checkpoint_path, checkpoints_of, forget_older
+from shardscope.training.checkpoints.choice import choose_for_rank, newest_checkpoint
+from shardscope.training.checkpoints.folders import checkpoint_path, checkpoints_of, forget_older
 
 
 def checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:

@@ -14,14 +14,14 @@ import pytest
 from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
-from shardscope.training.checkpoint_choice import (
+from shardscope.training.checkpoints.choice import (
     Choice,
     check_any_taken,
     choose_by_name,
     choose_for_rank,
     choose_for_resume,
 )
-from shardscope.training.checkpoint_manifest import (
+from shardscope.training.checkpoints.manifest import (
     MANIFEST_FILE,
     UnsignedError,
     check_signed,

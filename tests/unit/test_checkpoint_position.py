@@ -12,8 +12,8 @@ from tests.needs import needs
 needs("torch")
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe  # noqa: E402
-from shardscope.training.checkpoint_manifest import MANIFEST_FILE  # noqa: E402
-from shardscope.training.position import position_of, read_position, write_position  # noqa: E402
+from shardscope.training.checkpoints.manifest import MANIFEST_FILE  # noqa: E402
+from shardscope.training.checkpoints.position import position_of, read_position, write_position  # noqa: E402
 
 
 def plan_of(layout: Layout) -> Plan:

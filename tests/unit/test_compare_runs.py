@@ -162,12 +162,12 @@ def test_run_json_keeps_what_our_tasks_were_asked_and_no_text(tmp_path: Path) ->
 
 
 def test_what_tasks_were_asked_is_among_the_differences(tmp_path: Path) -> None:
-    pretrain = "shardscope.training.pretrain.Pretrain"
+    pretrain = "shardscope.training.tasks.pretrain.Pretrain"
     for name, seed, steps in (("a", 0, 60), ("b", 1, 30)):
         fields = {"num_steps": steps, "seed": seed, "text": None, "save_checkpoint": seed == 1}
         leave_run(tmp_path, name, plan_of(), task=pretrain, num_steps=steps, asked=fields)
     finetune = {"num_steps": 30, "weights": "/models/x"}
-    leave_run(tmp_path, "f", plan_of(), task="shardscope.training.finetune.Finetune", asked=finetune)
+    leave_run(tmp_path, "f", plan_of(), task="shardscope.training.tasks.finetune.Finetune", asked=finetune)
     leave_run(tmp_path, "old", plan_of(recompute="full"), task=pretrain, num_steps=60)
     leave_run(tmp_path, "mine", plan_of(), task="__main__.train")
     leave_run(tmp_path, "yours", plan_of(), task="workshop.train")

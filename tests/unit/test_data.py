@@ -10,10 +10,8 @@ from tests.needs import needs
 
 needs("tokenizers")
 
-from shardscope.training.data import Windows, read_tokens  # noqa: E402
-from shardscope.training.make_tokenizer import make_tokenizer  # noqa: E402
-from shardscope.training.schedule import Schedule  # noqa: E402
-from shardscope.training.tokenizer import (  # noqa: E402
+from shardscope.training.data.make_tokenizer import make_tokenizer  # noqa: E402
+from shardscope.training.data.tokenizer import (  # noqa: E402
     CORPUS_FOLDER,
     END_OF_TEXT,
     END_OF_TEXT_ID,
@@ -23,6 +21,8 @@ from shardscope.training.tokenizer import (  # noqa: E402
     encode_text,
     write_tokenizer,
 )
+from shardscope.training.data.windows import Windows, read_tokens  # noqa: E402
+from shardscope.training.optimizers.schedule import Schedule  # noqa: E402
 
 
 def windows(num_ranks: int, rank: int, rows: int, *, num_tokens: int = 1000, seed: int = 0) -> Windows:
@@ -59,7 +59,7 @@ def test_kept_tokens_are_the_text_s_whatever_lies_there(
     text = tmp_path / "text.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, " * 9, encoding="utf-8")
     made = encode_text(text.read_text(encoding="utf-8"))
-    monkeypatch.setattr("shardscope.training.kept_tokens.SHIPPED_TEXT", text)
+    monkeypatch.setattr("shardscope.training.data.kept_tokens.SHIPPED_TEXT", text)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert np.array_equal(read_tokens(None), made)
     (kept,) = (tmp_path / "shardscope" / "tokens").iterdir()

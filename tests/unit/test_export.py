@@ -25,7 +25,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.export.files import Exported, contents
 from shardscope.training.engine import Engine
-from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 
 needs("accelerate")  # which brings PyYAML
 needs("transformers")  # which spells the config in train.py

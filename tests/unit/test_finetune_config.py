@@ -11,7 +11,7 @@ from tests.needs import needs
 from tests.weights_folders import LLAMA, write_folder
 
 import shardscope as ss
-from shardscope.training.weights_folder import WeightsFolder
+from shardscope.training.weights.weights_folder import WeightsFolder
 
 OTHER = {"rms_norm_eps": 0.5, "hidden_act": "relu", "rope_theta": 7.0}
 """Of no size, so that no count of parameters tells."""
@@ -35,7 +35,7 @@ def plan_of(folder: Path) -> ss.Plan:
 
 
 def built_from(said: dict[str, Any]) -> Any:
-    from shardscope.training.model import build_from_config
+    from shardscope.training.model.model import build_from_config
 
     return build_from_config(said, ss.Architecture.from_hf({**said, "_name_or_path": "model"}))
 
@@ -120,7 +120,7 @@ def test_routers_have_no_noise_while_training() -> None:
 @pytest.mark.parametrize("said", [{**LLAMA, **MIXTRAL}, GPT2], ids=["mixtral", "gpt2"])
 def test_an_exported_config_is_the_folders(said: dict[str, Any], tmp_path: Path) -> None:
     torch, transformers = needs("torch"), needs("transformers")
-    from shardscope.training.pretrained import _exported_config
+    from shardscope.training.weights.pretrained import _exported_config
 
     folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
     (folder / "config.json").write_text(json.dumps(said))

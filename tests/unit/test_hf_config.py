@@ -237,7 +237,7 @@ def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
 def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data: st.DataObject) -> None:
     """The way back: ``training.model`` spells an architecture in the family's own config."""
     needs("transformers", minversion="5.0")
-    from shardscope.training.model import config_values
+    from shardscope.training.model.model import config_values
 
     arch = Architecture.from_hf(data.draw(small_configs(family)))
     built = meta_model({"model_type": family, **config_values(arch)})

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardscope.frameworks.fsdp2.engine.materialise import materialise
 from shardscope.rehearsal.world import fake_ranks
-from shardscope.training.initial_weights import FreshWeights
+from shardscope.training.weights.initial_weights import FreshWeights
 
 CPU = torch.device("cpu")
 

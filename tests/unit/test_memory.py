@@ -358,8 +358,8 @@ def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
     needs("peft")
     torch = needs("torch")
     from shardscope.planner.cpu_rehearsal import rehearsal_of
-    from shardscope.training.lora import add_adapters
-    from shardscope.training.model import build_model
+    from shardscope.training.model.lora import add_adapters
+    from shardscope.training.model.model import build_model
 
     named = {
         "llama": "llama-3.1-8b",

@@ -13,7 +13,7 @@ pytestmark = needs_installed("torch")
 def test_copies_go_one_by_one_while_backward_is_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from shardscope.training import recompute
+    from shardscope.training.model import recompute
 
     alive: weakref.WeakSet[object] = weakref.WeakSet()
     make = recompute._Away.__init__

@@ -14,9 +14,9 @@ from tests.peak import Peak
 import shardscope as ss
 from shardscope.core.architecture import Architecture, MixtureOfExperts
 from shardscope.memory.state.optimizers import ELEMENTWISE, flat_working, tensor_state
-from shardscope.training.lora import add_adapters
-from shardscope.training.model import build_model
-from shardscope.training.optimizers import build_optimizer
+from shardscope.training.model.lora import add_adapters
+from shardscope.training.model.model import build_model
+from shardscope.training.optimizers.optimizers import build_optimizer
 
 LLAMA = Architecture(
     name="small",

@@ -23,7 +23,7 @@ from shardscope.planner.checks.usual_rates import (
     small_reference,
     usual_rates,
 )
-from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 
 
 def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
@@ -178,7 +178,7 @@ def test_a_short_warm_up() -> None:
 def test_beta_2_is_what_pretrain_trains_with() -> None:
     needs("torch")
     from shardscope.planner.checks.learning_rate import BETA_2
-    from shardscope.training.optimizers import ADAM_BETAS
+    from shardscope.training.optimizers.optimizers import ADAM_BETAS
 
     assert ADAM_BETAS[1] == BETA_2
 
@@ -188,7 +188,7 @@ def test_beta_2_is_what_pretrain_trains_with() -> None:
 
 def test_the_shipped_text_has_as_many_tokens_as_is_said() -> None:
     needs("tokenizers")
-    from shardscope.training.data import read_tokens
+    from shardscope.training.data.windows import read_tokens
 
     assert len(read_tokens(None)) == SHIPPED_TOKENS
 

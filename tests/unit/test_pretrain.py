@@ -17,12 +17,13 @@ import pytest
 import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks, why_not_trained
-from shardscope.training.pretrain import Pretrain
+from shardscope.training.tasks.pretrain import Pretrain
 
 
 def test_making_one_imports_no_torch() -> None:
     code = (
-        "import sys; from shardscope.training.pretrain import Pretrain; import shardscope.frameworks.fsdp2; "
+        "import sys; from shardscope.training.tasks.pretrain import Pretrain; "
+        "import shardscope.frameworks.fsdp2; "
         "import shardscope.frameworks.ddp, shardscope.training.engine; Pretrain(num_steps=3); "
         "import shardscope as ss; from shardscope.frameworks.registry import why_not_trained; "
         "plan = ss.Plan(ss.Architecture.of_size('2m'), ss.Cluster.parse('2xcpu'), ss.Recipe(seq_len=64), "

@@ -13,8 +13,8 @@ from tests.needs import needs
 import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.memory.state.quantization import nf4_bytes
-from shardscope.training.lora import add_adapters
-from shardscope.training.model import build_model
+from shardscope.training.model.lora import add_adapters
+from shardscope.training.model.model import build_model
 
 SMALL = Architecture(
     name="small",

@@ -16,7 +16,7 @@ from tests.weights_folders import write_folder
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
 from shardscope.runs.launch import launch
 from shardscope.runs.task_source import names_engine
-from shardscope.training.resume import check_loads
+from shardscope.training.tasks.resume import check_loads
 
 L = Layout
 TINY = Architecture.of_size("2m")
@@ -152,7 +152,7 @@ REFUSED = {
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a checkpoint loads is no question of what is installed here."""
-    monkeypatch.setattr("shardscope.training.text_task.check_trained", lambda plan: None)
+    monkeypatch.setattr("shardscope.training.tasks.text_task.check_trained", lambda plan: None)
 
 
 @pytest.mark.parametrize("case", LOADS)

@@ -17,7 +17,7 @@ from tests.unit import public_signatures
 import shardscope as ss
 from shardscope.runs.resume import why_not_resumable
 from shardscope.timing.calibration.store import FOLDER_VARIABLE, MachineRecord
-from shardscope.training.checkpoint_choice import newest_checkpoint
+from shardscope.training.checkpoints.choice import newest_checkpoint
 
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 PLANS = sorted((FORMATS / "plans").glob("*.json"), key=str)

@@ -14,11 +14,11 @@ needs("transformers")
 from tests.runs.families import FAMILIES, architecture  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.training.initial_weights import all_of, build_filled  # noqa: E402
-from shardscope.training.model import build_model  # noqa: E402
-from shardscope.training.stored_names import is_unused  # noqa: E402
-from shardscope.training.stored_weights import StoredWeights, TensorsByName  # noqa: E402
-from shardscope.training.weights_folder import WeightsFolder  # noqa: E402
+from shardscope.training.model.model import build_model  # noqa: E402
+from shardscope.training.weights.initial_weights import all_of, build_filled  # noqa: E402
+from shardscope.training.weights.stored_names import is_unused  # noqa: E402
+from shardscope.training.weights.stored_weights import StoredWeights, TensorsByName  # noqa: E402
+from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E402
 
 FAMILY_OF_EACH_KIND = ("llama", "mixtral", "deepseek_v3", "gpt2", "gpt_neox")
 

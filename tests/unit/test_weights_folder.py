@@ -26,7 +26,7 @@ from tests.weights_folders import (
 )
 
 import shardscope as ss
-from shardscope.training.safetensors_header import read_header
+from shardscope.training.weights.safetensors_header import read_header
 
 FILE = "model.safetensors"
 FIRST = "model-00001-of-00002.safetensors"

@@ -16,7 +16,7 @@ from shardscope.machine.processes import start_of, this_machine
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.asked import asked_of
-from shardscope.training.checkpoint_folders import checkpoint_path
+from shardscope.training.checkpoints.folders import checkpoint_path
 
 PLAN = ss.Plan(
     ss.Architecture.of_size("2m"),
@@ -60,7 +60,7 @@ def write_run(
         "created": began,
         "machine": this_machine(),
         "plan": json.loads(plan.to_json()),
-        "task": "__main__.train" if is_own_task else "shardscope.training.pretrain.Pretrain",
+        "task": "__main__.train" if is_own_task else "shardscope.training.tasks.pretrain.Pretrain",
         "asked": None if is_own_task else asked_of(task),
         "trains_the_plan": not is_own_task,
         "num_steps": None if is_own_task else task.num_steps,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
     from shardscope.trace import Trace
-    from shardscope.training.finetune import Finetune
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.finetune import Finetune
+    from shardscope.training.tasks.pretrain import Pretrain
 
 __version__ = "0.1.0"
 
@@ -53,10 +53,10 @@ __all__ = [
 _rooms = {
     "Architecture": "core.architecture",
     "Cluster": "core.cluster",
-    "Finetune": "training.finetune",
+    "Finetune": "training.tasks.finetune",
     "Layout": "core.layout",
     "Plan": "core.plan",
-    "Pretrain": "training.pretrain",
+    "Pretrain": "training.tasks.pretrain",
     "Recipe": "core.recipe",
     "Run": "runs.run",
     "Script": "frameworks.accelerate.script",

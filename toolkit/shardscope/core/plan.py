@@ -138,7 +138,7 @@ class Plan(JsonNoun):
         bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
 
         Every one of them is enough, and its step takes at most three times as long. Where no single change
-        is, the list is empty, and :func:`shardscope.planner.repairs.make_it_fit.make_it_fit` combines several.
+        is, the list is empty, and ``planner/repairs/make_it_fit.py`` combines several.
         """
         from shardscope.planner.repairs.repairs import repairs
 

@@ -86,7 +86,7 @@ def written_config(plan: Plan) -> dict[str, Any]:
     Raises ``ModuleNotFoundError`` without transformers, which spells them.
     """
     from shardscope.families.unknown import UnknownFamily
-    from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
+    from shardscope.training.model.model import DROPOUTS, WITHOUT_SDPA, config_values
 
     arch, recipe = plan.architecture, plan.recipe
     if isinstance(arch, UnknownFamily):

@@ -87,7 +87,7 @@ class UnknownFamily(Architecture):
         """Counted by making the model on torch's meta device, which imports torch."""
         import torch
 
-        from shardscope.training.model import build_unknown
+        from shardscope.training.model.model import build_unknown
 
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build_unknown(self).parameters())

@@ -44,7 +44,7 @@ take hidden states in the embedding's place."""
 
 
 def check_staged(plan: Plan) -> None:
-    """Raise ``ValueError`` for what :mod:`shardscope.training.model_parts` does not cut into stages."""
+    """Raise ``ValueError`` for what :mod:`shardscope.training.model.parts` does not cut into stages."""
     arch, recipe = plan.architecture, plan.recipe
     if arch.model_type not in STAGED_FAMILIES:
         refuse(

@@ -15,10 +15,10 @@ from shardscope.memory.report import Phase
 from shardscope.rehearsal.extent import MAX_MICRO_BATCHES, NUM_STEPS
 from shardscope.rehearsal.low_bits import low_bit_operators, packed_weights, quantile_maps, updates_on_fakes
 from shardscope.rehearsal.result import RehearsedStage
-from shardscope.training import gradients, optimizers
-from shardscope.training.gradients import local
-from shardscope.training.model import build_model
-from shardscope.training.quantized import scales
+from shardscope.training.model.model import build_model
+from shardscope.training.model.quantized import scales
+from shardscope.training.optimizers import gradients, optimizers
+from shardscope.training.optimizers.gradients import local
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

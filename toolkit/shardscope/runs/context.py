@@ -93,7 +93,7 @@ class Context:
         if self.device.type == "cuda":
             import torch
 
-            from shardscope.training.accounting import peak_allocated
+            from shardscope.training.accounting.tensors import peak_allocated
 
             return {
                 "memory_bytes": int(torch.cuda.memory_allocated(self.device)),

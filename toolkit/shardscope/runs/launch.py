@@ -33,12 +33,12 @@ from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
-from shardscope.runs.lazy_functions import refuse_lazy_function
 from shardscope.runs.lease import hold_until_end, open_lease, release, stop_supervisor
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import names_engine
+from shardscope.training.tasks.lazy_functions import refuse_lazy_function
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

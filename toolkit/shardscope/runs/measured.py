@@ -1,8 +1,8 @@
 """The measured tier of memory: what the ranks of a run recorded, under the names that a prediction has.
 
-A rank records the tensors of one early step by component and phase (training/census.py) and, on a GPU, what
-the caching allocator and the driver say beside them. Nothing is filled in: a component that nobody could tell
-apart is absent, and bytes without a name are ``other``.
+A rank records the tensors of one early step by component and phase (training/accounting/census.py) and, on a
+GPU, what the caching allocator and the driver say beside them. Nothing is filled in: a component that nobody
+could tell apart is absent, and bytes without a name are ``other``.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from shardscope.machine.processes import die_with_parent, move_past_standard_str
 from shardscope.records.files import keep_json, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.exceptions import exception_record
-from shardscope.runs.lazy_functions import check_was_run
 from shardscope.runs.loopback import ADDRESS
 from shardscope.runs.patient_output import flush_output, print_patiently, restore_output
 from shardscope.runs.stacks import answer_with_stacks
+from shardscope.training.tasks.lazy_functions import check_was_run
 
 if TYPE_CHECKING:
     from shardscope.runs.local_store import MeetingPlace

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
-from shardscope.training.checkpoint_choice import choose_for_resume
-from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.checkpoints.choice import choose_for_resume
+from shardscope.training.checkpoints.folders import POSITION_FILE
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run
-    from shardscope.training.text_task import TextTask
+    from shardscope.training.tasks.text_task import TextTask
 
 PATH_FIELDS = frozenset({"text", "weights", "resume"})
 """Fields of tasks that ``run.json`` keeps as text and a task takes as a path."""
@@ -105,8 +105,8 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, 
 
 def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
     """Return the class of the run's task if it is one of Shardscope's, which save and load checkpoints."""
-    from shardscope.training.finetune import Finetune
-    from shardscope.training.pretrain import Pretrain
+    from shardscope.training.tasks.finetune import Finetune
+    from shardscope.training.tasks.pretrain import Pretrain
 
     name = description.get("task")
     for kind in (Pretrain, Finetune):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from shardscope.training.stored_weights import StoredWeights
+    from shardscope.training.weights.stored_weights import StoredWeights
 
 BuildModel = Callable[[], "torch.nn.Module"]
 """Makes the model, untouched by any framework. Called once per rank, under a seed that all ranks share.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardscope.training.checkpoint_folders import checkpoint_path, forget_older
+from shardscope.training.accounting.memory_watch import Snapshot
+from shardscope.training.checkpoints.folders import checkpoint_path, forget_older
 from shardscope.training.commands import look
-from shardscope.training.data import Windows
+from shardscope.training.data.windows import Windows
 from shardscope.training.engine import Engine
-from shardscope.training.memory_watch import Snapshot
 from shardscope.training.metrics import step_metrics
+from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
-from shardscope.training.schedule import Schedule
 
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2

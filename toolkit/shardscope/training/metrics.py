@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.training.accounting import device_bytes
+from shardscope.training.accounting.tensors import device_bytes
 
 if TYPE_CHECKING:
     from shardscope.training.engine import Engine

@@ -18,17 +18,27 @@ from torch.nn import Parameter
 from shardscope.frameworks.registry import check_trained
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.overheads.building import is_drawn_in_parts
-from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained, quantized
-from shardscope.training.compiled import check_compiled, compile_layers
+from shardscope.training import micro_batches
+from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting.memory_watch import MemoryWatch
+from shardscope.training.accounting.precision_found import check_copied, check_precision
+from shardscope.training.checkpoints.position import position_of
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
-from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeights, build_filled, draw_adapters
-from shardscope.training.loss import apply_chunked_loss
-from shardscope.training.memory_watch import MemoryWatch
-from shardscope.training.on_meta import build_on_meta
-from shardscope.training.position import position_of
-from shardscope.training.precision_found import check_copied, check_precision
-from shardscope.training.recompute import apply_recompute, check_recompute
-from shardscope.training.stored_weights import WithAdapters
+from shardscope.training.model import lora, quantized
+from shardscope.training.model.compiled import check_compiled, compile_layers
+from shardscope.training.model.loss import apply_chunked_loss
+from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.recompute import apply_recompute, check_recompute
+from shardscope.training.optimizers import optimizers
+from shardscope.training.weights import pretrained
+from shardscope.training.weights.initial_weights import (
+    CPU,
+    FreshWeights,
+    InitialWeights,
+    build_filled,
+    draw_adapters,
+)
+from shardscope.training.weights.stored_weights import WithAdapters
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """What matrices are multiplied in when fp32 originals are kept."""

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.training import accounting, checkpoint, gradients, pretrained, quantized
+from shardscope.training.accounting import tensors as accounting
+from shardscope.training.checkpoints import checkpoint
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
+from shardscope.training.model import quantized
+from shardscope.training.optimizers import gradients
+from shardscope.training.weights import pretrained
 
 
 class TorchEngine(MicroBatchEngine):

@@ -14,7 +14,7 @@ import traitlets
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.planner.checks.usual_rates import rate_near
-from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.own_code import functions_here
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate

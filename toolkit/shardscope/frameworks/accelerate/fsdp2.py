@@ -80,7 +80,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """The mesh of the model's DTensors, where shards live, and what is gathered anew in backward."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from shardscope.training.gradients import local
+    from shardscope.training.optimizers.gradients import local
 
     parameters = dict(model.named_parameters())
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate import plugins
-from shardscope.runs.lazy_functions import check_was_run, refuse_lazy_function
+from shardscope.training.tasks.lazy_functions import check_was_run, refuse_lazy_function
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -44,7 +44,7 @@ class Script:
     arguments: Sequence[Any] = field(default=(), kw_only=True)
     """Of a file its command line, word by word; of a function what it is called with."""
 
-    preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting")
+    preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting.tensors")
     """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
     saves_when_asked: ClassVar[bool] = False
     """Nothing asks a person's loop to save and leave: ``run.stop(checkpoint=True)`` is refused in words."""

@@ -25,7 +25,7 @@ from shardscope.frameworks.accelerate import beside
 from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
 from shardscope.runs.context import RESERVED
-from shardscope.training import accounting
+from shardscope.training.accounting import tensors as accounting
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
 
 LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once with ``loss="chunked"`` (training/loss.py)."""
+"""Tokens whose logits exist at once with ``loss="chunked"`` (training/model/loss.py)."""
 
 
 def loss_in_force(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardscope.core.finding import Finding
 from shardscope.planner.checks.case import Case, changed_plan, changed_task
-from shardscope.training.tokenizer import SHIPPED_TEXT
+from shardscope.training.data.tokenizer import SHIPPED_TEXT
 
 MAX_EPOCHS = 4
 """Up to so many passes repeated text teaches almost as much as new text (Muennighoff et al. 2023,

@@ -9,7 +9,7 @@ from shardscope.planner.checks.case import Case, changed_task
 from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, usual_rates
 
 BETA_2 = 0.95
-"""AdamW's as Pretrain sets it (``training/optimizers.py``)."""
+"""AdamW's as Pretrain sets it (``training/optimizers/optimizers.py``)."""
 WARM_UP_STEPS = round(2 / (1 - BETA_2))
 """Steps of a linear warm-up without which AdamW's second moment is not settled: 2 / (1 - beta_2), Ma & Yarats
 2021 (arXiv:1910.04209)."""

@@ -40,7 +40,7 @@ def starved(case: Case) -> Iterator[Finding]:
     text_bytes = samples * recipe.seq_len * TEXT_BYTES_PER_TOKEN
     if samples <= READS_PER_SECOND and text_bytes <= TOKENIZED_BYTES_PER_SECOND:
         return
-    from shardscope.training.pretrain import Pretrain  # it imports this package
+    from shardscope.training.tasks.pretrain import Pretrain  # it imports this package
 
     windows = SHIPPED_TOKENS // recipe.seq_len
     too_many = samples > READS_PER_SECOND

@@ -11,8 +11,8 @@ are averaged over all ranks, so replicas stay equal. DDP all-reduces them in buc
 of the backward pass; with several micro-batches in a step it does so in the last one only.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
-(``--tokenizer``: the path ``shardscope.training.tokenizer.SHIPPED_TOKENIZER``), and with ``--model`` those of
-``ss.Finetune(weights="folder", text="corpus.txt")``.
+(``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
+those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
 """
 
 from __future__ import annotations

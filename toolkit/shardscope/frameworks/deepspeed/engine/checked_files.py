@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from shardscope.training.checkpoint_pickles import checked_loading, is_own, load_file
+from shardscope.training.checkpoints.pickles import checked_loading, is_own, load_file
 
 CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed 0.19.8 pickles beside tensors and plain values, at every stage: numbers in fields."""

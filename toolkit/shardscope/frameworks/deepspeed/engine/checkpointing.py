@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from shardscope.core.errors import refuse
-from shardscope.training import random_state
-from shardscope.training.aside import begin_aside, replace, written_aside
-from shardscope.training.position import read_position, write_position
+from shardscope.training.checkpoints import random_state
+from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.position import read_position, write_position
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.training.pretrained import WholeTensors
+    from shardscope.training.weights.pretrained import WholeTensors
 
 TAG = "zero"
 """DeepSpeed's name for the one state that a folder holds."""

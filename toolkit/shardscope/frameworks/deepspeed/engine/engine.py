@@ -19,13 +19,14 @@ from shardscope.frameworks.deepspeed.engine.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.engine.process_groups import connect
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.limits import nvme_folder
-from shardscope.training import accounting, gradients
+from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting.precision_found import check_copied
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
-from shardscope.training.initial_weights import CPU
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
-from shardscope.training.on_meta import build_on_meta
-from shardscope.training.precision_found import check_copied
-from shardscope.training.pretrained import WholeTensors
+from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.optimizers import gradients
+from shardscope.training.weights.initial_weights import CPU
+from shardscope.training.weights.pretrained import WholeTensors
 
 FIRST_LOSS_SCALE_POWER = 12
 """fp16's scale begins at 2^12, as the other engines' does; an overflow halves it."""

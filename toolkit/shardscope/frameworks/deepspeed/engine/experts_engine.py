@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from shardscope.frameworks.deepspeed.engine import checkpointing
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.gradients import clip
-from shardscope.training.pretrained import WholeTensors
+from shardscope.training.optimizers.gradients import clip
+from shardscope.training.weights.pretrained import WholeTensors
 
 
 class ExpertsEngine(DeepSpeedEngine):

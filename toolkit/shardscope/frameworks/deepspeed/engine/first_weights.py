@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from shardscope.training.initial_weights import InitialWeights, all_of, fill_buffers
+from shardscope.training.weights.initial_weights import InitialWeights, all_of, fill_buffers
 
 
 def cut(deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:

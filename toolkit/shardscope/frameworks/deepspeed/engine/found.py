@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardscope.core.words import count
 from shardscope.frameworks.deepspeed.communication import casts, reduced_width
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
-from shardscope.training.accounting import tensor_bytes
+from shardscope.training.accounting.tensors import tensor_bytes
 from shardscope.training.engine import HeldTensors
 
 if TYPE_CHECKING:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from shardscope.frameworks.deepspeed.engine import checkpointing
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
-from shardscope.training import micro_batches, pretrained
+from shardscope.training import micro_batches
+from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.gradients import clip
-from shardscope.training.initial_weights import build_filled
-from shardscope.training.memory_watch import MemoryWatch
-from shardscope.training.model_parts import part_of, shell_of
-from shardscope.training.stage_tensors import StageTensor, stage_by_stage
+from shardscope.training.model.parts import part_of, shell_of
+from shardscope.training.optimizers.gradients import clip
+from shardscope.training.weights import pretrained
+from shardscope.training.weights.initial_weights import build_filled
+from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

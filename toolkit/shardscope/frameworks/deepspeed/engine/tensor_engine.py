@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shardscope.frameworks.deepspeed.engine import checkpointing
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training.engine import BuildModel
-from shardscope.training.gradients import clip
-from shardscope.training.pretrained import WholeTensors
+from shardscope.training.optimizers.gradients import clip
+from shardscope.training.weights.pretrained import WholeTensors
 
 
 class TensorEngine(DeepSpeedEngine):

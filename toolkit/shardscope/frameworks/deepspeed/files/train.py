@@ -12,9 +12,9 @@ as they run. Stage 0 partitions nothing. What is offloaded waits in host memory 
 ``deepspeed.initialize`` makes an engine of model and optimizer, which accumulates, clips and steps by itself.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
-(``--tokenizer``: the path ``shardscope.training.tokenizer.SHIPPED_TOKENIZER``), and with ``--model`` those of
-``ss.Finetune(weights="folder", text="corpus.txt")``; but not of random weights above 1 GiB in stage 3, which
-DeepSpeed partitions while transformers initializes them.
+(``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
+those of ``ss.Finetune(weights="folder", text="corpus.txt")``; but not of random weights above 1 GiB in stage
+3, which DeepSpeed partitions while transformers initializes them.
 """
 
 from __future__ import annotations

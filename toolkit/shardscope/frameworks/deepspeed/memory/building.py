@@ -2,7 +2,7 @@
 
 Read off ``deepspeed/runtime/engine.py`` (``_configure_distributed_model`` casts and moves a whole module) and
 ``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` cuts tensors one after the other). The stages of
-a pipeline are parts of a transformers model here (:mod:`shardscope.training.model_parts`).
+a pipeline are parts of a transformers model here (:mod:`shardscope.training.model.parts`).
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from shardscope.frameworks.deepspeed.rehearsal.labels import labelled
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
-from shardscope.training.lora import add_adapters
-from shardscope.training.loss import apply_chunked_loss
-from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
-from shardscope.training.optimizers import build_optimizer
-from shardscope.training.recompute import apply_recompute
+from shardscope.training.model.lora import add_adapters
+from shardscope.training.model.loss import apply_chunked_loss
+from shardscope.training.model.model import DROPOUTS, WITHOUT_SDPA, config_values
+from shardscope.training.model.recompute import apply_recompute
+from shardscope.training.optimizers.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

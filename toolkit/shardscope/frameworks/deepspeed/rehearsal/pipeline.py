@@ -19,7 +19,7 @@ from shardscope.frameworks.deepspeed.rehearsal.engine import (
     model_of,
     stage_world,
 )
-from shardscope.training.model_parts import part_of
+from shardscope.training.model.parts import part_of
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

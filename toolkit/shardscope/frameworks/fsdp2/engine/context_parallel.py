@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardscope.core.words import count
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.engine.ring import Ring
+from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel
-from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}

@@ -24,14 +24,14 @@ from shardscope.frameworks.fsdp2.engine import found
 from shardscope.frameworks.fsdp2.engine.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.training import gradients
 from shardscope.training.engine import BuildModel
-from shardscope.training.gradients import local
-from shardscope.training.initial_weights import fill_buffers
 from shardscope.training.micro_batch_engine import MIXED_TYPES
-from shardscope.training.on_meta import build_on_meta
-from shardscope.training.recompute import decoder_layers
+from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.optimizers import gradients
+from shardscope.training.optimizers.gradients import local
 from shardscope.training.torch_engine import TorchEngine
+from shardscope.training.weights.initial_weights import fill_buffers
 
 
 class Fsdp2Engine(TorchEngine):

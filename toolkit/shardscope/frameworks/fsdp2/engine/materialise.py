@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardscope.core.arrays.arithmetic import ceil_div
-from shardscope.training.initial_weights import InitialWeights, Region
-from shardscope.training.on_meta import give_memory
+from shardscope.training.model.on_meta import give_memory
+from shardscope.training.weights.initial_weights import InitialWeights, Region
 
 
 def check_has_weights(model: torch.nn.Module) -> None:

@@ -22,12 +22,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from shardscope.core.layout import even_stages
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
-from shardscope.training import micro_batches, pretrained
+from shardscope.training import micro_batches
+from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.gradients import local
-from shardscope.training.memory_watch import MemoryWatch
-from shardscope.training.model_parts import part_of, shell_of
-from shardscope.training.stage_tensors import StageTensor, stage_by_stage
+from shardscope.training.model.parts import part_of, shell_of
+from shardscope.training.optimizers.gradients import local
+from shardscope.training.weights import pretrained
+from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

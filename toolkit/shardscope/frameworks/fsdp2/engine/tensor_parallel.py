@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardscope.training.on_meta import tie, tied_names
-from shardscope.training.recompute import decoder_layers
+from shardscope.training.model.on_meta import tie, tied_names
+from shardscope.training.model.recompute import decoder_layers
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
 """Projections out of the stream: each rank has some of their outputs."""

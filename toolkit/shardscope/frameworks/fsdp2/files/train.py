@@ -12,8 +12,8 @@ gradients are reduce-scattered, and the optimizer updates shards alone. With rep
 shards exist several times, and their gradients are all-reduced once a step.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
-(``--tokenizer``: the path ``shardscope.training.tokenizer.SHIPPED_TOKENIZER``), and with ``--model`` those of
-``ss.Finetune(weights="folder", text="corpus.txt")``.
+(``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
+those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
 """
 
 from __future__ import annotations

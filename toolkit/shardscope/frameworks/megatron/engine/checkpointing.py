@@ -2,7 +2,7 @@
 
 Weights and the optimizer's state are written under the whole model's names and sizes, so ranks of other
 degrees (tp, pp, vpp, ep, data-parallel) read what they hold of them. The format pickles, and
-``training/checkpoint_pickles.py`` checks it before megatron-core reads it.
+``training/checkpoints/pickles.py`` checks it before megatron-core reads it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shardscope.frameworks.megatron.engine import random_tracker
 from shardscope.frameworks.megatron.weights.export import wait_for_weights
 from shardscope.frameworks.megatron.weights.load import unwrapped
 from shardscope.machine.processes import die_with_parent
-from shardscope.training import random_state
-from shardscope.training.aside import begin_aside, replace, written_aside
-from shardscope.training.checkpoint_pickles import (
+from shardscope.training.checkpoints import random_state
+from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.pickles import (
     CheckedReader,
     checked_loading,
     is_own,
     load_file,
     pickled_items,
 )
-from shardscope.training.position import read_position, write_position
+from shardscope.training.checkpoints.position import read_position, write_position
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -21,13 +21,13 @@ from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 from shardscope.frameworks.megatron.weights.export import export_hf
 from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
-from shardscope.training import accounting
+from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting.memory_watch import MemoryWatch
+from shardscope.training.accounting.precision_found import check_copied
+from shardscope.training.checkpoints.position import position_of
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
-from shardscope.training.memory_watch import MemoryWatch
-from shardscope.training.on_meta import build_on_meta
-from shardscope.training.position import position_of
-from shardscope.training.precision_found import check_copied
-from shardscope.training.stored_weights import TensorsByName
+from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.weights.stored_weights import TensorsByName
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardscope.core.errors import refuse
-from shardscope.training.optimizers import build_optimizer
+from shardscope.training.optimizers.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from shardscope.training.engine import BuildOptimizer

@@ -15,7 +15,7 @@ from shardscope.training import micro_batches
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from shardscope.training.memory_watch import MemoryWatch
+    from shardscope.training.accounting.memory_watch import MemoryWatch
 
 TENSORS = {"input_ids", "labels"}
 

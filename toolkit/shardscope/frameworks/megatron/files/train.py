@@ -13,8 +13,8 @@ Weights come from a transformers model, which the ranks of a node build in turns
 as one.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
-(``--tokenizer``: the path ``shardscope.training.tokenizer.SHIPPED_TOKENIZER``), and with ``--model`` those of
-``ss.Finetune(weights="folder", text="corpus.txt")``.
+(``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
+those of ``ss.Finetune(weights="folder", text="corpus.txt")``.
 """
 
 from __future__ import annotations

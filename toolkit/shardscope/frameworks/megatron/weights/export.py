@@ -13,7 +13,7 @@ from shardscope.frameworks.megatron.hf_names import layer_prefix
 from shardscope.frameworks.megatron.weights.conversion import Part, Place, hf_tensors, join, places
 from shardscope.frameworks.megatron.weights.load import local_parameters, part_of, unwrapped
 from shardscope.frameworks.megatron.weights.main_copies import MainWeights, data_group
-from shardscope.training.pretrained import MAX_FILE_BYTES, write_pretrained
+from shardscope.training.weights.pretrained import MAX_FILE_BYTES, write_pretrained
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

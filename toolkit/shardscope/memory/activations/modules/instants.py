@@ -121,7 +121,7 @@ class _Layer:
     ) -> None:
         self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
         self.away = away
-        """What is saved waits on the host, and comes back operator by operator (training/recompute.py)."""
+        """What is saved waits on the host, and comes back operator by operator (training/model/recompute)."""
         self.everything = everything
         c, hidden = modules.compute, arch.hidden_size
         self.stream = ceil_div(hidden * modules.stream, parts.sequence)

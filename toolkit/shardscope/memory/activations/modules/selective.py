@@ -1,4 +1,4 @@
-"""What stays with ``recompute="selective"`` over transformers' modules (training/recompute.py).
+"""What stays with ``recompute="selective"`` over transformers' modules (training/model/recompute.py).
 
 The layer's input, and the outputs of matrix products and of attention.
 """

@@ -1,0 +1,159 @@
+"""Checkpoints of DDP and FSDP2 in one format: torch.distributed.checkpoint, under the model's own names.
+
+Both engines write the same keys, so what DDP saved FSDP2 loads, over any number of ranks. The metadata of the
+format and its items are pickles: ``checkpoint_pickles.py`` checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardscope.core.errors import refuse
+from shardscope.training.checkpoints import random_state
+from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.pickles import CheckedReader, checked_loading, is_own, pickled_items
+from shardscope.training.checkpoints.position import read_position, write_position
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+
+def save(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: dict[str, Any],
+    only_trained: bool,
+) -> None:
+    """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON.
+
+    ``only_trained`` leaves frozen weights out: adapters are megabytes, the model under them is not ours to
+    copy.
+    """
+    with written_aside(path) as aside:
+        random_state.write(aside)
+        dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
+        if dist.get_rank() == 0:
+            write_position(aside, position, pickled_items(aside))
+
+
+def begin(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: dict[str, Any],
+    only_trained: bool,
+    group: Any,
+) -> Callable[[], None]:
+    """As :func:`save`, but come back once the state is copied to host memory; a thread writes it.
+
+    ``group`` is a gloo group of all ranks that nothing else uses: the threads meet in it. What comes back
+    waits, on all ranks, until ``path`` is whole, and raises what kept it from that. Whoever looks sees it
+    whole as soon as it is, whether or not anybody waits.
+    """
+    aside = begin_aside(path)
+    random_state.write(aside)
+    state = _state(model, optimizer, only_trained)
+    written: Any = dcp.async_save(state, checkpoint_id=str(aside), process_group=group)
+    whole: Future[None] = Future()
+
+    def name_it(_: Any) -> None:
+        # On rank 0 the format's metadata comes last, after every rank said that its part is on disk.
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                write_position(aside, position, pickled_items(aside))
+                replace(aside, path)
+            whole.set_result(None)
+        except BaseException as error:
+            whole.set_exception(error)
+
+    def wait() -> None:
+        whole.result()
+        dist.barrier(group)
+
+    written.add_done_callback(name_it)
+    return wait
+
+
+def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read ``path`` into ``model`` and ``optimizer`` of ``plan``; return its position.
+
+    Random states go on where they were if as many ranks saved them. Raises as :func:`read_position` does, and
+    ``ValueError`` if another kind of optimizer saved it, if it was saved with pipeline stages and ``model``
+    is none, or the other way round, or if it asks for a class that a stranger's checkpoint may not have.
+    """
+    only_trained = plan.recipe.has_adapters
+    position = read_position(path, plan)
+    if bool(position.get("in_stages")) != _is_stage(model):
+        refuse(
+            "checkpoint",
+            str(path),
+            f"one that was saved {'with' if _is_stage(model) else 'without'} pipeline stages: with them "
+            "optimizer state is written otherwise",
+            "the pp of the run that saved it, or its export as the model to begin from",
+        )
+    saved = position.get("optimizer", name_of(optimizer))
+    if saved != name_of(optimizer):
+        # Some have tensors of one name that mean another thing, and would load without a word.
+        refuse(
+            "optimizer of the engine that loads",
+            name_of(optimizer),
+            f"{saved!r}: {path} holds its state",
+            "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
+        )
+    state = _state(model, optimizer, only_trained)
+    own = is_own(path)
+    reader = CheckedReader(path, own=own)
+    with checked_loading(own=own):
+        dcp.load(state, storage_reader=reader)
+    options = StateDictOptions(
+        strict=not only_trained,
+        ignore_frozen_params=only_trained,
+        flatten_optimizer_state_dict=_is_stage(model),
+    )
+    if not only_trained:
+        set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    random_state.restore(path)
+    return position
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class: implementations of one optimizer keep the same state and have one class."""
+    return type(optimizer).__name__
+
+
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool) -> dict[str, Any]:
+    options = StateDictOptions(
+        ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
+    )
+    return {
+        "model": _trained(model) if only_trained else get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by name. ``get_model_state_dict`` looks up whatever a module's own state dict
+    has, and does not find the scales of bitsandbytes' Linears."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _is_stage(model: torch.nn.Module) -> bool:
+    """Whether other ranks have other parameters: a list of groups, the same for all, could not name them."""
+    return bool(getattr(model, "in_stages", False))

@@ -1,0 +1,230 @@
+"""Pickles in checkpoints, loaded without running what a stranger wrote: no class that is not listed.
+
+torch.distributed.checkpoint reads its ``.metadata`` with ``pickle.load`` and its items with ``torch.load(...,
+weights_only=False)`` (torch 2.13: filesystem.py, default_planner.py), and so does Megatron-core on top of it;
+DeepSpeed 0.19.8 reads its files with ``weights_only=False``. Only a checkpoint whose manifest proves that
+this user's launch saved it may hold more: the classes of the user's own optimizer, say.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+
+from shardscope.core.errors import refuse
+from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, check_signed, key_path
+
+METADATA_FILE = ".metadata"
+FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's own switch (torch/serialization.py): while it is set, every ``torch.load`` is ``weights_only``."""
+
+_BROKEN = (
+    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+    MemoryError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Whatever bytes that are no pickle of metadata can raise."""
+
+
+def _plain_path(*parts: str) -> str:
+    """Stand in for ``PosixPath``: where a checkpoint was saved, as text."""
+    return str(PurePosixPath(*parts))
+
+
+_METADATA_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (found.__module__, found.__qualname__): found
+        for found in (
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.Metadata,
+            metadata.MetadataIndex,
+            metadata.StorageMeta,
+            metadata.TensorProperties,
+            metadata.TensorStorageMetadata,
+            metadata._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+            # Megatron-core keeps the plans by which its ranks wrote.
+            filesystem._StoragePrefix,
+            planner.BytesIOWriteData,
+            planner.SavePlan,
+            planner.TensorWriteData,
+            planner.WriteItem,
+            planner.WriteItemType,
+        )
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # Python 3.13 moved the class.
+    ("pathlib", "PosixPath"): _plain_path,
+    ("pathlib._local", "PosixPath"): _plain_path,
+}
+"""What torch 2.13 and Megatron-core 0.16.1 write into ``.metadata``, data types apart."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
+
+    refused = ""
+    """The class or function that was asked for and is not on the list."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = _METADATA_CLASSES.get((module_name, global_name))
+        if found is None and module_name == "torch":
+            found = getattr(torch, global_name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            self.refused = f"{module_name}.{global_name}"
+            raise pickle.UnpicklingError(f"asks for {self.refused}")
+        return found
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("refers to an object outside of it")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read torch.distributed.checkpoint's metadata. Raises ``ValueError`` if it asks for another class.
+
+    Raises it too if an item lies in a file outside of the checkpoint, and ``OSError`` if it cannot be read.
+    """
+    unpickler = _MetadataUnpickler(io.BytesIO(path.read_bytes()))
+    try:
+        found = unpickler.load()
+        storage = found.storage_meta
+        is_metadata = (
+            isinstance(found, Metadata)
+            and isinstance(found.state_dict_metadata, dict)
+            and isinstance(storage, StorageMeta | None)
+        )
+        places = [info.relative_path for info in found.storage_data.values()]
+    except _BROKEN as error:
+        if unpickler.refused:
+            _refuse_class(path, unpickler.refused)
+        _refuse_damage(path, error)
+    if not is_metadata:
+        _refuse_damage(path, TypeError("it is no metadata"))
+    for place in places:
+        if not isinstance(place, str) or place != Path(place).name or place in ("", ".."):
+            refuse("checkpoint", path.name, f"items in files beside {path}, not in {place!r}", "another one")
+    return found
+
+
+class CheckedReader(FileSystemReader):  # type: ignore[misc]
+    """Reads a checkpoint whose metadata and items were checked when the reader was made."""
+
+    def __init__(self, folder: Path, *, own: bool) -> None:
+        """Raise ``ValueError`` if a pickle asks for a class that is not listed.
+
+        The items of the user's ``own`` checkpoint may ask for more.
+        """
+        super().__init__(folder)
+        self._metadata = read_metadata(folder / METADATA_FILE)
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        if not own:
+            for name, ranges in _pickled_items(self._metadata).items():
+                _check_items(folder / name, ranges)
+
+    # Without keyword arguments: torch then does not look for metadata of single ranks.
+    def read_metadata(self) -> Metadata:
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def pickled_items(folder: Path) -> dict[str, Ranges]:
+    """Return where the items that are no tensors lie in a checkpoint, by file."""
+    return _pickled_items(read_metadata(folder / METADATA_FILE))
+
+
+def _pickled_items(found: Metadata) -> dict[str, Ranges]:
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for index, info in found.storage_data.items():
+        if isinstance(found.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+            ranges.setdefault(info.relative_path, []).append((int(info.offset), int(info.length)))
+    return {name: sorted(places) for name, places in ranges.items()}
+
+
+def _check_items(path: Path, ranges: Ranges) -> None:
+    with path.open("rb") as file:
+        for offset, length in ranges:
+            file.seek(offset)
+            _load(io.BytesIO(file.read(length)), path, (), map_location="cpu")
+
+
+def load_file(path: Path, classes: Sequence[Any], map_location: Any = None) -> Any:
+    """Load a ``torch.save`` file: tensors, plain values and ``classes``. Raises ``ValueError`` for others."""
+    return _load(path, path, classes, map_location)
+
+
+def _load(source: Path | io.BytesIO, path: Path, classes: Sequence[Any], map_location: Any) -> Any:
+    with torch.serialization.safe_globals(list(classes)):
+        try:
+            return torch.load(source, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            names = _refused_classes(source)
+            if names:
+                _refuse_class(path, names)
+            _refuse_damage(path, error)
+
+
+def _refused_classes(source: Path | io.BytesIO) -> str:
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source)))
+    except Exception:  # Old formats and damaged files: there are no names, and torch's reason is given.
+        return ""
+
+
+def is_own(checkpoint: Path) -> bool:
+    """Whether a manifest proves that this user's launch saved ``checkpoint``."""
+    try:
+        check_signed(checkpoint)
+    except UnsignedError:
+        return False
+    return True
+
+
+@contextmanager
+def checked_loading(classes: Sequence[Any] = (), *, own: bool) -> Iterator[None]:
+    """Limit each ``torch.load`` inside to tensors, plain values and ``classes``, whatever its caller wants.
+
+    The user's ``own`` checkpoint, which :func:`is_own` proves, is loaded as its framework does.
+    """
+    if own:
+        yield
+        return
+    before = os.environ.get(FORCE_VARIABLE)
+    os.environ[FORCE_VARIABLE] = "1"
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            yield
+    finally:
+        if before is None:
+            del os.environ[FORCE_VARIABLE]
+        else:
+            os.environ[FORCE_VARIABLE] = before
+
+
+def _refuse_class(path: Path, names: str) -> NoReturn:
+    refuse(
+        "checkpoint",
+        path.name,
+        f"one that asks for tensors, plain values and the classes of its format: {path} asks for {names}, "
+        "and a pickle can run what it asks for",
+        f"another checkpoint or, if you saved it on another machine, that machine's key as {key_path()}",
+    )
+
+
+def _refuse_damage(path: Path, error: Exception) -> NoReturn:
+    reason = (str(error).splitlines() or [""])[0][:200]
+    allowed = f"one that is not damaged: {path} cannot be read ({type(error).__name__}: {reason})"
+    refuse("checkpoint", path.name, allowed, "an earlier checkpoint")

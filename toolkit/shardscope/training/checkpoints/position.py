@@ -1,0 +1,79 @@
+"""``position.json`` of a checkpoint: where its training was, and what else must be as it was to go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import refuse
+from shardscope.frameworks.registry import frameworks
+from shardscope.training.checkpoints.aside import check_own
+from shardscope.training.checkpoints.folders import POSITION_FILE
+from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, run_of, sign_checkpoint
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.training.engine import Engine
+
+
+def position_of(engine: Engine) -> dict[str, Any]:
+    """What every framework's checkpoints say."""
+    found: dict[str, Any] = {
+        "framework": engine.framework,
+        "format": _format(engine.plan),
+        "num_steps_done": engine.num_steps_done,
+        "seed": engine.seed,
+    }
+    if engine.frozen_base is not None:
+        found["frozen_base"] = dict(engine.frozen_base)
+    return found
+
+
+def write_position(
+    folder: Path, position: dict[str, Any], pickled: Mapping[str, Ranges] | None = None
+) -> None:
+    """Complete the checkpoint in ``folder``, which has all other files: sign it, then write its position.
+
+    The position comes last of all: who finds it takes the checkpoint for whole. ``pickled`` is that of
+    :func:`sign_checkpoint`. A checkpoint that cannot be signed is saved without its manifest.
+    """
+    content = json.dumps(position).encode()
+    try:
+        sign_checkpoint(folder, run_of(folder.parent.parent), pickled or {}, {POSITION_FILE: content})
+    except UnsignedError as error:
+        print(
+            f"the checkpoint in {folder.parent} is not signed, so only its path resumes from it: {error}",
+            flush=True,
+        )
+    (folder / POSITION_FILE).write_bytes(content)
+
+
+def read_position(path: Path, plan: Plan) -> dict[str, Any]:
+    """The position of the checkpoint at ``path``, which the engine of ``plan`` is about to load.
+
+    Raises ``FileNotFoundError`` if it is no whole checkpoint, ``PermissionError`` if another user owns it,
+    ``ValueError`` if it says that it is of another framework's format.
+    """
+    if not (path / POSITION_FILE).is_file():
+        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
+    check_own(path)
+    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    read = _format(plan)
+    # Those of before have no such word: what they are is seen when they are opened.
+    saved = position.get("format", read)
+    if saved != read:
+        before = frameworks.get(str(position.get("framework")))
+        who = before.title if before is not None else position.get("framework")
+        refuse(
+            "checkpoint",
+            str(path),
+            f"one of {read}, which is what {plan.layout.title} reads: this one was saved by {who} as {saved}",
+            "the plan of the run that saved it, or its export as the model to begin from",
+        )
+    return position
+
+
+def _format(plan: Plan) -> str:
+    return frameworks[plan.layout.framework].habits().checkpoint(plan).name

@@ -1,0 +1,1 @@
+"""Text as token windows, the shipped corpus, and tokenizers."""

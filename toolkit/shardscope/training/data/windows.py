@@ -1,0 +1,101 @@
+"""Text as token windows: which rank reads what at which step, with nothing remembered but the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardscope.core.errors import Value, refuse
+from shardscope.training.data.kept_tokens import shipped_tokens
+from shardscope.training.data.tokenizer import SHIPPED_TEXT, encode_text
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+MAX_TEXT_BYTES = 2**30
+"""The text is tokenised whole, in every rank, at the start of a run."""
+
+
+def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None = None) -> numpy.ndarray:
+    """Token ids of a UTF-8 text file (None: the shipped corpus), int32.
+
+    ``encode`` makes them; without it the shipped tokenizer does. Raises ``ValueError`` for a file that is
+    missing, empty, over 1 GiB or not UTF-8.
+    """
+    if text is None and encode is None:
+        return shipped_tokens()
+    path = text or SHIPPED_TEXT
+    if not path.is_file():
+        refuse("text", str(path), "a text file, or None for the shipped corpus", Value(None))
+    if not 0 < path.stat().st_size <= MAX_TEXT_BYTES:
+        size = f"{path} of {path.stat().st_size:,} bytes"
+        refuse("text", size, f"1 to {MAX_TEXT_BYTES:,} bytes", "a part of it")
+    try:
+        return (encode or encode_text)(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        where = f"{path} with byte {error.object[error.start]:#x} at {error.start}"
+        refuse("text", where, "UTF-8", "convert it")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """Tokens cut into windows of ``seq_len`` that do not overlap, dealt to steps and ranks.
+
+    Step ``s`` takes windows ``s * G .. (s + 1) * G - 1`` of an endless deck: every epoch is all windows,
+    shuffled by ``seed`` and the epoch. Rank ``r`` of ``num_ranks`` takes the r-th run of them. The global
+    batch is therefore the same on 1 rank or 8, and a run continues from its step alone.
+    """
+
+    tokens: numpy.ndarray
+    """int32, shape ``[num_tokens]``."""
+    seq_len: int
+    """Tokens in one window."""
+    rows: int
+    """Windows that one rank takes in one optimizer step."""
+    rank: int
+    num_ranks: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < self.seq_len:
+            refuse(
+                "Recipe.seq_len",
+                self.seq_len,
+                f"at most the {len(self.tokens):,} tokens of the text",
+                f"seq_len={len(self.tokens)}, or a longer text",
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in the text; the tokens after the last whole one are never read."""
+        return len(self.tokens) // self.seq_len
+
+    def indices(self, step: int) -> list[int]:
+        """Which windows this rank reads at ``step`` (from 0)."""
+        first = (step * self.num_ranks + self.rank) * self.rows
+        return [self._window(position) for position in range(first, first + self.rows)]
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts the labels."""
+        import numpy
+        import torch
+
+        starts = numpy.asarray(self.indices(step)) * self.seq_len
+        picked = self.tokens[starts[:, None] + numpy.arange(self.seq_len)]
+        input_ids = torch.from_numpy(picked.astype(numpy.int64))
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def _window(self, position: int) -> int:
+        epoch, place = divmod(position, self.num_windows)
+        return int(_shuffled(self.num_windows, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=4)
+def _shuffled(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
+    import numpy
+
+    return numpy.random.default_rng([seed, epoch]).permutation(num_windows)

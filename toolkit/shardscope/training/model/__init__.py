@@ -1,0 +1,1 @@
+"""The transformers model that a plan describes: built, cut, recomputed, compiled, quantized."""

@@ -1,0 +1,44 @@
+"""LoRA (arXiv:2106.09685) through peft: adapters train, everything else is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardscope.core.words import count
+from shardscope.memory.state.lora import adapter_targets
+
+
+def add_adapters(
+    model: torch.nn.Module, architecture: Any, recipe: Any, *, in_fp32: bool = False
+) -> torch.nn.Module:
+    """``model`` inside peft's wrapper, with only its adapters trainable.
+
+    Adapters keep the precision of the model, or are ``in_fp32`` over a base in half precision, which is
+    peft's own default: mixed precision keeps fp32 originals of what trains.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    rank = recipe.adapter_rank
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=recipe.lora_dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=list(adapter_targets(architecture, recipe)),
+    )
+    adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
+    return adapted
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What :func:`shardscope.training.model.quantized.check_base` found, and how many weights train."""
+    number = count(found["num_trained_parameters"], "adapter weight")
+    if "base_quantization" not in found:
+        return f"{number} over a frozen base"
+    kind = {"nf4": "NF4", "int8": "int8"}[found["base_quantization"]]
+    double = " with double quantisation" if found["base_double_quantization"] else ""
+    return f"{number} over a base in {kind}{double} ({count(found['num_quantized_linears'], 'Linear')})"

@@ -1,0 +1,62 @@
+"""A transformers model in parts, as pipeline stages have it: the same modules under the same names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardscope.training.model.recompute import decoder_layers
+
+
+class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
+    """Layers under the numbers that they have in the whole model, by which checkpoints name them."""
+
+    def __init__(self, layers: dict[int, torch.nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self._modules[str(number)] = layer
+
+    def __getitem__(self, index: Any) -> Any:
+        """By place, not by number; transformers' models take a slice of all."""
+        return list(self._modules.values())[index]
+
+
+def part_of(
+    model: torch.nn.Module, numbers: Sequence[int], *, is_first: bool, is_last: bool
+) -> torch.nn.Module:
+    """``model``, a causal one of transformers', with only the layers of ``numbers``; it stays as it is.
+
+    The embedding stays where ``is_first``, the final norm and the head where ``is_last``. Modules, and so
+    parameters, are the same objects as the whole model's, and have the same names.
+    """
+    part: Any = shell_of(model)
+    body: Any = shell_of(part.model)
+    whole = dict(enumerate(decoder_layers(model)))
+    if isinstance(body.layers, NumberedLayers):
+        whole = {int(name): layer for name, layer in body.layers.named_children()}
+    config = copy.deepcopy(model.config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        by_number = dict(zip(whole, kinds, strict=True))
+        config.layer_types = [by_number[number] for number in numbers]
+    body.layers = NumberedLayers({number: whole[number] for number in numbers})
+    if not is_first:
+        body.embed_tokens = None
+        if hasattr(body, "embedding_multiplier"):  # Granite's, which its first stage has applied.
+            body.embedding_multiplier = 1.0
+    if not is_last:
+        body.norm = torch.nn.Identity()
+        part.lm_head = None
+    part.model = body
+    part.config = body.config = config
+    return part
+
+
+def shell_of(module: torch.nn.Module) -> torch.nn.Module:
+    """``module`` with the same children, which may be replaced without it noticing."""
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    return shell

@@ -1,0 +1,232 @@
+"""A frozen base in NF4 or int8 through bitsandbytes: ``Recipe.quantization``, and ``method="qlora"``.
+
+Every Linear inside the decoder layers is replaced, as transformers' own integration does it; embeddings,
+norms, the head, routers and fused experts stay. int8 has no threshold for outliers
+(``llm_int8_threshold=0``).
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shardscope.training.accounting.tensors import tensor_bytes
+from shardscope.training.model.recompute import decoder_layers
+from shardscope.training.optimizers.gradients import local
+from shardscope.training.weights.initial_weights import InitialWeights, all_of, fill_buffers
+
+
+def quantize_base(
+    model: torch.nn.Module,
+    recipe: Any,
+    *,
+    sharded: bool,
+    compute: torch.dtype,
+    weights: InitialWeights | None = None,
+) -> None:
+    """Replace the Linears of ``model``'s layers, in place; what a task has quantised itself stays.
+
+    ``compute`` is the type that products run in. ``sharded``: packed weights are stored as that type, which
+    ``fully_shard`` cuts like any others, and gathers without a cast (accelerate 1.15,
+    ``utils/fsdp_utils.py``). ``weights``: what gives a model without memory its numbers, of the Linears one
+    by one; only what is packed, and what stays as it is, is ever there together.
+    """
+    bnb: Any = import_module("bitsandbytes")
+    from transformers.pytorch_utils import Conv1D
+
+    kind = recipe.base_quantization
+    numbers = None if weights is None else _Numbers(model, weights)
+    for layer in decoder_layers(model):
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                    continue
+                if isinstance(child, torch.nn.Linear | Conv1D):
+                    if numbers is not None:
+                        numbers.give(child)
+                    plain = _as_linear(child)
+                    made = _in_int8(plain) if kind == "int8" else _in_nf4(plain, recipe, sharded, compute)
+                    setattr(parent, name, made)
+    if numbers is not None:
+        numbers.give_rest(model)
+    # peft asks which of its layers go over these.
+    setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
+
+
+class _Numbers:
+    """Memory and numbers for a model that has none: its Linears have the same memory, one after the other."""
+
+    def __init__(self, model: torch.nn.Module, weights: InitialWeights) -> None:
+        self._weights = weights
+        self._names = {module: name for name, module in model.named_modules()}
+        largest = max(parameter.numel() for parameter in model.parameters())
+        self._room = torch.empty(largest, dtype=next(model.parameters()).dtype)
+
+    def give(self, linear: torch.nn.Module) -> None:
+        """Its weight, until the next one has its own; its bias, which stays."""
+        for name, parameter in linear.named_parameters(recurse=False):
+            into = self._room[: parameter.numel()].view(parameter.shape)
+            if name == "bias":
+                into = torch.empty_like(into)
+            self._write(f"{self._names[linear]}.{name}", into)
+            setattr(linear, name, torch.nn.Parameter(into, requires_grad=False))
+
+    def give_rest(self, model: torch.nn.Module) -> None:
+        """What is in no Linear of a layer, and buffers that files have."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                into = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._write(name, into)
+                # The same object: a tied weight is in two modules.
+                torch.utils.swap_tensors(parameter, torch.nn.Parameter(into, parameter.requires_grad))
+        fill_buffers(model, self._weights)
+
+    def _write(self, name: str, into: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._weights.write(name, into.shape, all_of(into.shape), into)
+
+
+def _as_linear(module: Any) -> Any:
+    """GPT-2's Conv1D holds its matrix the other way round."""
+    if isinstance(module, torch.nn.Linear):
+        return module
+    inner, outer = module.weight.shape
+    found = torch.nn.Linear(inner, outer, bias=module.bias is not None, device="meta")
+    found.weight = torch.nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+    found.bias = module.bias
+    return found
+
+
+def _in_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> torch.nn.Module:
+    bnb: Any = import_module("bitsandbytes")
+
+    storage = compute if sharded else torch.uint8
+    double = recipe.method == "qlora"
+    packed = bnb.nn.Linear4bit(
+        plain.in_features,
+        plain.out_features,
+        bias=False,
+        compute_dtype=compute,
+        compress_statistics=double,
+        quant_type="nf4",
+        quant_storage=storage,
+        device="meta",
+    )
+    packed.weight = bnb.nn.Params4bit(
+        plain.weight.detach(),
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=double,
+        quant_storage=storage,
+        module=packed,
+    )
+    packed.bias = plain.bias
+    found: torch.nn.Module = packed.to(plain.weight.device)
+    return found
+
+
+def _in_int8(plain: Any) -> torch.nn.Module:
+    bnb: Any = import_module("bitsandbytes")
+
+    packed = bnb.nn.Linear8bitLt(
+        plain.in_features, plain.out_features, bias=False, has_fp16_weights=False, device="meta"
+    )
+    packed.weight = bnb.nn.Int8Params(plain.weight.detach(), requires_grad=False)
+    packed.bias = plain.bias
+    found: torch.nn.Module = packed.to(plain.weight.device)
+    return found
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a weight in few bits, of which a cast would make other numbers."""
+    return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
+
+
+def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[str, Any]:
+    """What a base in few bits really is, read off its modules; ``RuntimeError`` if it is not the recipe's.
+
+    Nothing where none is, and none is planned. A task's own ``build_model`` may quantise, as
+    ``from_pretrained`` with a ``BitsAndBytesConfig`` does: then in the recipe's way.
+    """
+    linears = _quantized_linears(model)
+    planned = recipe.base_quantization
+    if not linears:
+        if planned:
+            raise RuntimeError(f"the plan's base is in {planned}, and no Linear of the model is quantised")
+        return {}
+    (kind, double, storage), *others = sorted({_kind(linear) for linear in linears.values()})
+    if others:
+        raise RuntimeError(f"the base is quantised in {1 + len(others)} ways: {kind}, {others[0][0]}")
+    wanted = (planned, recipe.method == "qlora")
+    if (kind, double) != wanted:
+        raise RuntimeError(
+            f"the plan's base is {_in_words(*wanted)}, and build_model gives one {_in_words(kind, double)}"
+        )
+    whole = _unquantized_linears(model)
+    if whole:
+        raise RuntimeError(
+            f"the plan's base is in {planned}, and {len(whole)} Linears of its layers are not: "
+            f"{', '.join(whole[:3])}"
+        )
+    frozen = (p.dtype for p in model.parameters() if not p.requires_grad and p.ndim == 1)
+    other = next(frozen, None)
+    if sharded and other is not None and storage != str(other):
+        raise RuntimeError(
+            f"the packed weights are stored as {storage}, which a gather in {other} would cast: build them "
+            f"with bnb_4bit_quant_storage={other}"
+        )
+    return {
+        "base_quantization": kind,
+        "base_double_quantization": double,
+        "base_stored_as": storage.removeprefix("torch."),
+        "base_scale_bytes": tensor_bytes(scales(model)),
+        "num_quantized_linears": len(linears),
+    }
+
+
+def _in_words(kind: str | None, double: bool) -> str:
+    return f"in {kind}{' with double quantisation' if double else ''}" if kind else "not quantised"
+
+
+def _quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
+    # Nobody has made one without importing it.
+    bnb: Any = sys.modules.get("bitsandbytes")
+    if bnb is None:
+        return {}
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    # peft's own layers over them are named after them, and are none.
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _unquantized_linears(model: torch.nn.Module) -> list[str]:
+    quantised = set(_quantized_linears(model).values())
+    return [
+        name
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, torch.nn.Linear) and module not in quantised and "lora_" not in name
+    ]
+
+
+def _kind(linear: Any) -> tuple[str, bool, str]:
+    """(type, whether scales are quantised too, type of storage)."""
+    state = getattr(linear, "quant_state", None)
+    if state is None:
+        return "int8", False, str(local(linear.weight).dtype)
+    return str(state.quant_type), bool(state.nested), str(local(linear.weight).dtype)
+
+
+def scales(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What unpacks the base, and is no parameter: scales, codes and offsets of every quantised Linear."""
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        # NF4's are the module's; int8's the weight's, until the first forward gives them to the module.
+        state: Any = getattr(module, "quant_state", None)
+        for owner in (state, getattr(state, "state2", None)):
+            found += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]
+        for owner in (getattr(module, "weight", None), getattr(module, "state", None)):
+            found.append(getattr(owner, "SCB", None))
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""Optimizers, the norm of gradients, and the learning rate of each step."""

@@ -1,0 +1,92 @@
+"""The optimizers that a recipe names, over whatever parameters a framework left on this rank."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardscope.core.errors import Value, refuse
+from shardscope.training.optimizers.lion import Lion
+from shardscope.training.optimizers.muon import muon
+
+DEFAULT_LEARNING_RATE = 3e-4
+DEFAULT_WEIGHT_DECAY = 0.1
+ADAM_BETAS = (0.9, 0.95)
+"""Llama (arXiv:2302.13971 section 2.3) and most since."""
+FUSED_DEVICES = ("cuda", "cpu", "meta")
+"""Where ``torch.optim.AdamW(fused=True)`` has a kernel that we have run, or weights that go there."""
+SGD_MOMENTUM = 0.9
+"""One moment a weight, which is what the planner counts for "sgd"."""
+BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+"""Over plain tensors these are bitsandbytes'; over DTensors 8-bit is torchao's."""
+
+
+def build_optimizer(
+    name: str,
+    parameters: list[torch.nn.Parameter],
+    learning_rate: float = DEFAULT_LEARNING_RATE,
+    weight_decay: float = DEFAULT_WEIGHT_DECAY,
+    model: torch.nn.Module | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer for ``Recipe.optimizer``; vectors (norms, biases) are not decayed.
+
+    ``model`` tells hidden matrices (Muon) and embeddings (8-bit) from others. Raises ``ValueError`` for a
+    name that is none, and for ``"muon"`` without a model.
+    """
+    if name == "muon":
+        if model is None:
+            refuse(
+                "Recipe.optimizer", name, "another without the model whose layers it is for", Value("adamw")
+            )
+        return muon(model, parameters, learning_rate, weight_decay, ADAM_BETAS)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw":
+        # One kernel for all weights where torch has it; its default on a CPU makes ten passes over memory.
+        fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=fused)
+    if name == "adamw_foreach":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, foreach=True)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM)
+    if name == "lion":
+        return Lion(groups, lr=learning_rate)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=learning_rate)
+    if name in BITSANDBYTES:
+        return _low_bit(name, groups, learning_rate, model)
+    raise ValueError(
+        f"Recipe.optimizer is {name!r}; allowed on this engine: 'adamw', 'adamw_foreach', 'sgd', 'lion', "
+        "'adafactor', 'muon'. Nearest fix: 'adamw', or give engine.setup a build_optimizer of your own."
+    )
+
+
+def _low_bit(
+    name: str, groups: list[dict[str, Any]], learning_rate: float, model: torch.nn.Module | None
+) -> torch.optim.Optimizer:
+    """AdamW of torchao or bitsandbytes."""
+    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+        low_bit: Any = import_module("torchao.optim").AdamW8bit
+        sharded: torch.optim.Optimizer = low_bit(groups, lr=learning_rate, betas=ADAM_BETAS)
+        return sharded
+    bitsandbytes: Any = import_module("bitsandbytes")
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    # It remembers tensors by id, and ids come back.
+    manager.initialize()
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    if embeddings is not None and name.endswith("8bit"):
+        # As its authors ask for (Dettmers et al. 2022, section 2.3) and transformers' Trainer sets.
+        manager.register_module_override(embeddings(), "weight", {"optim_bits": 32})
+    kinds = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "paged_adamw": bitsandbytes.optim.PagedAdamW,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+    }
+    found: torch.optim.Optimizer = kinds[name](groups, lr=learning_rate, betas=ADAM_BETAS)
+    return found

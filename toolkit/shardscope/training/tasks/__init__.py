@@ -1,0 +1,1 @@
+"""What a run does: Pretrain, Finetune, and what both share."""

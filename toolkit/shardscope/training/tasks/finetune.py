@@ -1,0 +1,104 @@
+"""``Finetune``: a model of somebody's, from its folder of weights, further trained on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardscope.frameworks.registry import check_config
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer
+from shardscope.training.tasks.text_task import TextTask
+from shardscope.training.weights.base_sample import base_sample
+from shardscope.training.weights.weights_folder import WeightsFolder
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    from shardscope.core.plan import Plan
+
+FULL_RATE = 2e-5
+"""Llama 2's supervised fine-tune (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
+ADAPTER_RATE = 2e-4
+"""QLoRA's of 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(TextTask):
+    """Train a model further: ``shardscope.launch(plan, Finetune(weights="folder"))``.
+
+    The plan's architecture is ``Architecture.from_hf("folder")``; what its config.json says beside sizes
+    (angles, epsilons, the activation) is kept. Dropout is the recipe's and routers are trained without noise
+    or a loss of their own; an exported config.json says again what the folder's does. Of LoRA the folder is
+    the frozen base. Every rank reads only what it keeps. Raises ``ValueError`` naming the field, its value,
+    what is allowed and the nearest fix, for files that are cut off, missing, outside of the folder or no
+    safetensors too.
+    """
+
+    weights: Path
+    """A folder as the Hub has them: config.json, tokenizer, and model.safetensors or several such files with
+    their index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
+    learning_rate: float | None = None
+    """The peak rate; None: 2e-5, of adapters 2e-4."""
+    text: Path | None = None
+    """A UTF-8 text file, read with the folder's tokenizer; None is *Moby-Dick*, which ships with
+    Shardscope."""
+
+    preload: ClassVar[tuple[str, ...]] = (
+        *TextTask.preload,
+        "safetensors.torch",
+        "transformers.models.auto.tokenization_auto",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weights", WeightsFolder.of(self.weights, self._field("weights")).path)
+
+    @property
+    def folder(self) -> WeightsFolder:
+        """The folder, whose files are looked at anew."""
+        return WeightsFolder(self.weights, self._field("weights"))
+
+    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+        """See :class:`TextTask`."""
+        from shardscope.training.model.model import build_from_config
+        from shardscope.training.weights.stored_weights import StoredWeights
+
+        folder = self.folder
+        engine.weights = StoredWeights(folder, plan.architecture)
+        said = folder.config
+        files = {file for file, _ in folder.tensors.values()}
+        print(
+            f"beginning from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
+            flush=True,
+        )
+        return lambda: build_from_config(said, plan.architecture, plan.recipe.dropout)
+
+    def peak_rate(self, plan: Plan) -> float:
+        """See :class:`TextTask`."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
+
+    def encode(self) -> Callable[[str], numpy.ndarray]:
+        """The folder's tokenizer."""
+        return WeightsTokenizer(self.folder).encode
+
+    def complete_export(self, folder: Path, plan: Plan) -> None:
+        """See :class:`TextTask`; config.json says what this folder's does, not what was off in training."""
+        WeightsTokenizer(self.folder).save(folder)
+        if not plan.recipe.has_adapters:
+            self.folder.write_config(folder)
+
+    def frozen_base(self) -> dict[str, Any]:
+        """See :class:`TextTask`."""
+        return {"weights": str(self.weights), "sample": base_sample(self.folder)}
+
+    def check_model(self, plan: Plan) -> None:
+        """See :class:`TextTask`."""
+        folder = self.folder
+        folder.check(plan)
+        check_config(plan, folder.config)
+        WeightsTokenizer(folder).check(plan.architecture.vocab_size)

@@ -1,0 +1,66 @@
+"""``Pretrain``: a model of the plan's architecture, from fresh weights, on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.core.errors import real_number, refuse
+from shardscope.training.data.tokenizer import VOCAB_SIZE, write_tokenizer
+from shardscope.training.tasks.text_task import TextTask
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardscope.core.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain(TextTask):
+    """Train from scratch on text: ``shardscope.launch(plan, Pretrain())``.
+
+    Its weights are random, its tokenizer of 2,048 tokens ships with Shardscope. Raises ``ValueError`` naming
+    the field, its value, what is allowed and the nearest fix.
+    """
+
+    learning_rate: float = 1e-3
+    """The peak rate; right for a few million parameters, too high for billions (there 3e-4)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        real_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+
+    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+        """See :class:`TextTask`."""
+        from shardscope.training.model.model import build_model
+
+        engine.fresh_weights = True
+        return lambda: build_model(plan.architecture, plan.recipe.dropout)
+
+    def peak_rate(self, plan: Plan) -> float:
+        """See :class:`TextTask`."""
+        return self.learning_rate
+
+    def encode(self) -> None:
+        """The shipped tokenizer."""
+
+    def complete_export(self, folder: Path, plan: Plan) -> None:
+        """See :class:`TextTask`."""
+        write_tokenizer(folder, plan.recipe.seq_len)
+
+    def frozen_base(self) -> dict[str, Any]:
+        """See :class:`TextTask`."""
+        return {"seed": self.seed}
+
+    def check_model(self, plan: Plan) -> None:
+        """See :class:`TextTask`."""
+        vocab_size = plan.architecture.vocab_size
+        if vocab_size < VOCAB_SIZE:
+            refuse(
+                "Architecture.vocab_size",
+                vocab_size,
+                f"at least {VOCAB_SIZE:,}, the tokens of the tokenizer that Pretrain reads text with",
+                {"vocab_size": VOCAB_SIZE},
+            )

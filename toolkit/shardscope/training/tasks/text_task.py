@@ -1,0 +1,279 @@
+"""What tasks that train a model of the plan's architecture on text have in common: their fields and steps.
+
+Where the first weights come from, and how text becomes tokens, is each task's own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardscope.core.errors import Value, flag, real_number, refuse, whole_number
+from shardscope.frameworks.registry import check_trained
+from shardscope.training.checkpoints.choice import (
+    Choice,
+    check_any_taken,
+    choose_by_name,
+    choose_for_rank,
+    named_checkpoint,
+)
+from shardscope.training.data.plain_text import check_is_plain_text
+from shardscope.training.data.tokenizer import SHIPPED_TEXT
+from shardscope.training.tasks.resume import check_loads
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    from shardscope.core.plan import Plan
+
+EXPORT = "export"
+"""Folder of a run in which its model lies as transformers opens it."""
+DEFAULT_FOLDER = "runs"
+"""Where ``launch`` makes run folders unless it is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(ABC):
+    """Train on text: ``shardscope.launch(plan, task)``.
+
+    Each data-parallel rank reads its own windows of the text. Every step logs ``loss``, ``learning_rate``,
+    ``grad_norm``, ``step_seconds``, ``tokens_per_second`` and memory per rank. Raises ``ValueError`` naming
+    the field, its value, what is allowed and the nearest fix.
+    """
+
+    num_steps: int = 50
+    """Optimizer steps in all, those before a ``resume`` included; 1 to 10,000,000."""
+    learning_rate: float | None = None
+    """The peak rate; None: the task's own for the plan's method."""
+    warmup_steps: int | None = None
+    """Steps that rise to the peak; None is a tenth of ``num_steps``, 100 at most."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled decay, on matrices only; 0 to 1."""
+    seed: int = 0
+    """Of weights that are drawn and of the order of the text; 0 to 2^31 - 1."""
+    text: Path | None = None
+    """A UTF-8 text file; None is *Moby-Dick*, which ships with Shardscope."""
+    profile: bool = False
+    """Record a few steady steps on every rank with torch.profiler; of a short run, the last."""
+    memory_snapshot: bool = False
+    """Keep torch's history of GPU allocations over the first steps, in the run folder, for torch's viewer."""
+    log_every: int = 1
+    """Steps between lines of metrics; the last step is always logged."""
+    save_checkpoint: bool = False
+    """Save a checkpoint after the last step. A stopped run saves one anyway."""
+    save_every: int | None = None
+    """Steps between checkpoints, which are written beside training where the framework can; the last step
+    has one too. None: only what ``save_checkpoint`` or somebody asks for."""
+    keep_last: int | None = 2
+    """With ``save_every``, how many whole checkpoints the run folder keeps, one more while the next is
+    written; None: all."""
+    resume: bool | Path = False
+    """Go on from a checkpoint. True: the newest whole one of this run or, if it has none, of the latest run
+    that was launched by the same name; from the start if there is none. Only checkpoints that this user's
+    launches on this machine saved are taken so. A path: that checkpoint, or the newest of that run folder (a
+    name alone may be a run in ``./runs``), whoever saved it; a :class:`Run` does too."""
+    export: bool = False
+    """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
+    them; of adapters these alone, as peft does."""
+
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers.models.llama.modeling_llama",
+        "tokenizers",
+        "shardscope.training.loop",
+    )
+    """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+    trains_the_plan: ClassVar[bool] = True
+    """Its memory is what the plan predicts."""
+
+    def __post_init__(self) -> None:
+        whole_number(self._field("num_steps"), self.num_steps, low=1, high=10**7)
+        if self.learning_rate is not None:
+            real_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+        if self.warmup_steps is not None:
+            whole_number(self._field("warmup_steps"), self.warmup_steps, low=0, high=self.num_steps)
+        real_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
+        whole_number(self._field("seed"), self.seed, low=0, high=2**31 - 1)
+        whole_number(self._field("log_every"), self.log_every, low=1, high=10**7)
+        for field in ("save_every", "keep_last"):
+            if getattr(self, field) is not None:
+                whole_number(self._field(field), getattr(self, field), low=1, high=10**7)
+        for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
+            flag(self._field(field), getattr(self, field))
+        self._check_text()
+        if not isinstance(self.resume, bool):
+            object.__setattr__(self, "resume", self._resumable(self.resume))
+
+    def _field(self, name: str) -> str:
+        """``Pretrain.seed``: what a refusal calls a field of this task."""
+        return f"{type(self).__name__}.{name}"
+
+    # ---- what is each task's own
+
+    @abstractmethod
+    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+        """Tell ``engine`` where the first weights come from; what makes the model."""
+
+    @abstractmethod
+    def peak_rate(self, plan: Plan) -> float:
+        """``learning_rate``, or what it stands for."""
+
+    @abstractmethod
+    def encode(self) -> Callable[[str], numpy.ndarray] | None:
+        """What makes token ids of text, int32; None: the shipped tokenizer."""
+
+    @abstractmethod
+    def complete_export(self, folder: Path, plan: Plan) -> None:
+        """Make a model's folder of exported weights: put the tokenizer beside them."""
+
+    @abstractmethod
+    def frozen_base(self) -> dict[str, Any]:
+        """What adapters are over: ``seed`` of one that is drawn, or a ``sample`` of the ``weights``."""
+
+    @abstractmethod
+    def check_model(self, plan: Plan) -> None:
+        """Raise ``ValueError`` if weights or tokenizer do not fit the architecture of ``plan``."""
+
+    # ---- what they share
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that a ``resume`` by path stands for now; None where it names none."""
+        return None if isinstance(self.resume, bool) else named_checkpoint(self.resume)
+
+    def __call__(self, ctx: Any) -> None:
+        """Train on this rank; called by the launcher with the process group up."""
+        self.check(ctx.plan)
+        # The tokenizer's own threads would fight the other ranks for cores, and it warns after a fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import torch
+
+        from shardscope.training.data.windows import Windows, read_tokens
+        from shardscope.training.loop import train
+        from shardscope.training.optimizers.schedule import Schedule
+
+        plan, engine = ctx.plan, ctx.engine
+        engine.seed, engine.weight_decay = self.seed, self.weight_decay
+        engine.learning_rate = self.peak_rate(plan)
+        if plan.recipe.has_adapters:
+            engine.frozen_base = self.frozen_base()
+        engine.setup(self.begin(engine, plan))
+        # Ranks of one tensor group drop out the same numbers: they have one share of the data.
+        torch.manual_seed(self.seed + 1 + engine.data_rank)
+        self._go_on(ctx)
+        windows = Windows(
+            tokens=read_tokens(self.text, self.encode()),
+            seq_len=plan.recipe.seq_len,
+            rows=plan.num_micro_batches * plan.recipe.micro_batch_size,
+            rank=engine.data_rank,
+            num_ranks=engine.num_data_ranks,
+            seed=self.seed,
+        )
+        warmup = min(100, self.num_steps // 10) if self.warmup_steps is None else self.warmup_steps
+        schedule = Schedule(peak=self.peak_rate(plan), num_steps=self.num_steps, warmup_steps=warmup)
+        print(
+            f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
+            f"{(self.text or SHIPPED_TEXT).name}: {windows.num_windows:,} windows of {windows.seq_len:,} "
+            f"tokens, {windows.rows} a step on this rank",
+            flush=True,
+        )
+        train(
+            ctx,
+            engine,
+            windows,
+            schedule,
+            log_every=self.log_every,
+            profile=self.profile,
+            save_checkpoint=self.save_checkpoint,
+            save_every=self.save_every,
+            keep_last=self.keep_last if self.save_every else None,
+            memory_snapshot=self.memory_snapshot,
+        )
+        if self.export and engine.num_steps_done >= self.num_steps:
+            engine.export(EXPORT)
+            if ctx.rank == 0:
+                self.complete_export(ctx.folder / EXPORT, plan)
+            print(f"exported {EXPORT}", flush=True)
+
+    def _go_on(self, ctx: Any) -> None:
+        """Load what there is to go on from; every rank the same."""
+        if self.resume is False:
+            return
+        import torch
+        import torch.distributed as dist
+
+        found: list[Any] = [None]
+        if ctx.rank == 0:
+            choice = choose_for_rank(ctx.folder) if self.resume is True else None
+            found = [self.resume_from if choice is None else choice]
+        # Rank 0 decides: another run may be writing, or forgetting, just now.
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        if isinstance(found[0], Choice):
+            if found[0].notice:
+                print(found[0].notice, flush=True)
+            check_any_taken(found[0], self._field("resume"))
+            found = [found[0].checkpoint]
+        if found[0] is None:
+            print("nothing to go on from yet: this is the start", flush=True)
+            return
+        notices = self._check_loads(found[0], ctx.plan)
+        ctx.engine.load(found[0])
+        print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        for words in notices:
+            print(words, flush=True)
+
+    def _check_loads(self, checkpoint: Path, plan: Plan) -> list[str]:
+        base = self.frozen_base() if plan.recipe.has_adapters else None
+        return check_loads(checkpoint, plan, self._field("resume"), seed=self.seed, frozen_base=base)
+
+    def check(self, plan: Plan) -> None:
+        """Raise ``ValueError`` if ``plan`` cannot train so; cheap, and called again on every rank."""
+        check_trained(plan)
+        if self.resume_from is not None:
+            self._check_loads(self.resume_from, plan)
+        self.check_model(plan)
+        if plan.recipe.seq_len < 2:
+            refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", {"seq_len": 2})
+
+    def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
+        """Raise ``ValueError`` if a run of ``name`` in ``folder`` could not go on from what ``resume`` finds
+        there now."""
+        if self.resume is not True or name is None:
+            return
+        choice = choose_by_name(folder, name)
+        check_any_taken(choice, self._field("resume"))
+        if choice.notice:
+            warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
+        if choice.checkpoint is not None:
+            self._check_loads(choice.checkpoint, plan)
+
+    def _check_text(self) -> None:
+        if self.text is None:
+            return
+        if not isinstance(self.text, str | Path):
+            refuse(self._field("text"), self.text, "a path or None", Value(None))
+        # Absolute from here on: the kernel may change folders before it launches, or launch from another.
+        path = Path(self.text).expanduser().absolute()
+        if not path.is_file():
+            refuse(self._field("text"), str(self.text), "an existing text file, or None", Value(None))
+        check_is_plain_text(self._field("text"), path)
+        object.__setattr__(self, "text", path)
+
+    def _resumable(self, value: object) -> Path:
+        """The run or checkpoint folder that ``value`` names, absolute; ``ValueError`` if it has none."""
+        field, named = self._field("resume"), getattr(value, "folder", value)
+        if not isinstance(named, str | Path):
+            refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
+        path = Path(named).expanduser().absolute()
+        candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
+        found = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)
+        if found is None:
+            what = "this folder has none" if path.is_dir() else "there is no such folder"
+            allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
+            refuse(field, str(named), allowed, "resume=True, which starts anew if there is none")
+        return found

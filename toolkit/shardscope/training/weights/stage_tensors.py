@@ -1,0 +1,44 @@
+"""Whole tensors of a model whose pipeline stages have different ones, brought to the rank that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardscope.training.weights.pretrained import WholeTensors
+
+
+class StageTensor(NamedTuple):
+    """One tensor of this rank's stage."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: torch.dtype
+    make: Callable[[], torch.Tensor]
+    """Gathers it on every rank of the stage, on the ranks' device; all of them call it."""
+
+
+def stage_by_stage(
+    own: Iterable[StageTensor], *, stage: int, num_stages: int, device: torch.device
+) -> WholeTensors:
+    """The tensors of the first stage, of the second, and so on; of rank 0 they come in host memory.
+
+    All ranks together. Stages are runs of consecutive ranks; the first of each sends to rank 0.
+    """
+    mine = list(own)
+    rank, each = dist.get_rank(), dist.get_world_size() // num_stages
+    specs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(specs, [(tensor.name, tensor.shape, tensor.kind) for tensor in mine])
+    for number in range(num_stages):
+        first = number * each
+        for index, (name, shape, kind) in enumerate(specs[first]):
+            found = mine[index].make() if number == stage else None
+            if number > 0 and rank == first:
+                dist.send(found, 0)
+            elif number > 0 and rank == 0:
+                found = torch.empty(shape, dtype=kind, device=device)
+                dist.recv(found, first)
+            yield name, found.cpu() if found is not None and rank == 0 else None

@@ -1,0 +1,147 @@
+"""Weights out of safetensors files, by the names that the model in memory has for them.
+
+The files are mapped, not loaded (``safetensors.safe_open``): what is not asked for is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardscope.training.weights.initial_weights import CPU, FreshWeights, Region, part
+from shardscope.training.weights.stored_names import sources
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.training.weights.weights_folder import WeightsFolder
+
+
+class StoredWeights:
+    """The weights of a checked folder, for one rank; numbers are cast to whatever they are written into."""
+
+    def __init__(self, folder: WeightsFolder, architecture: Architecture) -> None:
+        self.folder = folder
+        self._places: Mapping[str, Path] = {name: file for name, (file, _) in folder.tensors.items()}
+        self._sources = sources(architecture, self._places)
+        self._open: dict[Path, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return in_memory(name) in self._sources
+
+    def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
+        """See :class:`InitialWeights`. Raises ``RuntimeError`` for a tensor that the files do not have so."""
+        source = self._sources.get(in_memory(name))
+        if source is None or source.shape != tuple(shape):
+            raise RuntimeError(
+                f"the model has {name} of shape {tuple(shape)}, and {self.folder.path} "
+                f"{'has no such tensor' if source is None else source.shape}"
+            )
+        if not source.is_stack:
+            self._write_joined(source.names[0], region, into)
+            return
+        rows, *inner = region
+        for place in rows:
+            self._write_joined(source.names[place], inner, into[place - rows.start])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One tensor, as it is stored."""
+        source = self._sources[name]
+        if source.is_stack:
+            return torch.stack([self.row(name, place) for place in range(source.shape[0])])
+        return self._joined(source.names[0])
+
+    def row(self, name: str, place: int) -> torch.Tensor:
+        """One matrix of a stack of experts."""
+        source = self._sources[name]
+        return (
+            self._joined(source.names[place]) if source.is_stack else self._slice(source.names[0][0])[place]
+        )
+
+    def names(self) -> Iterator[str]:
+        """In memory."""
+        return iter(self._sources)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+    def _write_joined(self, names: tuple[str, ...], region: Region, into: torch.Tensor) -> None:
+        """What several stored tensors, above each other, have in ``region``."""
+        rows, *rest = region
+        written, before = 0, 0
+        for name in names:
+            stored = self._slice(name)
+            size = stored.get_shape()[0]
+            first, last = max(rows.start, before), min(rows.stop, before + size)
+            before += size
+            if first >= last:
+                continue
+            own = [range(first - before + size, last - before + size), *rest]
+            into[written : written + last - first].copy_(part(stored, own))
+            written += last - first
+
+    def _joined(self, names: tuple[str, ...]) -> torch.Tensor:
+        found = [self._slice(name)[:] for name in names]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _slice(self, name: str) -> Any:
+        """The library's own view of one stored tensor, which is read where it is indexed."""
+        from safetensors import safe_open
+
+        path = self._places[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path].get_slice(name)
+
+
+def in_memory(name: str) -> str:
+    """The name of a tensor of the base under peft's adapters, as the model alone has it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+class WithAdapters:
+    """Stored weights, and fresh ones for adapters around them."""
+
+    def __init__(self, stored: StoredWeights, model: torch.nn.Module, seed: int) -> None:
+        # On the host, so that GPUs and CPU ranks draw the same.
+        self._stored, self._fresh = stored, FreshWeights(model, seed=seed, device=CPU)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
+        (self._fresh if "lora_" in name else self._stored).write(name, shape, region, into)
+
+
+class TensorsByName(Mapping[str, "StoredTensorOf"]):
+    """Stored weights as a ``state_dict()`` whose tensors are read when something is taken of them."""
+
+    def __init__(self, stored: StoredWeights) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> StoredTensorOf:
+        if name not in self._stored:
+            raise KeyError(name)
+        return StoredTensorOf(self._stored, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._stored.names()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._stored.names())
+
+
+class StoredTensorOf:
+    """One of them: whole, or one matrix of a stack."""
+
+    def __init__(self, stored: StoredWeights, name: str) -> None:
+        self._stored, self._name = stored, name
+
+    def detach(self) -> torch.Tensor:
+        return self._stored.whole(self._name)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self._stored.row(self._name, place)
