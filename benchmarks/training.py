@@ -100,7 +100,7 @@ def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tup
 def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
     """One torchrun of the exported script with as many threads as Shardscope gives ranks, and what it says.
 
-    glibc's malloc is as it comes; ranks have it set (runs/environment.py).
+    glibc's malloc is as it comes; ranks have it set (runs/launch/environment.py).
     """
     said, errors = folder / "bare.out", folder / "bare.err"
     script = export_script(plan, folder / "exported")

@@ -17,11 +17,11 @@ import ipywidgets as widgets
 from tests.attack.mutations import TAG
 
 import shardscope as ss
-from shardscope.runs.compare import Runs
-from shardscope.runs.free_now import free_now
+from shardscope.runs.explain.compare import Runs
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
+from shardscope.runs.watch.free_memory import free_now
 from shardscope_widgets import RunView
 from shardscope_widgets.run.runs_view import RunsView
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.runs.free_now import free_now
+from shardscope.runs.watch.free_memory import free_now
 from shardscope_widgets import RunView
 
 pytestmark = pytest.mark.gpu

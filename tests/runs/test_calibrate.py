@@ -15,9 +15,9 @@ import pytest
 from run_helpers import make_plan, seconds_until
 
 import shardscope as ss
-from shardscope.calibration import process
-from shardscope.calibration.process import CalibrationError
 from shardscope.machine.host import host_cores
+from shardscope.runs.calibrate import process
+from shardscope.runs.calibrate.process import CalibrationError
 from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, rates_for
 from shardscope.timing.calibration.finished_runs import residual
 from shardscope.timing.calibration.store import data_folder, file_for, locked, stored
@@ -46,7 +46,7 @@ def ranks_of(kernel: int) -> list[psutil.Process]:
     for each in psutil.process_iter():
         try:
             line = each.cmdline()
-            if "shardscope.calibration.rank" in line and str(kernel) in line:
+            if "shardscope.runs.calibrate.rank" in line and str(kernel) in line:
                 found += [each] if each.status() != psutil.STATUS_ZOMBIE else []
         except psutil.Error:
             continue

@@ -15,8 +15,8 @@ from shardscope.records.folder import RunFolder
 torch = needs("torch")
 
 from shardscope.records.private_file import open_private_file  # noqa: E402
-from shardscope.runs.commands import NUM_SLOTS, CommandFeed, PollTable  # noqa: E402
-from shardscope.runs.context import Context  # noqa: E402
+from shardscope.runs.launch.commands import NUM_SLOTS, CommandFeed, PollTable  # noqa: E402
+from shardscope.runs.launch.context import Context  # noqa: E402
 
 
 @pytest.fixture

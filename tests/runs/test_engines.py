@@ -22,7 +22,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
-from shardscope.runs.launch import launch  # noqa: E402
+from shardscope.runs.launch.launch import launch  # noqa: E402
 
 NUM_STEPS = 5
 

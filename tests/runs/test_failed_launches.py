@@ -24,10 +24,10 @@ from tests.faults import all_of_them
 from tests.needs import few
 
 from shardscope.records import files as records
-from shardscope.runs import launch as launch_module
-from shardscope.runs import lease
 from shardscope.runs import run as run_module
-from shardscope.runs.launch import launch
+from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.launch import lease
+from shardscope.runs.launch.launch import launch
 from shardscope.runs.run import Run, runs
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -138,7 +138,8 @@ def test_fault_61_a_launcher_that_cannot_be_started(tmp_path: Path, monkeypatch:
     site, folder = tmp_path / "site", tmp_path / "runs"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
-        "import sys\nif 'shardscope.runs.supervisor' in sys.orig_argv: sys.executable = '/nowhere/python'\n"
+        "import sys\nif 'shardscope.runs.launch.supervisor' in sys.orig_argv: "
+        "sys.executable = '/nowhere/python'\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(site))
     run = launch(make_plan(1), ENDLESS, folder=folder)

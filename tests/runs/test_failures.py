@@ -21,10 +21,10 @@ from tests.needs import few
 
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import launcher
-from shardscope.runs.causes import died_untimely, first_failure, looks_like_peer_lost
-from shardscope.runs.exceptions import exception_record
-from shardscope.runs.launch import launch
+from shardscope.runs.explain.causes import died_untimely, first_failure, looks_like_peer_lost
+from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.launch import launcher
+from shardscope.runs.launch.launch import launch
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -112,9 +112,9 @@ def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     """Nobody binds it: it is only what MASTER_PORT says. A group that a task makes anew needs none either."""
     code = """
     import os, socket, tempfile
-    from shardscope.runs.launcher import _notebook_launcher
-    from shardscope.runs.rank import _complete_environment
-    from shardscope.runs.local_store import use_for_env_rendezvous
+    from shardscope.runs.launch.launcher import _notebook_launcher
+    from shardscope.runs.launch.rank import _complete_environment
+    from shardscope.runs.launch.local_store import use_for_env_rendezvous
     import torch.distributed as dist
 
     def rank(port, place):
@@ -258,7 +258,7 @@ def test_a_failure_is_logged_without_torchs_compiler() -> None:
     """Which torch imports to write an exception into its log: a failed run would end seconds later."""
     code = """
     import sys, logging, torch
-    from shardscope.runs.launcher import write_tracebacks_plainly
+    from shardscope.runs.launch.launcher import write_tracebacks_plainly
     write_tracebacks_plainly()
     try:
         raise LookupError("why")

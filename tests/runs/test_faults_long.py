@@ -13,7 +13,7 @@ import run_tasks as tasks
 from tests.faults import long_one
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
@@ -23,7 +23,7 @@ sys.path.insert(0, {tests!r})
 import run_tasks
 from pathlib import Path
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 folder = Path({folder!r})
 run = launch(make_plan(), run_tasks.fills_its_disk, name="full", folder=folder)
@@ -45,7 +45,7 @@ sys.path.insert(0, {tests!r})
 import run_tasks
 from pathlib import Path
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 folder = Path({folder!r})
 for num_ranks in (1, 2):

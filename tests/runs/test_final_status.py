@@ -22,7 +22,7 @@ from tests.needs import few
 
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.script import Script
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 from shardscope.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -33,7 +33,7 @@ sys.path.insert(0, {tests!r})
 import run_tasks, status_tasks
 from pathlib import Path
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 folder = Path({folder!r})
 """
 
@@ -282,7 +282,7 @@ def test_fault_61_a_limit_on_the_size_of_files_costs_output_only(tmp_path: Path)
 
 def supervise_again(run: Run) -> str:
     """What a second supervisor of the run says; it exits with a failure."""
-    command = [sys.executable, "-P", "-m", "shardscope.runs.supervisor", str(run.folder)]
+    command = [sys.executable, "-P", "-m", "shardscope.runs.launch.supervisor", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done
     return done.stderr

@@ -12,7 +12,7 @@ import run_tasks as tasks
 from run_helpers import processes_of, seconds_until
 
 from shardscope.records.files import read_lines
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
@@ -23,7 +23,7 @@ def test_fault_60_metrics_that_come_faster_than_they_are_read(plan: Any, tmp_pat
     run = launch(plan, tasks.floods, folder=tmp_path)
     events = [run.folder / "events" / f"rank-{rank}.jsonl" for rank in range(2)]
     seconds_until(lambda: all(path.exists() for path in events))
-    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.supervisor" in p.cmdline())
+    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline())
     peak: list[int] = []
     watch = threading.Thread(target=_keep_peak, args=(supervisor, peak))
     watch.start()

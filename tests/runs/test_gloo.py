@@ -15,7 +15,7 @@ SCRIPT = """
 import os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from shardscope.runs.gloo import use_one_thread
+from shardscope.runs.launch.gloo import use_one_thread
 
 use_one_thread()
 os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]

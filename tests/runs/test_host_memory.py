@@ -22,7 +22,7 @@ from pathlib import Path
 Path(sys.argv[1]).write_text(str(os.getpid()))
 import run_tasks as tasks
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 run = launch(make_plan(2), tasks.takes_all_memory, folder=Path(sys.argv[2]), name="greedy")
 print(run.wait(100))
 """

@@ -26,7 +26,7 @@ CELL = """
 import sys
 sys.path.insert(0, {tests!r})
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 class Schedule:
     scale = 2

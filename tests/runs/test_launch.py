@@ -22,8 +22,8 @@ import shardscope as ss
 from shardscope import Architecture, Plan
 from shardscope.core.errors import FieldError, refuse
 from shardscope.machine.processes import num_cores
-from shardscope.runs import launch as launch_module
-from shardscope.runs.launch import launch
+from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.launch.launch import launch
 from shardscope.runs.run import Run, runs
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -111,7 +111,7 @@ def test_fault_06_29_a_function_of_the_notebook_that_torch_never_enters(tmp_path
 import os, signal, sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 FACTOR = 21
 
 def train(ctx):
@@ -323,7 +323,7 @@ import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import run_tasks
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 launch(make_plan(1), run_tasks.Log(1000, 0.1), name="leased", folder={str(tmp_path)!r})
 task = run_tasks.Log(1000, 0.1)
 second = launch(make_plan(1), task, name="outlives", folder={str(tmp_path)!r}, outlive_kernel=True)
@@ -349,7 +349,7 @@ while not second.metrics():
 def test_supervisor_is_light(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), folder=tmp_path)
     seconds_until(run.metrics)
-    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.supervisor" in p.cmdline())
+    supervisor = next(p for p in processes_of(tmp_path) if "shardscope.runs.launch.supervisor" in p.cmdline())
     assert not [m for m in psutil.Process(supervisor.pid).memory_maps() if "libtorch" in m.path]
     run.stop()
     assert run.wait(10) == "stopped"

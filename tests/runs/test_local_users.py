@@ -15,7 +15,7 @@ import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -114,7 +114,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import run_tasks
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 for ranks in (1, 2):
     run = launch(make_plan(ranks), run_tasks.Log(), folder={str(tmp_path)!r})
     print(run.wait(30), run.reason)

@@ -12,7 +12,7 @@ from tests.accuracy.rows import OWN, Row, read
 from tests.needs import few
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.runs.measured import predicted_tensors
+from shardscope.runs.explain.measured import predicted_tensors
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

@@ -25,9 +25,9 @@ from shardscope.records.files import (
     write_json,
 )
 from shardscope.records.folder import RunFolder
+from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
-from shardscope.runs.supervisor import Supervisor
 
 
 def test_a_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:

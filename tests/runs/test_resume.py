@@ -19,7 +19,7 @@ needs("transformers")
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
-from shardscope.runs.launch import launch  # noqa: E402
+from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.training.checkpoints.folders import checkpoint_path, checkpoints_of, is_whole  # noqa: E402
 
 NAMES = ("step", "loss", "learning_rate", "grad_norm")

@@ -22,7 +22,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.accelerate import plugins  # noqa: E402
-from shardscope.runs.exceptions import exception_record  # noqa: E402
+from shardscope.runs.explain.exceptions import exception_record  # noqa: E402
 
 LLAMA = ss.models["llama-3.1-8b"]
 H100S = "8xh100-sxm-80gb"

@@ -24,7 +24,7 @@ from tests.soak.soaking import Outcome
 
 from shardscope.machine.processes import start_of
 from shardscope.records.folder import RunFolder
-from shardscope.runs import lease
+from shardscope.runs.launch import lease
 
 ROOT = Path(__file__).parents[2]
 FEW = (

@@ -11,8 +11,8 @@ import pytest
 from run_helpers import make_plan
 from tests.needs import needs
 
-from shardscope.runs.launch import launch
-from shardscope.runs.packing import MAX_SOURCE_CHARACTERS, pack, sources_without_files
+from shardscope.runs.launch.launch import launch
+from shardscope.runs.launch.packing import MAX_SOURCE_CHARACTERS, pack, sources_without_files
 from shardscope.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -27,7 +27,7 @@ TASK_CELL = """
 import sys
 sys.path.insert(0, {tests!r})
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 def train(ctx):
     check_batch(batch=[])  # the line of the notebook that failed

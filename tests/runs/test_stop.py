@@ -17,9 +17,9 @@ import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 
 import shardscope as ss
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
+from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.run import Run
-from shardscope.runs.supervisor import Supervisor
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
@@ -29,7 +29,7 @@ import os, sys, time
 sys.path.insert(0, {tests!r})
 import run_tasks
 from run_helpers import make_plan
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 run = launch(make_plan(), run_tasks.{task}, name="run", folder={folder!r}, outlive_kernel={outlive})
 print("launched", flush=True)
 time.sleep(1000)

@@ -13,7 +13,7 @@ import story_tasks as tasks
 from run_helpers import seconds_until
 from test_stop import rank_pid
 
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 

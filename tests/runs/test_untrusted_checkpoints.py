@@ -19,7 +19,7 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
-from shardscope.runs.launch import launch  # noqa: E402
+from shardscope.runs.launch.launch import launch  # noqa: E402
 from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402
 from shardscope.runs.run import Run  # noqa: E402
 from shardscope.training.checkpoints.folders import checkpoint_path  # noqa: E402

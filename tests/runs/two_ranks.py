@@ -135,7 +135,7 @@ def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store:
     import torch
     import torch.distributed as dist
 
-    from shardscope.runs.gloo import use_one_thread
+    from shardscope.runs.launch.gloo import use_one_thread
 
     use_one_thread()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.soak.choices import Choice
 from tests.soak.faults import FAULTS
 
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 
 
 def main(seed: int, number: int, fault: str, folder: Path) -> None:

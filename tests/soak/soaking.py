@@ -20,7 +20,7 @@ from tests.soak.residue import MARK, Before, be_the_parent_of_orphans, end, left
 from tests.soak.tasks import KEY
 
 from shardscope.records.folder import FINAL
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 from shardscope.runs.run import Run
 
 MOST_SECONDS = 20.0

@@ -16,7 +16,7 @@ from typing import Any, ForwardRef
 
 import shardscope as ss
 import shardscope_widgets
-from shardscope.runs.context import Context
+from shardscope.runs.launch.context import Context
 
 STORED = Path(__file__).parents[1] / "fixtures" / "formats" / "public_signatures.txt"
 PACKAGES = ("shardscope", "shardscope_widgets")

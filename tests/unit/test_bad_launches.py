@@ -18,8 +18,8 @@ from tests.needs import needs_installed
 
 import shardscope as ss
 from shardscope.records.files import append_line
-from shardscope.runs import launch as launch_module
-from shardscope.runs.launch import most_cpu_ranks
+from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.launch.launch import most_cpu_ranks
 from shardscope_widgets import RunView, Studio
 
 pytestmark = needs_installed("torch")

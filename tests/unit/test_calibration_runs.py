@@ -12,7 +12,7 @@ from calibrations import calibration
 import shardscope as ss
 from shardscope.records.files import append_line
 from shardscope.records.folder import RunFolder
-from shardscope.runs.measured_step import MIN_PROFILED_STEPS, keep_step, predicted_step
+from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, keep_step, predicted_step
 from shardscope.timing.calibration.finished_runs import MIN_STEPS, SKIPPED_STEPS
 from shardscope.timing.calibration.store import data_folder, file_for, store_calibration, stored
 

@@ -16,9 +16,9 @@ import pytest
 
 from shardscope.records.files import append_line, read_lines, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import card_watch
-from shardscope.runs.beside import Beside
-from shardscope.runs.card_watch import CardWatch, card_samples
+from shardscope.runs.watch import gpu_monitor as card_watch
+from shardscope.runs.watch.beside import Beside
+from shardscope.runs.watch.gpu_monitor import CardWatch, card_samples
 
 
 class NvmlError(Exception):
@@ -105,7 +105,7 @@ def test_a_run_on_cpu_ranks_asks_no_driver(tmp_path: Path) -> None:
     code = f"""
 import sys
 import threading
-from shardscope.runs.card_watch import CardWatch
+from shardscope.runs.watch.gpu_monitor import CardWatch
 from shardscope.records.folder import RunFolder
 folder = RunFolder({str(folder.path)!r})
 watch = CardWatch(folder)

@@ -15,7 +15,8 @@ import pytest
 import shardscope as ss
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import compare, launch
+from shardscope.runs.explain import compare
+from shardscope.runs.launch import launch
 
 
 def leave_run(
@@ -217,6 +218,6 @@ def test_without_tokens_the_seconds_of_a_step_stand_beside_their_prediction(two:
 
 
 def test_an_error_of_less_than_half_a_percent_has_no_minus() -> None:
-    from shardscope.runs.compare import _shown
+    from shardscope.runs.explain.compare import _shown
 
     assert [_shown("memory_error", error) for error in (-0.0003, 0.0, -0.012)] == ["+0%", "+0%", "-1%"]

@@ -8,7 +8,7 @@ from html import unescape
 from typing import Any
 from xml.etree import ElementTree
 
-from shardscope.runs.compare import Curve
+from shardscope.runs.explain.compare import Curve
 from shardscope_widgets.run.comparison import ComparisonView
 
 

@@ -15,8 +15,8 @@ from shardscope.records import follow as follow_module
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.records.follow import PIECE_BYTES
-from shardscope.runs.measured import predicted_tensors
-from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope.runs.explain.measured import predicted_tensors
+from shardscope.runs.explain.memory_by_rank import memory_by_rank, predicted_tensors_by_component
 
 ON_GPUS = ss.Plan(
     ss.models["gpt2"],

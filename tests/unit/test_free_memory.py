@@ -17,9 +17,9 @@ from shardscope.machine.detection import gpus_now
 from shardscope.machine.processes import this_machine
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import host_watch
-from shardscope.runs import launch as launch_module
-from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory, holders
+from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, holders
+from shardscope.runs.watch import host_monitor as host_watch
 
 GIB = 2**30
 TOTAL = 85_520_809_984

@@ -18,8 +18,8 @@ import shardscope as ss
 from shardscope.machine.processes import start_of, this_machine
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import free_now as free_now_module
-from shardscope.runs.free_now import MAX_USERS, free_now
+from shardscope.runs.watch import free_memory as free_now_module
+from shardscope.runs.watch.free_memory import MAX_USERS, free_now
 from shardscope_widgets.run.free_memory import FreeView
 
 

@@ -16,15 +16,15 @@ from shardscope.machine import processes
 from shardscope.machine.processes import start_of
 from shardscope.records.files import read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import supervisor as supervising
-from shardscope.runs.hang import BUSY_FACTOR, HangWatch
-from shardscope.runs.stacks import busy_with, main_thread, place_in_words, process_state
-from shardscope.runs.supervisor import Supervisor
+from shardscope.runs.launch import supervisor as supervising
+from shardscope.runs.launch.supervisor import Supervisor
+from shardscope.runs.watch.hang import BUSY_FACTOR, HangWatch
+from shardscope.runs.watch.stacks import busy_with, main_thread, place_in_words, process_state
 
 RANK = """
 import sys, time
 from pathlib import Path
-from shardscope.runs.stacks import answer_with_stacks
+from shardscope.runs.watch.stacks import answer_with_stacks
 answer_with_stacks(Path(sys.argv[1]))
 def save_checkpoint(): wait()
 def wait():

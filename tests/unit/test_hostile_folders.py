@@ -22,10 +22,10 @@ from written_runs import PLAN, write_run
 import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.log_search import LogSearch
-from shardscope.runs import launch as launch_module
-from shardscope.runs.free_now import free_now
+from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
+from shardscope.runs.watch.free_memory import free_now
 from shardscope_widgets.kit.clickable import IgnoredError
 from shardscope_widgets.kit.static_picture import WORDS
 from shardscope_widgets.kit.view import _parts as parts_of

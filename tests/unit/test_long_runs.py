@@ -13,8 +13,8 @@ from shardscope.records import files as records
 from shardscope.records import json_values
 from shardscope.records.files import append_line, encode, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.run import Run
+from shardscope.runs.watch.logged_memory import LoggedMemory
 
 NUM_LINES = 60_000
 

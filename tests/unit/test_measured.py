@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs.measured import MeasuredMemory, measured_memory, predicted_tensors
+from shardscope.runs.explain.measured import MeasuredMemory, measured_memory, predicted_tensors
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.measured import measured_memory
+from shardscope.runs.explain.measured import measured_memory
 from shardscope.trace.memory_snapshot import BEFORE, SHOWN_FRAMES, load_memory_snapshot
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from shardscope.planner.differences import differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.room import fits
 from shardscope.rehearsal.extent import expected_seconds
-from shardscope.runs.measured import measured_memory
+from shardscope.runs.explain.measured import measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import Takes, about
 from shardscope_widgets.memory import fit_search

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs.free_memory import TooLittleFreeError
+from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets import AdviceView, RankingView, Studio
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.kit.clickable import Clickable

@@ -17,7 +17,7 @@ from tests.rehearsed import rehearsed_here
 import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
-from shardscope.rehearsal import world
+from shardscope.rehearsal import fake_world as world
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 FILE = STORED / "deepspeed-offload.jsonl"

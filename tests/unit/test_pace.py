@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs.pace import Pace
+from shardscope.runs.watch.pace import Pace
 
 
 def records(rank: int, steps: range, seconds: float, every: float | None = None) -> list[dict[str, Any]]:

@@ -13,13 +13,13 @@ import pytest
 from shardscope.machine.processes import start_of
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.hang import BUSY_FACTOR
-from shardscope.runs.quiet import Activity, QuietWatch
+from shardscope.runs.watch.hang import BUSY_FACTOR
+from shardscope.runs.watch.quiet import Activity, QuietWatch
 
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from shardscope.runs.stacks import answer_with_stacks
+from shardscope.runs.watch.stacks import answer_with_stacks
 answer_with_stacks(Path(sys.argv[1]))
 go_on = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()

@@ -14,7 +14,7 @@ from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
-from shardscope.runs.launch import launch
+from shardscope.runs.launch.launch import launch
 from shardscope.runs.task_source import names_engine
 from shardscope.training.tasks.resume import check_loads
 

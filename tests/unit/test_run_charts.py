@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_run_view import PLAN, FakeRun, record, until
 
-from shardscope.runs.expected import Expected
+from shardscope.runs.explain.expected import Expected
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
 

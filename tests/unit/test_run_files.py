@@ -21,8 +21,8 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.metrics_table import csv_in_pieces, curve
 from shardscope.records.redaction import LogCleaner, redact
 from shardscope.records.sampled_lines import SampledLines
-from shardscope.runs.environment import launcher_environment
-from shardscope.runs.new_secrets import SecretReceiver
+from shardscope.runs.launch.environment import launcher_environment
+from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.run import Run
 from shardscope.runs.tensorboard import ScalarFile
 
@@ -251,7 +251,7 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
     receiver = SecretReceiver()
     long = "\n".join(f"line {number} of a key without a form" for number in range(50))
     code = (
-        "import os, sys\nfrom shardscope.runs.new_secrets import send_new_secrets\n"
+        "import os, sys\nfrom shardscope.runs.launch.new_secrets import send_new_secrets\n"
         f"send_new_secrets({receiver.for_launcher})\nos.environ['LATE_TOKEN'] = 'set in mid run'\n"
         f"os.environ['OTHER_KEY'] = {long!r}\nos.environ['PLAIN'] = 'is no secret'\n"
         f"if not os.fork(): os.putenv('FORKED_SECRET', 'of a worker'); os._exit(0)\nos.wait()"

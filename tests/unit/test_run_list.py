@@ -16,7 +16,7 @@ from written_runs import CREATED, fail, write_run
 import shardscope as ss
 from shardscope.records.files import append_line, read_lines
 from shardscope.records.folder import RunFolder
-from shardscope.runs import launch as launch_module
+from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets import Studio
 from shardscope_widgets.run import runs_view as runs_view_module

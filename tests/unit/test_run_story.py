@@ -14,14 +14,14 @@ import shardscope as ss
 from shardscope.machine.host import memory_limit
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs import host_watch
-from shardscope.runs.causes import all_failures
-from shardscope.runs.host_watch import HostWatch, Seen, used_bytes
-from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
-from shardscope.runs.remedy import numbers, prevention
+from shardscope.runs.explain.causes import all_failures
+from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
+from shardscope.runs.explain.remedy import numbers, prevention
+from shardscope.runs.explain.shortage import Shortage, read_shortage
+from shardscope.runs.explain.story import tell
 from shardscope.runs.run import Run
-from shardscope.runs.shortage import Shortage, read_shortage
-from shardscope.runs.story import tell
+from shardscope.runs.watch import host_monitor as host_watch
+from shardscope.runs.watch.host_monitor import HostWatch, Seen, used_bytes
 
 MIB, GIB = 2**20, 2**30
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs.expected import Expected
+from shardscope.runs.explain.expected import Expected
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
 from shardscope_widgets.run.lines import MAX_POINTS

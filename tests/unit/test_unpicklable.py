@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs.packing import describe, pack
+from shardscope.runs.launch.packing import describe, pack
 
 
 class Trainer:

@@ -52,7 +52,7 @@ MAY_NAME_A_FRAMEWORK = {
     "that compares a value called kernels asks for that, not for the framework, and is let through",
     "runs/checks/fsdp1.py": "a guide from FSDP1 to FSDP2, whose table of names is in FSDP2's folder",
     "support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all methods",
-    "runs/launch.py": "a package whose version run.json keeps",
+    "runs/launch/launch.py": "a package whose version run.json keeps",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
 

@@ -14,7 +14,7 @@ import shardscope as ss
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.cpu_rehearsal import rehearsal_of
-from shardscope.runs.free_memory import check_free_memory
+from shardscope.runs.launch.free_memory import check_free_memory
 
 LLAMA = ss.models["llama-3.1-8b"]
 NODES = ss.Cluster.parse("2x8xh100-sxm-80gb")

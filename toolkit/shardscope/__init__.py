@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from shardscope.runs.run import runs
 
 if TYPE_CHECKING:
-    from shardscope.calibration.process import calibrate
     from shardscope.catalog import gpus, models
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from shardscope.frameworks.accelerate.script import Script
     from shardscope.planner.advice.advice import recommend
     from shardscope.planner.search.search import search
-    from shardscope.runs.launch import launch
+    from shardscope.runs.calibrate.process import calibrate
+    from shardscope.runs.launch.launch import launch
     from shardscope.runs.run import Run
     from shardscope.trace import Trace
     from shardscope.training.tasks.finetune import Finetune
@@ -61,9 +61,9 @@ _rooms = {
     "Run": "runs.run",
     "Script": "frameworks.accelerate.script",
     "Trace": "trace",
-    "calibrate": "calibration.process",
+    "calibrate": "runs.calibrate.process",
     "gpus": "catalog",
-    "launch": "runs.launch",
+    "launch": "runs.launch.launch",
     "models": "catalog",
     "recommend": "planner.advice.advice",
     "search": "planner.search.search",

@@ -32,7 +32,7 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
 
     Raises ``ValueError`` with the reason if the run cannot be resumed.
     """
-    from shardscope.runs.launch import launch
+    from shardscope.runs.launch.launch import launch
 
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
@@ -108,9 +108,10 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
 
-    name = description.get("task")
+    package, _, name = str(description.get("task")).rpartition(".")
     for kind in (Pretrain, Finetune):
-        if name == f"{kind.__module__}.{kind.__qualname__}":
+        # The module has moved since earlier versions wrote their run.json.
+        if name == kind.__name__ and package.startswith("shardscope.training."):
             return kind
     raise _CannotResumeError(
         "the task is your own code, which a run folder does not keep", "launch it again from your notebook"

@@ -33,15 +33,15 @@ from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.asked import why_no_trace
-from shardscope.runs.causes import all_failures
-from shardscope.runs.logged_memory import LoggedMemory
+from shardscope.runs.explain.causes import all_failures
+from shardscope.runs.explain.story import tell
 from shardscope.runs.stopping import Button, every_rank_looks, notebook
-from shardscope.runs.story import tell
+from shardscope.runs.watch.logged_memory import LoggedMemory
 
 if TYPE_CHECKING:
-    from shardscope.runs.compare import Runs
-    from shardscope.runs.expected import Expected
-    from shardscope.runs.measured import MeasuredMemory
+    from shardscope.runs.explain.compare import Runs
+    from shardscope.runs.explain.expected import Expected
+    from shardscope.runs.explain.measured import MeasuredMemory
 
 WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
@@ -229,7 +229,7 @@ class Run:
 
     def expected(self) -> Expected | None:
         """What was predicted of the metrics that its ranks log; None where its model may be another."""
-        from shardscope.runs.expected import expected
+        from shardscope.runs.explain.expected import expected
 
         try:
             plan = self.plan
@@ -244,7 +244,7 @@ class Run:
         ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``, which counts
         everybody's processes; once a second, and of a long run some hundred times in all. Empty on CPU ranks.
         """
-        from shardscope.runs.card_watch import card_samples
+        from shardscope.runs.watch.gpu_monitor import card_samples
 
         return card_samples(self._folder, self.gpus)
 
@@ -274,7 +274,9 @@ class Run:
         peak_memory_bytes (highest). Of a run that recorded nothing it is empty. ``.snapshot(rank)`` sums up
         the memory snapshot of a rank that was asked for one.
         """
-        from shardscope.runs.measured import measured_memory  # Not above: the supervisor starts sooner so.
+        from shardscope.runs.explain.measured import (
+            measured_memory,  # Not above: the supervisor starts sooner so.
+        )
 
         try:
             plan = self.plan
@@ -370,7 +372,7 @@ class Run:
         """Its line of the table of runs, and why its status is what it is."""
         from html import escape
 
-        from shardscope.runs.compare import Runs
+        from shardscope.runs.explain.compare import Runs
 
         reason = f"<p>{escape(self.reason)}</p>" if self.reason else ""
         return Runs([self])._repr_html_() + reason
@@ -482,7 +484,7 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
     Damaged folders are rows of that table, and summaries in ``.damaged``. Raises ``OSError`` if ``folder``
     cannot be read.
     """
-    from shardscope.runs.compare import Runs
+    from shardscope.runs.explain.compare import Runs
     from shardscope.runs.summaries import list_runs
 
     found = list_runs(Path("runs") if folder is None else checked_path("runs folder", folder))

@@ -89,7 +89,7 @@ def records_of(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _compute(run: Run, folder: RunFolder) -> RunTotals:
-    from shardscope.runs.measured import predicted_tensors
+    from shardscope.runs.explain.measured import predicted_tensors
     from shardscope.timing.calibration.finished_runs import median_step
 
     tail_bytes = min(TAIL_BYTES, ALL_TAILS_BYTES // run.world_size)

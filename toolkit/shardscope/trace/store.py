@@ -15,7 +15,7 @@ from shardscope.trace.load import Recording, read_recordings
 from shardscope.trace.nesting import nesting_depth
 
 if TYPE_CHECKING:
-    from shardscope.trace.summary import TraceSummary
+    from shardscope.trace.analysis.summary import TraceSummary
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ class Trace:
 
         It shows itself as tables at the end of a notebook cell, and prints as text elsewhere.
         """
-        from shardscope.trace.summary import summarize  # it imports this module
+        from shardscope.trace.analysis.summary import summarize  # it imports this module
 
         return summarize(self)
 

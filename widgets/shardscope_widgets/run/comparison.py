@@ -7,7 +7,7 @@ from html import escape
 from math import isfinite, isnan
 from typing import Any
 
-from shardscope.runs.compare import Comparison, Curve
+from shardscope.runs.explain.compare import Comparison, Curve
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.runs.expected import Expected
+from shardscope.runs.explain.expected import Expected
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES

@@ -7,7 +7,7 @@ import time
 from html import escape
 
 from shardscope.core.words import gib
-from shardscope.runs.free_now import FreeNow, free_now
+from shardscope.runs.watch.free_memory import FreeNow, free_now
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.debounce import Later
 from shardscope_widgets.kit.sheet import Sheet

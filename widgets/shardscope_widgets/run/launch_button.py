@@ -9,7 +9,7 @@ from html import escape
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
-from shardscope.runs.free_memory import TooLittleFreeError
+from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.free_memory import FreePlaces, first_look

@@ -8,8 +8,8 @@ from typing import Any
 import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import check_regular
-from shardscope.runs.measured import measured_memory
-from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope.runs.explain.measured import measured_memory
+from shardscope.runs.explain.memory_by_rank import memory_by_rank, predicted_tensors_by_component
 from shardscope_widgets.kit import controls
 from shardscope_widgets.run import words as run_words
 

@@ -14,8 +14,8 @@ import traitlets
 
 import shardscope as ss
 from shardscope.records.folder import FINAL
-from shardscope.runs.compare import Runs
-from shardscope.runs.free_memory import TooLittleFreeError
+from shardscope.runs.explain.compare import Runs
+from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
 from shardscope.runs.summaries import RunSummaries, RunSummary, run_folders
 from shardscope_widgets.kit import controls

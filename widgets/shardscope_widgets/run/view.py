@@ -14,10 +14,10 @@ import traitlets
 import shardscope as ss
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
-from shardscope.runs.causes import first_failure
-from shardscope.runs.expected import Expected
-from shardscope.runs.pace import Pace
+from shardscope.runs.explain.causes import first_failure
+from shardscope.runs.explain.expected import Expected
 from shardscope.runs.stopping import Button
+from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.sheet import Sheet

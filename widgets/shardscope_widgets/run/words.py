@@ -9,9 +9,9 @@ from typing import Any
 
 import shardscope as ss
 from shardscope.records.follow import Follow
-from shardscope.runs.expected import Expected
-from shardscope.runs.memory_by_rank import RankMemory
-from shardscope.runs.pace import Slowest
+from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.memory_by_rank import RankMemory
+from shardscope.runs.watch.pace import Slowest
 from shardscope_widgets.kit.numbers import Scale, Unit
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.words import sentence

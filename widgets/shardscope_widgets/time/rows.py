@@ -8,7 +8,7 @@ from typing import NamedTuple
 import shardscope as ss
 from shardscope.planner.verdict import assess
 from shardscope.records.folder import RunFolder
-from shardscope.runs.measured_step import latest_lines
+from shardscope.runs.explain.measured_step import latest_lines
 from shardscope.timing.calibration.finished_runs import median_step, residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit.numbers import Scale

@@ -11,8 +11,8 @@ from torch.nn.parallel import distributed
 
 from shardscope.frameworks.ddp.engine.engine import DdpEngine
 from shardscope.frameworks.limits import check_rehearsed
+from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.torch_step import FakeContext, play
-from shardscope.rehearsal.world import fake_ranks, fake_tensors
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

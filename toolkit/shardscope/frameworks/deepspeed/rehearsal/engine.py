@@ -14,8 +14,8 @@ from shardscope.frameworks.deepspeed.rehearsal.experts import in_groups_of_exper
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearsal.labels import labelled
 from shardscope.memory.activations.head import loss_in_force
+from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.low_bits import quantile_maps
-from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.loss import apply_chunked_loss
 from shardscope.training.model.model import DROPOUTS, WITHOUT_SDPA, config_values

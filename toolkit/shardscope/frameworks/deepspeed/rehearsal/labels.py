@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardscope.rehearsal.world import real_numbers
+from shardscope.rehearsal.fake_world import real_numbers
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

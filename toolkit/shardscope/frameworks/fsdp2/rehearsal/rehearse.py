@@ -20,8 +20,8 @@ from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_st
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.overheads.building import is_drawn_in_parts
+from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_numbers
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
-from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -36,8 +36,8 @@ from shardscope.frameworks.megatron.rehearsal.fused_modules import (
     fused_rotary,
     softmax_batch_per_block,
 )
+from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.result import RehearsedStage
-from shardscope.rehearsal.world import fake_ranks, fake_tensors
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, start_of
 from shardscope.records.files import keep_json, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.exceptions import exception_record
-from shardscope.runs.loopback import ADDRESS
-from shardscope.runs.patient_output import flush_output, print_patiently, restore_output
-from shardscope.runs.stacks import answer_with_stacks
+from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.launch.loopback import ADDRESS
+from shardscope.runs.launch.patient_output import flush_output, print_patiently, restore_output
+from shardscope.runs.watch.stacks import answer_with_stacks
 from shardscope.training.tasks.lazy_functions import check_was_run
 
 if TYPE_CHECKING:
-    from shardscope.runs.local_store import MeetingPlace
+    from shardscope.runs.launch.local_store import MeetingPlace
 
 EXIT_GRACE_SECONDS = 10.0
 """How long a failed rank may take to leave: a thread of a broken process group can hang in its destructor."""
@@ -98,9 +98,9 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Meeting
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
 
-    from shardscope.runs.context import Context
-    from shardscope.runs.gloo import use_one_thread
-    from shardscope.runs.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
+    from shardscope.runs.launch.context import Context
+    from shardscope.runs.launch.gloo import use_one_thread
+    from shardscope.runs.launch.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
 
     use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardscope.memory.report import MemoryReport, Moment
-from shardscope.runs.measured import NOT_TENSORS, measured_memory, tensors_of
+from shardscope.runs.explain.measured import NOT_TENSORS, measured_memory, tensors_of
 
 
 class RankMemory(NamedTuple):

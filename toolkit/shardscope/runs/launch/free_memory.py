@@ -62,7 +62,7 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
 def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     """The same of CPU ranks, which are all in the host's memory."""
     # Not above: psutil is of the train extra.
-    from shardscope.runs.host_watch import free_host_memory
+    from shardscope.runs.watch.host_monitor import free_host_memory
 
     try:
         report = plan.memory()

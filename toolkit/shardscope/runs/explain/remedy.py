@@ -12,7 +12,7 @@ from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.runs.shortage import Shortage
+    from shardscope.runs.explain.shortage import Shortage
 
 MAX_TOLD = 2
 NEXT_TIME = "What would have prevented it: "

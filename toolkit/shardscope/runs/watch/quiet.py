@@ -1,6 +1,6 @@
 """A standstill of a task that logs no steps: no output, no CPU time, no files, the same place in the code.
 
-Where steps are logged, :mod:`~shardscope.runs.hang` judges. Here nothing tells how long a step takes, so all
+Where steps are logged, ``hang.py`` judges. Here nothing tells how long a step takes, so all
 of that has to hold for ten minutes. A rank that uses its core is never told, though it may spin for ever (or
 a GPU's driver for it): no sign from outside tells that from honest work. Its stack does not: one call into a
 library (a decomposition, a compiler, a tokenizer over a corpus) stands at one line for hours, and so does a
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
-from shardscope.runs.hang import BUSY_FACTOR, MAX_GAP_SECONDS, default_least_seconds
-from shardscope.runs.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCalls, places
-from shardscope.runs.stacks import busy_with, main_thread
+from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, default_least_seconds
+from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCalls, places
+from shardscope.runs.watch.stacks import busy_with, main_thread
 
 QUIET_FACTOR = 10.0
 """Times what is too long for a step at the least."""

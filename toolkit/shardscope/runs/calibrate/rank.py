@@ -1,6 +1,7 @@
 """One rank that measures. Settings come as an argument, JSON lines go out by standard output.
 
-``python -m shardscope.calibration.rank <pid of the kernel> <settings as JSON>`` is started by ``process.py``.
+``python -m shardscope.runs.calibrate.rank <pid of the kernel> <settings as JSON>`` is started by
+``process.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from shardscope.calibration.curves import Curves
+    from shardscope.runs.calibrate.curves import Curves
 
     rank, num_ranks = int(settings["rank"]), int(settings["num_ranks"])
     if settings["device"] == "cuda":
@@ -51,7 +52,7 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
     else:
         device = torch.device("cpu")
     if num_ranks > 1:
-        from shardscope.runs.gloo import use_one_thread
+        from shardscope.runs.launch.gloo import use_one_thread
 
         patience = timedelta(seconds=settings["timeout_seconds"])
         store = dist.FileStore(settings["store"])  # Not a TCPStore, which other users could write to.

@@ -20,7 +20,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.errors import real_number, refuse
 from shardscope.machine.host import host_cores
 from shardscope.records.private_file import open_private_file
-from shardscope.runs.environment import launcher_environment
+from shardscope.runs.launch.environment import launcher_environment
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import (
     check_writable,
@@ -111,7 +111,7 @@ def _check_extra() -> None:
 
 def _this_machine(cluster: Cluster | None) -> Cluster:
     """``cluster`` if it is this machine, or a part of it. Raises ``ValueError``."""
-    from shardscope.runs.launch import most_cpu_ranks
+    from shardscope.runs.launch.launch import most_cpu_ranks
 
     if cluster is None:
         return Cluster.detect()
@@ -192,7 +192,7 @@ def _start(
             sys.executable,
             "-P",
             "-m",
-            "shardscope.calibration.rank",
+            "shardscope.runs.calibrate.rank",
             str(os.getpid()),
             json.dumps(settings),
         ],

@@ -1,7 +1,7 @@
 """The supervisor: one light process per run. It starts the launcher, obeys commands, writes what happened.
 
 It never runs rank code and never imports torch, so it is always left to tell. ``python -m
-shardscope.runs.supervisor <folder> [lease read end]`` is started by :func:`shardscope.runs.launch.launch`.
+shardscope.runs.launch.supervisor <folder> [lease read end]`` is started by ``launch.py``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shardscope.records.files import (
 from shardscope.records.folder import RunFolder, Status
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.beside import LOOK_SECONDS, Beside
-from shardscope.runs.causes import Failure, all_failures, died_untimely
-from shardscope.runs.environment import launcher_environment
-from shardscope.runs.exceptions import exception_record
-from shardscope.runs.left_behind import LeftBehind
-from shardscope.runs.new_secrets import SecretReceiver
+from shardscope.runs.explain.causes import Failure, all_failures, died_untimely
+from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.explain.story import Story, tell
+from shardscope.runs.launch.environment import launcher_environment
+from shardscope.runs.launch.left_behind import LeftBehind
+from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.stopping import who_asked
-from shardscope.runs.story import Story, tell
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
+from shardscope.runs.watch.beside import LOOK_SECONDS, Beside
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
@@ -116,7 +116,7 @@ class Supervisor:
                     sys.executable,
                     "-P",
                     "-m",
-                    "shardscope.runs.launcher",
+                    "shardscope.runs.launch.launcher",
                     str(self.folder.path),
                     str(os.getpid()),
                     str(self.secrets.for_launcher),
@@ -322,7 +322,7 @@ class Supervisor:
     def _keep_step(self) -> None:
         """What its steps took is kept for predictions; a run is no worse where that cannot be."""
         # Not above: the supervisor starts sooner without.
-        from shardscope.runs.measured_step import keep_step
+        from shardscope.runs.explain.measured_step import keep_step
 
         try:
             keep_step(self.folder, self.description)

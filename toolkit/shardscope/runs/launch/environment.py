@@ -20,7 +20,7 @@ HEAP_BYTES = 32 << 20
 """What malloc takes from that, and no more: larger tensors are mapped and unmapped (mallopt(3): the most that
 M_MMAP_THRESHOLD can be; setting either ends glibc's own guess, which hangs on what was freed before)."""
 
-TOOLKIT_ROOT = str(Path(__file__).absolute().parents[2])
+TOOLKIT_ROOT = str(Path(__file__).absolute().parents[3])
 
 
 def with_toolkit(environment: dict[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A hang, found from outside: no step within many times the median step time, and nothing that explains it.
 
-Only what ranks logged tells of their steps; :mod:`~shardscope.runs.quiet` looks at tasks that log none.
+Only what ranks logged tells of their steps; :mod:`~shardscope.runs.watch.quiet` looks at tasks that log none.
 Start-up and the first steps, which compile and allocate, are not judged: there is no median yet. Before
 anything is said, each rank is asked for its Python stacks; one that is at a checkpoint, compiles or writes a
 trace gets more time.
@@ -17,8 +17,8 @@ from typing import Any
 
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackCalls, places
-from shardscope.runs.stacks import busy_with
+from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackCalls, places
+from shardscope.runs.watch.stacks import busy_with
 
 MEDIANS = 20.0
 """A step that takes so many times the median is looked at."""

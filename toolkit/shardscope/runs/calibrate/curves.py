@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from shardscope.calibration.stopwatch import MIN_SAMPLES, Stopwatch
 from shardscope.catalog import entries
+from shardscope.runs.calibrate.stopwatch import MIN_SAMPLES, Stopwatch
 
 Said = Callable[[str, float], None]
 """Called with words and the share of the whole that is done."""

@@ -10,7 +10,7 @@ from shardscope.machine.processes import signal_process, start_of
 from shardscope.records.files import read_json, read_tail_text
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_to_append, size_of
-from shardscope.runs.stacks import MAX_BYTES, STACK_SIGNAL, place_in_words, process_state
+from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, place_in_words, process_state
 
 ANSWER_SECONDS = 1.0
 """What ranks get to write their stacks."""

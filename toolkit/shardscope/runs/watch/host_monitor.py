@@ -10,7 +10,7 @@ from shardscope.core.words import gib
 from shardscope.machine.host import memory_limit
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
+from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
 
 
 @dataclass(frozen=True, kw_only=True)

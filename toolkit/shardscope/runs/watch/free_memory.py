@@ -12,8 +12,8 @@ from shardscope.core.words import gib
 from shardscope.machine.detection import gpus_now
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
-from shardscope.runs.host_watch import free_host_memory
 from shardscope.runs.run import Run, runs
+from shardscope.runs.watch.host_monitor import free_host_memory
 
 if TYPE_CHECKING:
     from shardscope.machine.detection import GpuNow

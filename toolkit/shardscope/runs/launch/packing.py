@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.unpicklable import find_unpicklable, name_of
+from shardscope.runs.launch.unpicklable import find_unpicklable, name_of
 
 MAX_SOURCE_CHARACTERS = 2**20
 """Source text that goes to the ranks: a notebook's cells are far shorter, generated code may not be."""

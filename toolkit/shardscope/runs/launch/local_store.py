@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from shardscope.records.private_file import open_private_file
-from shardscope.runs.commands import PollTable
+from shardscope.runs.launch.commands import PollTable
 
 BACKEND = "shardscope-local"
 """The name under which torch elastic finds the rendezvous below."""

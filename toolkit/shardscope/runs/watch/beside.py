@@ -14,11 +14,11 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.metrics_table import csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
 from shardscope.records.sampled_lines import SampledLines
-from shardscope.runs.card_watch import CardWatch
-from shardscope.runs.hang import HangWatch
-from shardscope.runs.host_watch import HostWatch
-from shardscope.runs.quiet import QuietWatch
 from shardscope.runs.tensorboard import ScalarFile
+from shardscope.runs.watch.gpu_monitor import CardWatch
+from shardscope.runs.watch.hang import HangWatch
+from shardscope.runs.watch.host_monitor import HostWatch
+from shardscope.runs.watch.quiet import QuietWatch
 
 LOOK_SECONDS = 1.0
 BYTES_PER_LOOK = 2**25

@@ -12,8 +12,8 @@ import time
 from shardscope.machine import processes
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.stack_calls import ANSWER_SECONDS, StackCalls
 from shardscope.runs.verdict import is_finished_everywhere
+from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, StackCalls
 
 GRACE_SECONDS = 10.0
 """How long they may go on after the task has returned on every rank; SHARDSCOPE_GRACE_SECONDS is another."""

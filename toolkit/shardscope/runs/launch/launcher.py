@@ -1,8 +1,8 @@
 """The launcher: its main thread calls ``accelerate.notebook_launcher``, and ranks fork from it.
 
 It imports what the ranks need before it forks, never initialises CUDA, and writes how each rank process
-ended. The supervisor starts ``python -m shardscope.runs.launcher <folder> <pid of the supervisor> <pipe>``,
-where the pipe is the one of new_secrets.py.
+ended. The supervisor starts ``python -m shardscope.runs.launch.launcher <folder> <pid of the supervisor>
+<pipe>``, where the pipe is the one of new_secrets.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardscope.frameworks.registry import before_fork
 from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.environment import restore_python_path
-from shardscope.runs.exceptions import exception_record
-from shardscope.runs.loopback import ADDRESS, check_loopback
-from shardscope.runs.new_secrets import send_new_secrets
-from shardscope.runs.packing import take_task, unpack
-from shardscope.runs.patient_output import flush_output
+from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.launch.environment import restore_python_path
+from shardscope.runs.launch.loopback import ADDRESS, check_loopback
+from shardscope.runs.launch.new_secrets import send_new_secrets
+from shardscope.runs.launch.packing import take_task, unpack
+from shardscope.runs.launch.patient_output import flush_output
 
 
 def main(folder: RunFolder) -> int:
@@ -60,7 +60,7 @@ def main(folder: RunFolder) -> int:
     except BaseException as error:
         write_json(folder.launcher_error, exception_record(error))
         raise
-    from shardscope.runs.rank import run_rank
+    from shardscope.runs.launch.rank import run_rank
 
     watch_ranks(folder, world_size)
     arguments = (str(folder.path), os.getpid(), task, plan, description["device"])
@@ -208,7 +208,7 @@ def _notebook_launcher(
     """
     from accelerate import notebook_launcher
 
-    from shardscope.runs import local_store
+    from shardscope.runs.launch import local_store
 
     local_store.register_rendezvous()
     place = local_store.MeetingPlace(Path(tempfile.gettempdir()))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.records.files import encode, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.commands import CommandFeed, PollTable
-from shardscope.runs.profiling import Profile
+from shardscope.runs.launch.commands import CommandFeed, PollTable
+from shardscope.runs.launch.profiling import Profile
 from shardscope.runs.stopping import note_that_it_looks
 
 if TYPE_CHECKING:

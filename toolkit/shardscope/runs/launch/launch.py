@@ -31,11 +31,11 @@ from shardscope.records.files import write_json
 from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
-from shardscope.runs.environment import with_toolkit
-from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
-from shardscope.runs.lease import hold_until_end, open_lease, release, stop_supervisor
-from shardscope.runs.measured_step import predicted_step
-from shardscope.runs.packing import describe, pack, write_task
+from shardscope.runs.explain.measured_step import predicted_step
+from shardscope.runs.launch.environment import with_toolkit
+from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, holders
+from shardscope.runs.launch.lease import hold_until_end, open_lease, release, stop_supervisor
+from shardscope.runs.launch.packing import describe, pack, write_task
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import names_engine
 from shardscope.training.tasks.lazy_functions import refuse_lazy_function
@@ -43,7 +43,7 @@ from shardscope.training.tasks.lazy_functions import refuse_lazy_function
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.machine.detection import GpuNow
-    from shardscope.runs.context import Context
+    from shardscope.runs.launch.context import Context
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
 MAX_NAME_LENGTH = 100
@@ -370,7 +370,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
                     sys.executable,
                     "-P",  # A signal.py beside the notebook must not become the standard library's.
                     "-m",
-                    "shardscope.runs.supervisor",
+                    "shardscope.runs.launch.supervisor",
                     str(folder.path),
                     *map(str, inherited),
                 ],

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.measured import tensors_of
+from shardscope.runs.explain.measured import tensors_of
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -1,0 +1,1 @@
+"""What a trace says, computed from its columns."""
