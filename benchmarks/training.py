@@ -20,7 +20,7 @@ from pathlib import Path
 
 import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
-from shardscope.export.train_file import MODEL_FILE, SCRIPT_FILE, written_config
+from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, written_config
 from shardscope.machine.processes import free_port, num_cores
 from shardscope.records.files import read_json, read_lines
 from shardscope.records.folder import FINAL, RunFolder

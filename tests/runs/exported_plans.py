@@ -14,7 +14,7 @@ from two_ranks import tiny_llama, tiny_plan
 
 import shardscope as ss
 from shardscope.core.layer_parts import MixtureOfExperts
-from shardscope.export.train_file import written_config
+from shardscope.frameworks.formats.train_file import written_config
 
 
 def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:

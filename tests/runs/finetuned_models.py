@@ -10,7 +10,7 @@ import torch
 from two_ranks import StandInContext
 
 from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
-from shardscope.frameworks.registry import engine_for
+from shardscope.frameworks.engines import engine_for
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
 
 ROWS, SEQ_LEN, RATE, NUM_STEPS = 4, 32, 1e-3, 2

@@ -122,7 +122,7 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
 
 def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
     """What keeps ``plan`` from a first step."""
-    from shardscope.frameworks.registry import engine_for
+    from shardscope.frameworks.engines import engine_for
     from shardscope.training.model.model import build_model
 
     try:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope.frameworks.registry import before_fork  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.rehearsal.result import TENSOR_COMPONENTS  # noqa: E402
 
 IN_FP32 = {"communication_data_type": "fp32"}

@@ -21,7 +21,8 @@ from shardscope.core.errors import FieldError  # noqa: E402
 from shardscope.frameworks.deepspeed import limits  # noqa: E402
 from shardscope.frameworks.deepspeed.engine import extensions  # noqa: E402
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
-from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 
 NUM_STEPS = 4

@@ -18,7 +18,8 @@ from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa:
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Layout  # noqa: E402
-from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
+from shardscope.frameworks.engines import before_fork, engine_for  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
 

@@ -14,7 +14,7 @@ pytestmark = needs_installed("deepspeed")
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope.frameworks.registry import before_fork  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
 
 THRESHOLD = 4000
 """Of a tiny model's tensors: its matrices are cut, its norms stay gathered."""

@@ -18,7 +18,7 @@ from host_bytes import asks_linux, most_anonymous  # noqa: E402
 from one_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope.frameworks.registry import engine_for  # noqa: E402
+from shardscope.frameworks.engines import engine_for  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
 
 LAYOUTS: dict[str, dict[str, Any]] = {

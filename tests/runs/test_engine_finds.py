@@ -18,8 +18,8 @@ from shardscope.training.model.recompute import apply_recompute, check_recompute
 
 def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, Any]:
     """The record of a fresh engine of ``plan``, or why it fails; ``replaced``: names of its module."""
+    from shardscope.frameworks.engines import engine_for
     from shardscope.frameworks.fsdp2.engine import engine
-    from shardscope.frameworks.registry import engine_for
     from shardscope.training import micro_batch_engine
     from shardscope.training.model.model import build_model
 

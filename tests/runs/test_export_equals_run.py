@@ -28,9 +28,9 @@ from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.engine.process_groups import connect  # noqa: E402
+from shardscope.frameworks.engines import engine_for  # noqa: E402
 from shardscope.frameworks.megatron.engine.model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E402
-from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
 from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402

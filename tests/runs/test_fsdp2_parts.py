@@ -15,8 +15,9 @@ needs("transformers")
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Plan  # noqa: E402
+from shardscope.frameworks.engines import engine_for  # noqa: E402
 from shardscope.frameworks.limits import STAGED_FAMILIES  # noqa: E402
-from shardscope.frameworks.registry import engine_for, why_not_trained  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 NUM_STEPS = 2
 ROWS, SEQ_LEN = 4, 32

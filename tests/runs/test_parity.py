@@ -21,7 +21,8 @@ from tests.parity.table import ROWS, Row  # noqa: E402
 from tests.parity.writing import document, line  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
-from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 FAST = [row for row in ROWS if row.fast]
 SEED = 1

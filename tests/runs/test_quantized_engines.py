@@ -49,7 +49,7 @@ def plan_of(name: str, **recipe: Any) -> ss.Plan:
 
 
 def new_context(ctx: StandInContext, plan: ss.Plan, name: str) -> StandInContext:
-    from shardscope.frameworks.registry import engine_for
+    from shardscope.frameworks.engines import engine_for
 
     folder = ctx.folder / name.replace(" ", "-")
     made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device)

@@ -114,7 +114,7 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
 
 
 def new_context(ctx: StandInContext, plan: Any, name: str, **more: Any) -> StandInContext:
-    from shardscope.frameworks.registry import engine_for
+    from shardscope.frameworks.engines import engine_for
 
     folder = ctx.folder / name
     made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device, **more)

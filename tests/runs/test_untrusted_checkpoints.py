@@ -139,7 +139,7 @@ def loaded_as_a_stranger(ctx: StandInContext, framework: str, attacks: list[Any]
     """Save, load without the manifest, and load again after each attack."""
     import torch.distributed as dist
 
-    from shardscope.frameworks.registry import engine_for
+    from shardscope.frameworks.engines import engine_for
     from shardscope.training.model.model import build_model
 
     def new_engine() -> Any:
@@ -193,7 +193,7 @@ class Note:
 
 
 def with_a_note(ctx: StandInContext) -> str:
-    from shardscope.frameworks.registry import engine_for
+    from shardscope.frameworks.engines import engine_for
     from shardscope.training.model.model import build_model
 
     def build_optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.export.files import Exported
 from shardscope.frameworks.accelerate import megatron
 from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.formats.exported import Exported
 from shardscope.planner.advice.last import one_script
 
 H100S = "2x8xh100-sxm-80gb"

@@ -23,7 +23,8 @@ from tests.needs import examples, needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.export.files import Exported, contents
+from shardscope.export.files import contents
+from shardscope.frameworks.formats.exported import Exported
 from shardscope.training.engine import Engine
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 

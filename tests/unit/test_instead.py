@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.frameworks.instead import others_that_train
-from shardscope.frameworks.registry import why_not_trained
+from shardscope.frameworks.registry import others_that_train, why_not_trained
 
 CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
 

@@ -1,59 +1,19 @@
-"""What an export writes: files, and the words for those that there are none of."""
+"""``plan.export(folder)``: a plan as the files of all tools, and never over what a person wrote."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
-from shardscope.export.text import comments
+from shardscope.frameworks.engines import files_of
+from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-_ASKED = re.compile(r"\$\{(\w+):\?([^}]*)\}")
-"""What a shell refuses to go on without, and the words with which it does."""
-PLAN_FILE = "plan.json"
 LIST_FILE = "FILES.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """One file of an export."""
-
-    name: str
-    what: str
-    """What it is for, as one line."""
-    text: str
-    is_command: bool = False
-    """Whether it is a script that a shell runs."""
-
-    @property
-    def asks(self) -> list[tuple[str, str]]:
-        """What its shell asks of whoever starts it: variables by name, arguments by number, and for what."""
-        return [found for found in _ASKED.findall(self.text) if not found[0].startswith("SLURM_")]
-
-    @property
-    def start(self) -> str:
-        """What starts it in its folder, ``<...>`` for what is asked; empty: something else reads it."""
-        sbatch = self.name.endswith(".sbatch")
-        if not (self.is_command or sbatch):
-            return ""
-        before = [f"{name}=<...>" for name, _ in self.asks if not name.isdigit()]
-        after = ["<...>" for name, _ in self.asks if name.isdigit()]
-        return " ".join([*before, f"sbatch {self.name}" if sbatch else f"./{self.name}", *after])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Absent:
-    """A file that a plan has none of, and why."""
-
-    name: str
-    why: str
 
 
 def export(plan: Plan, folder: str | Path) -> list[Path]:
@@ -80,24 +40,13 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
 
 def contents(plan: Plan) -> list[Exported]:
     """The files of ``plan``'s export: its JSON, its framework's own, and a list of them."""
-    framework: Any = import_module(f"shardscope.export.{plan.layout.framework}")
-    found: Sequence[Exported | Absent] = framework.files(plan)
+    found: Sequence[Exported | Absent] = files_of(plan)
     plan_file = Exported(
         name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"
     )
     files = [plan_file, *(file for file in found if isinstance(file, Exported))]
     absent = [file for file in found if isinstance(file, Absent)]
     return [*files, Exported(name=LIST_FILE, what="this list", text=_listed(plan, files, absent))]
-
-
-def header(plan: Plan, *sentences: str) -> str:
-    """The comment at the top of a file: whose it is, then ``sentences``."""
-    return comments((f"{described(plan)}. Written by Shardscope from the {PLAN_FILE} beside it.", *sentences))
-
-
-def described(plan: Plan) -> str:
-    """The plan in one line."""
-    return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}"
 
 
 def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> str:

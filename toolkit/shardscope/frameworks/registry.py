@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,13 +15,19 @@ from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
 
 if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.cluster import Cluster
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
+    from shardscope.frameworks.grid import Grid
     from shardscope.frameworks.habits import Habits
     from shardscope.memory.report import Term
     from shardscope.memory.state.stages import Shapes, Stage, StageShape
     from shardscope.memory.state.training_state import TrainingState
     from shardscope.timing.traffic import Overlap, StateTraffic
+
+_DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 
 
 class MemoryModel(Protocol):
@@ -61,21 +67,22 @@ class TimingModel(Protocol):
         """What runs beneath arithmetic beside that."""
 
 
+class Limits(Protocol):
+    """What every framework's ``limits.py`` offers. Imports no torch: a kernel asks before it launches."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ``ValueError`` for a plan that the framework's engine does not train, naming what it does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Framework:
     """What the registry knows of one framework without importing it."""
 
     name: str
     layout_class: type[Layout]
-    engine: str
-    """``module:Class`` of what really trains, imported on a rank only."""
     effort: int = 3
     """What it asks of a team that does not know it: 0 and 1 torch alone, with and without sharding; 2 another
     library around the model; 3 another library's model."""
-    before_fork: str | None = None
-    """``module:function``, called with a plan and "cuda" or "cpu" in the launcher before it forks ranks: the
-    environment and the imports that all ranks share, and what would be compiled on each. It never
-    initialises CUDA."""
 
     @property
     def title(self) -> str:
@@ -94,6 +101,14 @@ class Framework:
         """The framework's own part of the step's time."""
         return _part(self.name, "timing")  # type: ignore[no-any-return]
 
+    def limits(self) -> Limits:
+        """What the framework's engine runs of what can be planned."""
+        return _part(self.name, "limits")  # type: ignore[no-any-return]
+
+    def grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+        """The layouts of the framework that a search asks."""
+        return _part(self.name, "grid").grids(architecture, cluster, recipe)  # type: ignore[no-any-return]
+
     def habits(self) -> Habits:
         """What the framework does by itself that a preflight must know."""
         return _part(self.name, "habits")  # type: ignore[no-any-return]
@@ -111,28 +126,22 @@ frameworks: dict[str, Framework] = {
         Framework(
             name="ddp",
             layout_class=DdpLayout,
-            engine="shardscope.frameworks.ddp.engine.engine:DdpEngine",
             effort=0,
         ),
         Framework(
             name="fsdp2",
             layout_class=Fsdp2Layout,
-            engine="shardscope.frameworks.fsdp2.engine.choice:engine_of",
             effort=1,
         ),
         Framework(
             name="deepspeed",
             layout_class=ZeroLayout,
-            engine="shardscope.frameworks.deepspeed.engine.choice:engine_of",
             effort=2,
-            before_fork="shardscope.frameworks.deepspeed.engine.launching:before_fork",
         ),
         Framework(
             name="megatron",
             layout_class=MegatronLayout,
-            engine="shardscope.frameworks.megatron.engine.engine:MegatronEngine",
             effort=3,
-            before_fork="shardscope.frameworks.megatron.engine.launching:before_fork",
         ),
     )
 }
@@ -140,14 +149,10 @@ frameworks: dict[str, Framework] = {
 
 def check_trained(plan: Plan) -> None:
     """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
-    from shardscope.frameworks.instead import fix_with_others
-
-    framework = frameworks[plan.layout.framework]
-    limits: Any = import_module(f"shardscope.frameworks.{framework.name}.limits")
     try:
-        limits.check_plan(plan)
+        frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
-        raise refusal.with_fix(fix_with_others(refusal.fix, plan)) from None
+        raise refusal.with_fix(_fix_with_others(refusal.fix, plan)) from None
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
@@ -156,7 +161,7 @@ def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
     Asks the framework that computes some of it by itself; others train transformers' own module. Imports no
     torch.
     """
-    limits: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.limits")
+    limits: Any = frameworks[plan.layout.framework].limits()
     if hasattr(limits, "check_config"):
         limits.check_config(plan, config)
 
@@ -172,24 +177,38 @@ def why_not_trained(plan: Plan) -> str | None:
 
 def is_trained(plan: Plan) -> bool:
     """Return whether an engine here trains ``plan``: :func:`why_not_trained` without the search for words."""
-    limits: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.limits")
     try:
-        limits.check_plan(plan)
+        frameworks[plan.layout.framework].limits().check_plan(plan)
     except ValueError:
         return False
     return True
 
 
-def engine_for(plan: Plan) -> Callable[[Any], Any]:
-    """The engine class that trains ``plan``."""
-    module, _, name = frameworks[plan.layout.framework].engine.partition(":")
-    engine: Callable[[Any], Any] = getattr(import_module(module), name)
-    return engine
+def _fix_with_others(fix: str, plan: Plan) -> str:
+    """``fix``, and after it the frameworks that train ``plan`` as it is and are not named there."""
+    named = fix.lower()
+    titles = [layout.title for layout in others_that_train(plan) if layout.framework not in named]
+    if not titles:
+        return fix
+    listed = " or ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
+    return f"{fix}, or {listed}, which {'trains' if len(titles) == 1 else 'train'} it"
 
 
-def before_fork(plan: Plan, device_type: str) -> None:
-    """What the framework of ``plan`` wants done once, in the process that ranks are forked from."""
-    place = frameworks[plan.layout.framework].before_fork
-    if place is not None:
-        module, _, name = place.partition(":")
-        getattr(import_module(module), name)(plan, device_type)
+def others_that_train(plan: Plan) -> list[Layout]:
+    """The plainest layouts of other frameworks with the same degrees that train this model and recipe here.
+
+    Whether they have room is for their own prediction to say.
+    """
+    degrees = {name: getattr(plan.layout, name) for name in _DEGREES if getattr(plan.layout, name, 1) > 1}
+    found = []
+    for name, framework in frameworks.items():
+        has = {field.name for field in fields(framework.layout_class)}
+        if name == plan.layout.framework or not degrees.keys() <= has:
+            continue
+        try:
+            other = replace(plan, layout=framework.layout_class(**degrees))
+            framework.limits().check_plan(other)
+        except ValueError:
+            continue
+        found.append(other.layout)
+    return found

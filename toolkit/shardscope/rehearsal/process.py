@@ -57,7 +57,7 @@ def rehearsed_stages(
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     child = subprocess.Popen(
-        [sys.executable, "-m", "shardscope.rehearsal.child", str(os.getpid())],
+        [sys.executable, "-m", "shardscope.frameworks.rehearsal_process", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

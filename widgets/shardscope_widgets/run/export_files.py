@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from shlex import quote
 
-from shardscope.export.files import Exported
+from shardscope.frameworks.formats.exported import Exported
 
 
 def listed(files: Sequence[Exported], folder: Path) -> str:

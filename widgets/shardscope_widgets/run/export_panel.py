@@ -7,7 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.export.files import Exported, contents
+from shardscope.export.files import contents
+from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.run.export_files import listed

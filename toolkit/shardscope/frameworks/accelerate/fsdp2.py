@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.core.words import count
-from shardscope.export.fsdp2 import resharding, why_not_accelerate
 from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
+from shardscope.frameworks.fsdp2.files.export import resharding, why_not_accelerate
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

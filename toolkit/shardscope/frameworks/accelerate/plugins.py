@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardscope.core.errors import Fix, refuse
-from shardscope.export.accelerate_config import MIXED
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:

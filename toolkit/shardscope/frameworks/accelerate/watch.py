@@ -20,10 +20,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from shardscope.core.words import count
-from shardscope.export.accelerate_config import MIXED
 from shardscope.frameworks.accelerate import beside
 from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
+from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.runs.launch.context import RESERVED
 from shardscope.training.accounting import tensors as accounting
 

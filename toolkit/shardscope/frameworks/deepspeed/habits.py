@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.deepspeed import NOT_IN_CONFIG, written
 from shardscope.frameworks.deepspeed.communication import casts
+from shardscope.frameworks.deepspeed.files.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:

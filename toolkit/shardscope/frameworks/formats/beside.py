@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import FieldError, Value, refuse, with_article
 from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
-from shardscope.export.files import PLAN_FILE
 from shardscope.frameworks.formats.documents import Document, text_of
+from shardscope.frameworks.formats.exported import PLAN_FILE
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

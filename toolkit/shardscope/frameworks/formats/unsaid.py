@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
-from shardscope.export.text import uncommented
+from shardscope.frameworks.formats.text import uncommented
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout

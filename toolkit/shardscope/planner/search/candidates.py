@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +65,7 @@ def candidates_of(
     Raises ``ValueError`` for an architecture that it has no layers for.
     """
     framework = frameworks[name]
-    grids: list[Grid] = import_module(f"shardscope.frameworks.{name}.grid").grids(arch, cluster, recipe)
+    grids = framework.grids(arch, cluster, recipe)
     tables: dict[tuple[int, ...], list[Table]] = {}
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)

@@ -66,7 +66,7 @@ class Context:
     @cached_property
     def engine(self) -> Any:
         """The plan's framework, really training: ``setup``, ``step``, ``save`` and ``load``."""
-        from shardscope.frameworks.registry import engine_for
+        from shardscope.frameworks.engines import engine_for
 
         return engine_for(self.plan)(self)
 

@@ -19,7 +19,7 @@ from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
-from shardscope.frameworks.registry import before_fork
+from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder

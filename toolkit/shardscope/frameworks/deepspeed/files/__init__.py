@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardscope.export.train_file import FULL_TRAINING, Covered
+from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
 
 COVERED: Covered = {
     **FULL_TRAINING,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
-from shardscope.export.deepspeed import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.core.words import count
-from shardscope.export.fsdp2 import resharding
 from shardscope.frameworks.fsdp2.engine import found
 from shardscope.frameworks.fsdp2.engine.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
+from shardscope.frameworks.fsdp2.files.export import resharding
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.accelerate_config import launched, none_of_it
-from shardscope.export.commands import started
-from shardscope.export.files import Absent, Exported, described
-from shardscope.export.train_file import train_files
-from shardscope.export.training_arguments import ARGUMENTS_FILE, training_arguments
+from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
+from shardscope.frameworks.formats.commands import started
+from shardscope.frameworks.formats.exported import Absent, Exported, described
+from shardscope.frameworks.formats.train_file import train_files
+from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.formats.unsaid import unsaid
 from shardscope.frameworks.fsdp2.files import COVERED
 

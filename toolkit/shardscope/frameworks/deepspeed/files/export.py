@@ -6,16 +6,16 @@ import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.accelerate_config import launched, none_of_it
-from shardscope.export.commands import started
-from shardscope.export.files import PLAN_FILE, Absent, Exported, described
-from shardscope.export.train_file import train_files
-from shardscope.export.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.files import COVERED
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
+from shardscope.frameworks.formats.commands import started
+from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
+from shardscope.frameworks.formats.train_file import train_files
+from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.formats.unsaid import unsaid
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.export.accelerate_config import launched, none_of_it
-from shardscope.export.commands import started
-from shardscope.export.files import Absent, Exported
-from shardscope.export.train_file import train_files
-from shardscope.export.training_arguments import training_arguments
 from shardscope.frameworks.ddp.files import COVERED
+from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
+from shardscope.frameworks.formats.commands import started
+from shardscope.frameworks.formats.exported import Absent, Exported
+from shardscope.frameworks.formats.train_file import train_files
+from shardscope.frameworks.formats.training_arguments import training_arguments
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

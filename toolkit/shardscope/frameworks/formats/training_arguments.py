@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.files import Exported, header
-from shardscope.export.text import yaml_text
+from shardscope.frameworks.formats.exported import Exported, header
+from shardscope.frameworks.formats.text import yaml_text
 from shardscope.frameworks.formats.unsaid import sentences, unsaid
 
 if TYPE_CHECKING:

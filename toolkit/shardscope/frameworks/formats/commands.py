@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.export.files import Absent, Exported, header
-from shardscope.export.text import word
+from shardscope.frameworks.formats.exported import Absent, Exported, header
+from shardscope.frameworks.formats.text import word
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

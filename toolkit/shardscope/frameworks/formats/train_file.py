@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.files import Absent, Exported
+from shardscope.frameworks.formats.exported import Absent, Exported
 from shardscope.memory.activations.head import loss_in_force
 
 if TYPE_CHECKING:

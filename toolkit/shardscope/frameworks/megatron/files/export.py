@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.export.accelerate_config import none_of_it
-from shardscope.export.commands import commands, started
-from shardscope.export.files import Absent, Exported, header
-from shardscope.export.train_file import SCRIPT_FILE, train_files
-from shardscope.export.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.formats.accelerate_config import none_of_it
+from shardscope.frameworks.formats.commands import commands, started
+from shardscope.frameworks.formats.exported import Absent, Exported, header
+from shardscope.frameworks.formats.train_file import SCRIPT_FILE, train_files
+from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.formats.unsaid import sentences, unsaid
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import traceback
-from importlib import import_module
 from typing import Any
 
 
@@ -30,9 +29,10 @@ def main() -> None:
         say(progress=["starting PyTorch", 0.02])
         import torch
 
+        from shardscope.frameworks.engines import rehearse
+
         torch.set_num_threads(1)
-        framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearsal.rehearse")
-        stages = framework.rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
+        stages = rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
         say(stages=[stage.to_dict() for stage in stages])
     except BaseException as problem:
         refused = isinstance(problem, ValueError)
