@@ -1,7 +1,7 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
 # environment first. The others: test-browser (every browser test), test-nvme (DeepSpeed's real files),
 # test-resume, test-faults, test-kernels, soak
-# (launches with faults leave nothing), attack (damaged run folders do nothing), check (ruff, mypy), bench (ratios), parity
+# (launches with faults leave nothing), attack (damaged run folders do nothing), check (ruff, mypy, import-linter), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
 # measured runs), same-numbers (no prediction has changed), env, clean.
 
@@ -81,6 +81,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=toolkit:widgets $(BIN)/lint-imports --no-logo
 
 bench: $(STAMP) browser
 	$(BIN)/python -m benchmarks

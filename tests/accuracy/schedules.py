@@ -9,7 +9,8 @@ from types import MappingProxyType
 from tests.accuracy.rows import Row, text
 
 import shardscope as ss
-from shardscope.timing.pipeline import Schedule, bubbles
+from shardscope.prediction.pipeline import bubbles
+from shardscope.timing.pipeline import Schedule
 from shardscope.timing.report import StepReport
 
 _ZERO_BUBBLE: tuple[tuple[str, Schedule, tuple[str, ...]], ...] = (

@@ -17,7 +17,7 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.engine.extensions import load
+    from shardscope.frameworks.deepspeed.extensions import load
     from shardscope.frameworks.deepspeed.files.config import deepspeed_config
     from shardscope.training.model.model import config_values
 

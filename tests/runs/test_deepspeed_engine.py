@@ -18,8 +18,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Layout  # noqa: E402
 from shardscope.core.errors import FieldError  # noqa: E402
-from shardscope.frameworks.deepspeed import limits  # noqa: E402
-from shardscope.frameworks.deepspeed.engine import extensions  # noqa: E402
+from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
 from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402

@@ -17,7 +17,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.core.layer_parts import MixtureOfExperts  # noqa: E402
-from shardscope.frameworks.deepspeed.engine import extensions  # noqa: E402
+from shardscope.frameworks.deepspeed import extensions  # noqa: E402
 from shardscope.frameworks.engines import before_fork, engine_for  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 

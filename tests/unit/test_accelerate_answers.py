@@ -10,7 +10,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.frameworks.accelerate import megatron
-from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.exported import Exported
 from shardscope.planner.advice.last import one_script
 

@@ -25,8 +25,9 @@ from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
+from shardscope.prediction.pipeline import bubbles
 from shardscope.timing.calibration.store import FOLDER_VARIABLE
-from shardscope.timing.pipeline import Schedule, bubbles
+from shardscope.timing.pipeline import Schedule
 
 
 def row(**fields: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
-from shardscope.planner.checks.data import SHIPPED_TOKENS
 from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
 from shardscope.planner.checks.usual_rates import (
     REFERENCES,
@@ -23,6 +22,7 @@ from shardscope.planner.checks.usual_rates import (
     small_reference,
     usual_rates,
 )
+from shardscope.runs.checks.text import SHIPPED_TOKENS
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 
 

@@ -16,10 +16,10 @@ from shardscope.core.arrays.alike import Distinct
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
 from shardscope.core.arrays.column import Column, remembering, total
 from shardscope.core.arrays.rows import Rows
+from shardscope.core.arrays.varied import Varied
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.memory.layer import Layer
 from shardscope.frameworks.megatron.memory.schedule import Fullest, _steps, chunk_layers, fullest
-from shardscope.prediction.batch.memory import Varied
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

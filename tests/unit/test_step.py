@@ -13,8 +13,8 @@ from planning import plans
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.prediction.step import bubble_seconds
-from shardscope.timing.pipeline import bubbles
+from shardscope.prediction.pipeline import bubbles
+from shardscope.timing.pipeline import bubble_seconds
 from shardscope.timing.report import PARTS, StepReport, seconds_words
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

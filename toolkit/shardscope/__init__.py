@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 # Not lazy: the package ``shardscope.runs`` would otherwise hide the function of the same name as soon as
 # anything imports it.
+from shardscope.core.version import __version__ as __version__
 from shardscope.runs.run import runs
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from shardscope.trace import Trace
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Architecture",

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.question import Question
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.planner.repairs.several import Way
 
 Severity = Literal["danger", "warning", "hint"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The worst first: what spoils the run or its result, what wastes much of it, what is good to know."""
+
+
+class Way(NamedTuple):
+    """A plan that fits, or on the way to one, and what makes it of the one that does not."""
+
+    changes: tuple[str, ...]
+    plan: Plan
+    seconds_lost: float = 0.0
+    """Of an optimizer step; NaN where that is not known."""
+
+    @property
+    def words(self) -> str:
+        """``recompute none → selective, optimizer adamw → adamw_8bit``."""
+        return ", ".join(self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)

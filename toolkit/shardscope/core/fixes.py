@@ -118,12 +118,12 @@ def find_changes(refusal: FieldError) -> dict[str, object]:
 
 def _owner(name: str) -> str:
     """Return the noun whose field a fix names, of those that are refused together in a plan."""
+    from shardscope.core.layout import Layout  # layout.py imports this module.
     from shardscope.core.recipe import Recipe
-    from shardscope.frameworks.registry import frameworks
 
     if name in _fields(Recipe):
         return "Recipe"
-    is_of_a_layout = any(name in _fields(one.layout_class) for one in frameworks.values())
+    is_of_a_layout = any(name in _fields(one) for one in Layout.__subclasses__())
     return "Layout" if is_of_a_layout else ""
 
 

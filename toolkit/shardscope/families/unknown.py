@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.size_limits import limited_field
 from shardscope.families.parameter_shapes import Parameter
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = (
     "hidden_size",
@@ -87,8 +90,6 @@ class UnknownFamily(Architecture):
         """Counted by making the model on torch's meta device, which imports torch."""
         import torch
 
-        from shardscope.training.model.model import build_unknown
-
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build_unknown(self).parameters())
 
@@ -108,6 +109,17 @@ class UnknownFamily(Architecture):
             f"Architecture.model_type is {self.model_type!r}, for which there are no formulas; allowed: "
             "plan.rehearse(), which runs transformers' own code. Nearest fix: plan.rehearse()."
         )
+
+
+def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
+    """The model of a family without formulas, from its own config.json, fp32, without a KV cache."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(architecture.config_json))
+    config.get_text_config().use_cache = False
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def _read_by_transformers(config: Mapping[str, Any]) -> Any:

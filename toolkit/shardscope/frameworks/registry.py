@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardscope.memory.report import Term
     from shardscope.memory.state.stages import Shapes, Stage, StageShape
     from shardscope.memory.state.training_state import TrainingState
-    from shardscope.timing.traffic import Overlap, StateTraffic
+    from shardscope.timing.traffic import TimingModel
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 
@@ -52,19 +52,6 @@ class BuildingModel(Protocol):
 
     def on_host(self, plan: Plan) -> Term:
         """Host memory of one rank while it makes or loads the model, before any of it trains."""
-
-
-class TimingModel(Protocol):
-    """What every framework's ``timing.py`` offers."""
-
-    SCHEDULES: Mapping[str, str]
-    """Its pipeline schedules by the names of ``timing/pipeline.py``, each with upstream's own."""
-
-    def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
-        """What one rank of a stage sends for parameters, gradients and optimizer in one step."""
-
-    def overlap(self, plan: Plan) -> Overlap:
-        """What runs beneath arithmetic beside that."""
 
 
 class Limits(Protocol):

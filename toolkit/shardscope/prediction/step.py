@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from shardscope.memory.activations.forward import modules_of
+from shardscope.prediction.pipeline import pipeline_of
+from shardscope.prediction.pipeline import words as schedule_words
 from shardscope.timing.calibration.finished_runs import residual
 from shardscope.timing.collectives import bounding_link
 from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.paging import travelling_bytes
 from shardscope.timing.report import PARTS, Communication, StepReport
-from shardscope.timing.stages import StageSeconds, seconds_of, work_of
+from shardscope.timing.stages import StageSeconds
 from shardscope.timing.words import told
 
 if TYPE_CHECKING:
@@ -20,44 +21,6 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
     from shardscope.timing.sent import Told
-
-
-ALIKE = 1 - 1e-12
-"""Stages as slow as that share of the slowest are as slow: where a link bounds them all, sums differ by their
-rounding only, and the first of them is looked at."""
-
-
-class Pipeline(NamedTuple):
-    """The stages of one plan in one step."""
-
-    each: list[StageSeconds]
-    """One of every kind of stage."""
-    kind_of: tuple[int, ...]
-    """Of each stage which of them it is."""
-    slowest: StageSeconds
-
-    def waits(self, vpp: int, micro_batches: int) -> float:
-        """The bubble of 1F1B, or interleaved with ``vpp`` chunks a stage; 0 of one stage."""
-        if len(self.kind_of) == 1:
-            return 0.0
-        flowing = [kind.flowing for kind in self.each]
-        every: float = sum([flowing[kind] for kind in self.kind_of])
-        found: float = bubble_seconds(every, self.slowest.flowing, vpp, micro_batches)
-        return found
-
-
-def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
-    """The seconds of all stages. Raises ``ValueError`` naming the figure that is not known."""
-    from shardscope.frameworks.registry import frameworks
-
-    model = frameworks[plan.layout.framework].memory_model()
-    shapes = model.shapes(plan)
-    work = work_of(plan, modules_of(plan), rates)
-    kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
-    busy = [one.busy for one in kinds]
-    most = ALIKE * max(busy)
-    slowest = next(one for one, seconds in zip(kinds, busy, strict=True) if seconds >= most)
-    return Pipeline(kinds, shapes.kind_of, slowest)
 
 
 def step(plan: Plan, rates: Rates) -> StepReport:
@@ -70,16 +33,6 @@ def step(plan: Plan, rates: Rates) -> StepReport:
         paged = travelling_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
     return _report(plan, rates, parts, slowest)
-
-
-def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) -> Any:
-    """What the slowest stage waits: for one micro-batch to pass all the others, forward and backward.
-
-    Arguments are seconds of all micro-batches of a step. Of equal stages that is (pp - 1) / (vpp x
-    micro-batches) of one stage's own (Narayanan et al. 2021, section 2.2), with 1F1B as with GPipe;
-    interleaved, a micro-batch waits for a vpp-th of each.
-    """
-    return (all_stages - slowest) / (vpp * micro_batches)
 
 
 def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
@@ -100,7 +53,7 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
         watts=gpu.tdp_watts,
         price_per_hour_usd=plan.cluster.price_per_hour_usd,
         calibration=rates.source,
-        words=lambda part: told(part, plan, rates),
+        words=lambda part: told(part, plan, rates, schedule_words(plan) if part == "bubble" else ""),
         find_residual=lambda: residual(plan),
     )
 

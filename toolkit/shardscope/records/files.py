@@ -36,6 +36,8 @@ MAX_LINES_BYTES = 2**26
 """Read of a file of JSON lines that is no rank's metrics: transitions, exits, samples of cards."""
 PIECE_BYTES = 2**22
 """Read at a time."""
+RESERVED = ("step", "rank", "time")
+"""Names of a record of metrics that no metric can have."""
 
 
 def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:

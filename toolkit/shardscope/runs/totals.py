@@ -140,7 +140,7 @@ def _as_logged(record: dict[str, Any]) -> dict[str, Any]:
 
 def _source(folder: RunFolder) -> str:
     """Name the files that totals are computed from: each by size and time, and this version's formulas."""
-    from shardscope import __version__
+    from shardscope.core.version import __version__
 
     parts = [__version__, _stamp(folder.run_json)]
     for path in (folder.events(0).parent, folder.what_it_was(0).parent):

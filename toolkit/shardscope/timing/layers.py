@@ -27,10 +27,9 @@ from shardscope.timing.parallel import parallel_calls
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.registry import TimingModel
     from shardscope.memory.activations.modules.saved import Modules
     from shardscope.timing.rates import MatrixRate, Rates
-    from shardscope.timing.traffic import Transfer
+    from shardscope.timing.traffic import TimingModel, Transfer
 
 PEAKS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "bf16", "fp32": "fp32"}
 """Of each precision of a recipe, the type of its layers' products."""

@@ -1,17 +1,8 @@
-"""What a pipeline's stages wait for each other under the schedules there are, of one plan.
-
-A plan's own is in ``plan.step().parts["bubble"]``: 1F1B, interleaved where stages have chunks, or GPipe where
-a layout asks for it. What others would make of the same stages is told beside it.
-"""
+"""The schedules of a pipeline's stages, and how long a stage waits for the others."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.step import pipeline_of
-from shardscope.timing.calibration.curves import rates_for
-from shardscope.timing.report import seconds_words
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -24,9 +15,6 @@ NAMES: dict[Schedule, str] = {
     "zb-h1": "zero-bubble ZB-H1",
     "zb-h2": "zero-bubble ZB-H2",
 }
-_WEIGHTS_SHARE = 1 / 3
-"""Of a trained matrix's products, those that make weights' gradients: forward and inputs' gradients are as
-many FLOPs each (Kaplan et al. 2020, section 2.1)."""
 
 
 def schedule_of(plan: Plan) -> Schedule | None:
@@ -38,42 +26,11 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return "interleaved" if plan.degrees.vpp > 1 else "1f1b"
 
 
-def bubbles(plan: Plan) -> dict[Schedule, float]:
-    """Seconds of a step that the slowest stage waits, by schedule; empty of a single stage.
+def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) -> Any:
+    """What the slowest stage waits: for one micro-batch to pass all the others, forward and backward.
 
-    GPipe waits as long as 1F1B, and holds all micro-batches' activations where 1F1B holds pp (Huang et al.
-    2019, section 2; Narayanan et al. 2021, section 2.2). Interleaved is with the plan's vpp, or 2 chunks,
-    where a stage has as many layers. Zero-bubble schedules make weights' gradients while they would wait:
-    of F + B + W of the other stages ZB-H1 leaves F + B - W, with the memory of 1F1B, ZB-H2 F + B - 2 W with
-    about twice its micro-batches in flight (Qi et al. 2023, arXiv:2401.10241, table 2). Frozen matrices
-    have no W. Memory and transfers of the other schedules are not told here.
-
-    Raises ``ValueError`` for a figure of the GPU that is not known.
+    Arguments are seconds of all micro-batches of a step. Of equal stages that is (pp - 1) / (vpp x
+    micro-batches) of one stage's own (Narayanan et al. 2021, section 2.2), with 1F1B as with GPipe;
+    interleaved, a micro-batch waits for a vpp-th of each.
     """
-    if schedule_of(plan) is None:
-        return {}
-    found = pipeline_of(plan, rates_for(plan.cluster))
-    micro_batches, pp = plan.num_micro_batches, plan.degrees.pp
-    plain = found.waits(1, micro_batches)
-    share = 0.0 if plan.recipe.has_adapters else _WEIGHTS_SHARE
-    matrices = [kind.parts["matrices"] for kind in found.each]
-    others = sum(matrices[kind] for kind in found.kind_of) - found.slowest.parts["matrices"]
-    weights = share * others / micro_batches
-    told: dict[Schedule, float] = {"gpipe": plain, "1f1b": plain}
-    chunks = max(2, plan.degrees.vpp)
-    if plan.degrees.vpp > 1 or plan.architecture.num_hidden_layers >= chunks * pp:
-        told["interleaved"] = found.waits(chunks, micro_batches)
-    return told | {"zb-h1": max(0.0, plain - 2 * weights), "zb-h2": max(0.0, plain - 3 * weights)}
-
-
-def words(plan: Plan) -> str:
-    """The schedule that runs, by its framework's own name, and the bubble of the others."""
-    own = schedule_of(plan)
-    if own is None:
-        return ""
-    upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[own]
-    others = [f"{NAMES[name]} {seconds_words(waits)}" for name, waits in bubbles(plan).items() if name != own]
-    return (
-        f"; {NAMES[own]} runs ({upstream}), the same stages would wait with {', '.join(others)} "
-        "(Huang et al. 2019; Qi et al. 2023, table 2)"
-    )
+    return (all_stages - slowest) / (vpp * micro_batches)

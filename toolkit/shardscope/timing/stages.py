@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
     from shardscope.timing.sent import Sent, Told
-    from shardscope.timing.traffic import Beneath
+    from shardscope.timing.traffic import Beneath, TimingModel
 
 _NOTHING: dict[Part, Any] = {part: 0.0 for part in PARTS if part != "bubble"}
 ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
@@ -71,21 +71,17 @@ class _Cover(NamedTuple):
     """The part of ``attention`` that is in ``forward``; the rest is in ``backward``."""
 
 
-def work_of(plan: Plan, modules: Modules, rates: Rates) -> LayerWork:
-    """What all stages of ``plan`` have in common. Raises ``ValueError`` naming a figure that is not known."""
-    from shardscope.frameworks.registry import frameworks
+def work_of(plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> LayerWork:
+    """What all stages of ``plan`` have in common, whose framework's ``timing.py`` is ``model``.
 
+    Raises ``ValueError`` naming a figure that is not known.
+    """
     check_links(plan.cluster, rates)
-    return LayerWork(plan, modules, rates, frameworks[plan.layout.framework].timing_model())
-
-
-def stage_seconds(plan: Plan, stage: Stage, modules: Modules, rates: Rates) -> StageSeconds:
-    """One stage's step. Raises ``ValueError`` naming a figure that is not known."""
-    return seconds_of(work_of(plan, modules, rates), stage)
+    return LayerWork(plan, modules, rates, model)
 
 
 def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
-    """The same, where other stages of the plan are asked too."""
+    """One stage's step. Raises ``ValueError`` naming a figure that is not known."""
     plan, rates = work.plan, work.rates
     micro_batches = plan.num_micro_batches
     parts, cover, dropped = _arithmetic(work, stage, micro_batches)

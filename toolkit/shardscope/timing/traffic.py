@@ -5,7 +5,8 @@ Numbers may be arrays of plans.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -116,3 +117,16 @@ class Weights(NamedTuple):
 def weights_of(plan: Plan, stage: Stage) -> Weights:
     """Those of ``stage``."""
     return Weights(stage.base, stage.trainable, stage.num_layers)
+
+
+class TimingModel(Protocol):
+    """What every framework's ``timing.py`` offers."""
+
+    SCHEDULES: Mapping[str, str]
+    """Its pipeline schedules by the names of ``timing/pipeline.py``, each with upstream's own."""
+
+    def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
+        """What one rank of a stage sends for parameters, gradients and optimizer in one step."""
+
+    def overlap(self, plan: Plan) -> Overlap:
+        """What runs beneath arithmetic beside that."""

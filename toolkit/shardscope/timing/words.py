@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
 
 
-def told(part: Part, plan: Plan, rates: Rates) -> str:
-    """The formula of one part."""
-    from shardscope.timing import pipeline as schedules
-
+def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
+    """The formula of one part, and after it ``also``."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
     rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
@@ -67,7 +65,6 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
         ),
     }
-    also = schedules.words(plan) if part == "bubble" else ""
     return f"{words[part]}{also} · {rates.source}"
 
 

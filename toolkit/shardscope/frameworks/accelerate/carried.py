@@ -2,7 +2,7 @@
 
 Accelerate trains nothing itself. One script, ``accelerator.prepare(...)`` and another configuration file make
 DDP, FSDP2, DeepSpeed or Megatron-LM of it. DeepSpeed's own file carries the rest of its layout; whether a
-whole plan is carried, ``plugins.why_not_started`` says.
+whole plan is carried, ``limits.why_not_started`` says.
 """
 
 from __future__ import annotations

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def check_plan(plan: Plan) -> None:
-    """Every DDP plan is carried."""
-
-
 def check_installed(plan: Plan) -> None:
     """Nothing beside what the engine needs."""
 

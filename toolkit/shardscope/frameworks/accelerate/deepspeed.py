@@ -7,24 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import refuse
-from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
+from shardscope.frameworks.accelerate.plugins import contradicts
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-
-NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
-"""What DeepSpeed takes from the model, and Accelerate does not make."""
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for what DeepSpeed's configuration has no words for."""
-    check_on_gpu(plan, "DeepSpeed plugin")
-    for degree, what in NOT_IN_CONFIG.items():
-        size = getattr(plan.degrees, degree)
-        if size > 1:
-            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", {degree: 1})
 
 
 def check_installed(plan: Plan) -> None:

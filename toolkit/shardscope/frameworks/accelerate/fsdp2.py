@@ -6,26 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import refuse
 from shardscope.core.words import count
-from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
-from shardscope.frameworks.fsdp2.files.export import resharding, why_not_accelerate
+from shardscope.frameworks.accelerate.plugins import contradicts
+from shardscope.frameworks.fsdp2.layout import resharding
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP has no words for."""
-    check_on_gpu(plan, "FSDP plugin")
-    why = why_not_accelerate(plan)
-    if why is not None and plan.world_size > 1:
-        refuse(
-            "Layout",
-            plan.layout.description,
-            f"what a Script can become: {why.removesuffix('.')}",
-            "ss.Pretrain()",
-        )
 
 
 def check_installed(plan: Plan) -> None:

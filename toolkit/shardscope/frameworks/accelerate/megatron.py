@@ -7,36 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
-from shardscope.frameworks.accelerate.plugins import check_carried, check_on_gpu, contradicts
-
-MODELS = ("gpt2", "llama", "glm4_moe")
-"""Decoders whose configuration the plugin makes Megatron-LM's arguments of: it looks for these words in a
-``model_type`` (MODEL_CONFIGS_TO_MEGATRON_PARSERS in accelerate/utils/dataclasses.py, 1.15)."""
+from shardscope.frameworks.accelerate.plugins import contradicts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for models and options that Accelerate's plugin cannot say."""
-    check_on_gpu(plan, "Megatron-LM plugin")
-    model_type = plan.architecture.model_type
-    if not any(known in model_type for known in MODELS):
-        refuse(
-            "Architecture.model_type",
-            model_type,
-            f"one of {', '.join(map(repr, MODELS))} for a Script: of others Accelerate's Megatron-LM plugin "
-            "makes no model",
-            "ss.launch(plan, ss.Pretrain()), whose engine does",
-        )
-    if plan.degrees.vpp > 1:
-        refuse(
-            "Layout.vpp",
-            plan.degrees.vpp,
-            "1 for a Script: Accelerate reads no interleaving from its environment",
-            {"vpp": 1},
-        )
-    check_carried(plan)
 
 
 def check_installed(plan: Plan) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardscope.core.errors import Fix, refuse
-from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.core.errors import refuse
+from shardscope.frameworks.accelerate import limits
+from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.formats.accelerate_config import MIXED
-from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -29,9 +27,6 @@ KEPT = ("ACCELERATE_USE_CPU",)
 
 class Accelerated(Protocol):
     """What every framework's module here offers."""
-
-    def check_plan(self, plan: Plan) -> None:
-        """Raise ``ValueError`` where Accelerate, wherever it runs, would make another run of ``plan``."""
 
     def check_installed(self, plan: Plan) -> None:
         """Raise ``ValueError`` where this machine lacks what Accelerate calls for ``plan``."""
@@ -54,8 +49,10 @@ class Accelerated(Protocol):
 
 def accelerated(plan: Plan) -> Accelerated:
     """The framework's part."""
-    found: Any = import_module(f"shardscope.frameworks.accelerate.{plan.layout.framework}")
-    return found  # type: ignore[no-any-return]
+    from shardscope.frameworks.accelerate import ddp, deepspeed, fsdp2, megatron  # they import this module
+
+    parts: dict[str, Accelerated] = {"ddp": ddp, "fsdp2": fsdp2, "deepspeed": deepspeed, "megatron": megatron}
+    return parts[plan.layout.framework]
 
 
 def environment_of(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -78,9 +75,8 @@ def environment_of(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> di
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that no script becomes here, naming what runs it instead."""
-    framework = accelerated(plan)
-    framework.check_plan(plan)
-    framework.check_installed(plan)
+    limits.check_plan(plan)
+    accelerated(plan).check_installed(plan)
     precision = plan.recipe.precision
     if precision == "fp16-mixed" and not plan.on_gpu:
         refuse(
@@ -97,52 +93,6 @@ def check_plan(plan: Plan) -> None:
             f"'bf16-mixed' or another until torchao, through which {TITLE} makes 8-bit products, is there",
             "pip install torchao",
         )
-
-
-def why_not_started(plan: Plan) -> str | None:
-    """Why Accelerate would make another run of ``plan``, in words; None where it starts this one.
-
-    The one answer for a Script, for advice and for exported files. What is not installed here is no reason.
-    """
-    try:
-        accelerated(plan).check_plan(plan)
-    except ValueError as refusal:
-        return str(refusal)
-    return None
-
-
-def check_on_gpu(plan: Plan, plugin: str) -> None:
-    """Raise ``ValueError`` on CPU ranks, where ``plugin`` becomes DDP, naming the engine to use instead."""
-    if plan.on_gpu:
-        return
-    title = plan.layout.title
-    why = f"there {TITLE}'s {plugin} silently becomes DDP"
-    fix: Fix
-    if why_not_trained(plan) is None:
-        instead, fix = f"use the {title} engine", "ss.launch(plan, ss.Pretrain()), or f(ctx) with ctx.engine"
-    else:
-        instead, fix = "plan DDP", {"layout": "ddp"}
-    refuse(
-        "Layout.framework",
-        plan.layout.framework,
-        f"'ddp' for a Script on CPU ranks: {why}; {instead}",
-        fix,
-    )
-
-
-def check_carried(plan: Plan) -> None:
-    """Raise ``ValueError`` for the first field of the layout for which Accelerate has no word."""
-    carried = CARRIED[plan.layout.framework]
-    for field in fields(plan.layout):
-        value = getattr(plan.layout, field.name)
-        if field.name not in carried and value != field.default:
-            refuse(
-                f"Layout.{field.name}",
-                value,
-                f"{field.default!r} for a Script: {TITLE}'s plugin has no word for it, and the "
-                f"{plan.layout.title} engine has (ss.Pretrain(), or f(ctx) with ctx.engine)",
-                {field.name: field.default},
-            )
 
 
 def contradicts(planned: str, found: str, fix: str = "") -> RuntimeError:

@@ -24,7 +24,7 @@ from shardscope.frameworks.accelerate import beside
 from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
 from shardscope.frameworks.formats.accelerate_config import MIXED
-from shardscope.runs.launch.context import RESERVED
+from shardscope.records.files import RESERVED
 from shardscope.training.accounting import tensors as accounting
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.communication import casts
-from shardscope.frameworks.deepspeed.files.export import NOT_IN_CONFIG, written
+from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:

@@ -218,7 +218,7 @@ def _can_be_written(folder: Path) -> bool:
 
 def _check_compiler(extension: str, field: str, value: object) -> None:
     """What compiles an extension that is not built yet: ninja and a C++ compiler, and libaio's header."""
-    from shardscope.frameworks.deepspeed.engine.extensions import is_built
+    from shardscope.frameworks.deepspeed.extensions import is_built
 
     if is_built(extension):
         return

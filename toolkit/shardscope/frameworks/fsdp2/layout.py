@@ -23,6 +23,7 @@ from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
 
 
@@ -210,3 +211,11 @@ class Fsdp2Layout(Layout):
         """FSDP2, whether the sharded state is replicated (HSDP), and whether it was moved."""
         told = ["HSDP"] * (self.replicate > 1) + ["training state on CPU"] * (self.offload == "cpu")
         return "FSDP2" + (f" ({', '.join(told)})" if told else "")
+
+
+def resharding(plan: Plan) -> bool | int:
+    """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
+    layout: Any = plan.layout
+    reshard = layout.reshard_after_forward
+    whole = plan.degrees.shard * plan.degrees.cp
+    return True if not isinstance(reshard, bool) and reshard == whole else reshard

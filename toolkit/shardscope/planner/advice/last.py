@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.words import gib
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
-from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import words
 from shardscope.planner.advice.alternatives import find_better

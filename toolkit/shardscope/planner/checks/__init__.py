@@ -5,17 +5,13 @@ Scripts, functions and earlier runs are checked by ``shardscope.runs.checks``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding, Severity
 from shardscope.core.html_table import html_table
 from shardscope.planner.checks import (
     checkpoints,
-    data,
     learning_rate,
-    loading,
     options,
     overlap,
     pipeline,
@@ -28,11 +24,7 @@ from shardscope.planner.checks import (
 )
 from shardscope.planner.checks.case import Case
 
-if TYPE_CHECKING:
-    from shardscope.core.plan import Plan
-    from shardscope.runs.run import Run
-
-__all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "check_runs", "findings"]
+__all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "findings"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     room.no_room,
@@ -56,8 +48,6 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     checkpoints.resumed,
     learning_rate.rate_against_batch,
     learning_rate.short_warm_up,
-    data.same_windows,
-    loading.starved,
 )
 """Every check; each looks at one thing."""
 
@@ -72,21 +62,7 @@ class Findings(list[Finding]):
         return html_table(("severity", "finding", "why", "suggested fix"), rows)
 
 
-def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> Findings:
-    """Return the findings of ``plan`` and of the fields of ``task``, the worst first."""
-    case = Case(plan=plan, task=task, runs=check_runs(runs))
+def findings(case: Case) -> Findings:
+    """Return the findings of a plan and of the fields of its task, the worst first."""
     found = [finding for check in CHECKS for finding in check(case)]
     return Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
-
-
-def check_runs(runs: object) -> tuple[Run, ...]:
-    """``runs`` as Runs; None is none of them. Raises ``ValueError`` for anything else."""
-    if runs is None:
-        return ()
-    if isinstance(runs, str | bytes) or not isinstance(runs, Iterable):
-        refuse("findings.runs", runs, "several Runs", "ss.runs()")
-    found = tuple(runs)
-    for number, run in enumerate(found):
-        if not {"plan", "folder"} <= set(dir(run)):
-            refuse(f"findings.runs[{number}]", run, "a Run", "ss.runs()")
-    return found

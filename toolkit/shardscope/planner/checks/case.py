@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
     from shardscope.planner.repairs.repairs import Repair
-    from shardscope.runs.run import Run
     from shardscope.timing.report import Part, StepReport
 
 NOTICEABLE = 0.02
@@ -27,8 +26,6 @@ class Case:
     plan: Plan
     task: object = None
     """What will be run: a ``Pretrain``, a function ``f(ctx)``; None: not known yet."""
-    runs: tuple[Run, ...] = ()
-    """Earlier runs, of this plan or of others."""
 
     @cached_property
     def memory(self) -> MemoryReport | None:

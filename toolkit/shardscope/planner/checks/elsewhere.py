@@ -12,8 +12,8 @@ from shardscope.planner.repairs.changes import OFFLOADS
 from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
+    from shardscope.core.finding import Way
     from shardscope.core.plan import Plan
-    from shardscope.planner.repairs.several import Way
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")
 """Degrees that cut a model or its work, and not only the state of it."""

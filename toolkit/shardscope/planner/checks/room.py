@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.finding import Finding
+from shardscope.core.finding import Finding, Way
 from shardscope.core.layout import divisors
 from shardscope.core.question import Question
 from shardscope.core.words import gib
@@ -17,7 +17,6 @@ from shardscope.planner.checks.words import percent
 from shardscope.planner.repairs.changes import RECIPE_WORDS
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.repairs.several import (
-    Way,
     between,
     of_other_frameworks,
     on_more_nodes,

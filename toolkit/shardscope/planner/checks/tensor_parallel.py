@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.core.finding import Finding
+from shardscope.core.finding import Finding, Way
 from shardscope.core.layout import divisors
 from shardscope.planner.checks.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
 from shardscope.planner.checks.words import gigabytes_per_second, percent
-from shardscope.planner.repairs.several import Way, searched
+from shardscope.planner.repairs.several import searched
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import MAX_NODES
@@ -19,8 +19,9 @@ from shardscope.planner.room import fits
 from shardscope.planner.search.search import search
 
 if TYPE_CHECKING:
+    from shardscope.core.finding import Way
     from shardscope.core.layout import Layout
-    from shardscope.core.plan import Plan
+from shardscope.core.plan import Plan
 
 METHODS = get_args(Method)
 MOST_CHANGES = 4
@@ -28,20 +29,6 @@ MOST_CHANGES = 4
 KEPT = 2
 """Plans of each round that the next one goes on from: those that win most."""
 MOST_TIMES_THE_NODES = 64
-
-
-class Way(NamedTuple):
-    """A plan that fits, or on the way to one, and what makes it of the one that does not."""
-
-    changes: tuple[str, ...]
-    plan: Plan
-    seconds_lost: float = 0.0
-    """Of an optimizer step; NaN where that is not known."""
-
-    @property
-    def words(self) -> str:
-        """``recompute none → selective, optimizer adamw → adamw_8bit``."""
-        return ", ".join(self.changes)
 
 
 def several(plan: Plan) -> Way | None:

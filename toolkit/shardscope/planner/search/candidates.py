@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.core.arrays.alike import distinct
+from shardscope.core.arrays.varied import Varied
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
 from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.batch.memory import Varied
 from shardscope.prediction.batch.table import Table, split
 from shardscope.prediction.support import check_supported, supported
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.core.arrays.arithmetic import looked_up
+from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import modules_of
-from shardscope.prediction.batch.memory import StageBytes, Varied, stage_bytes
+from shardscope.prediction.batch.memory import StageBytes, stage_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardscope.core.arrays.rows import Rows
+from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
 from shardscope.memory.activations.forward import modules_of
 from shardscope.memory.activations.modules.attention import broadcasts_views
@@ -31,29 +31,6 @@ _SPREAD = (*_DEGREES, "sequence_parallel", "etp")
 """Fields of a layout that may."""
 _TOLD = ("splits_sequence", "expert_tp")
 """What follows from these for each plan, where it does not from arithmetic alone."""
-
-
-class Varied:
-    """Several nouns of one type as formulas read one: what differs are columns, the rest is ``like``'s.
-
-    Its properties and methods are the type's own, over the columns.
-    """
-
-    def __init__(self, kind: type, like: Any = None, /, **differing: Any) -> None:
-        self.__dict__.update(differing)
-        self._kind, self._like = kind, like
-
-    def __getattr__(self, name: str) -> Any:
-        told = getattr(self._kind, name, None)
-        if isinstance(told, property):
-            assert told.fget is not None
-            found = told.fget(self)
-        elif isinstance(told, FunctionType):
-            found = told.__get__(self)
-        else:
-            found = getattr(self._like, name)
-        self.__dict__[name] = found
-        return found
 
 
 class StageBytes(NamedTuple):

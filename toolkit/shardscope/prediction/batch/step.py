@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.core.arrays.column import total
+from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import modules_of
-from shardscope.prediction.step import ALIKE, bubble_seconds
+from shardscope.prediction.pipeline import ALIKE
 from shardscope.timing.calibration.curves import rates_for
-from shardscope.timing.stages import FLOWING, ONCE, stage_seconds
+from shardscope.timing.pipeline import bubble_seconds
+from shardscope.timing.stages import FLOWING, ONCE, seconds_of, work_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +26,8 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     Shape ``(num_plans,)``. ``plans`` and ``stage`` are :meth:`Table.plans` and the weights of its stages.
     Raises ``ValueError`` naming a figure that is not known.
     """
-    found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
+    model = frameworks[plans.layout.framework].timing_model()
+    found = seconds_of(work_of(plans, modules_of(plans), rates_for(plans.cluster), model), stage)
     parts = found.parts
     through = total([parts[part] for part in FLOWING])
     busy = table.by_place(table.rows.spread(total([through, *(parts[part] for part in ONCE)])))

@@ -10,13 +10,13 @@ import numpy as np
 
 from shardscope.core.arrays.alike import Distinct, rows_alike, value_codes
 from shardscope.core.arrays.rows import Rows
+from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.state.stages import Shapes, StageShape
-from shardscope.prediction.batch.memory import Varied
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

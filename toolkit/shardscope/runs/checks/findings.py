@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import checks as preflight
-from shardscope.runs.checks import checkpoints, data, devices, fsdp1, optimizer, precision, profile
+from shardscope.planner.checks.case import Case
+from shardscope.runs.checks import (
+    checkpoints,
+    data,
+    devices,
+    fsdp1,
+    loading,
+    optimizer,
+    precision,
+    profile,
+    text,
+)
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import source_of
 
@@ -35,8 +46,10 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
 
 def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
     """The findings of a plan, its task and earlier runs: :meth:`shardscope.core.plan.Plan.findings`."""
-    earlier = preflight.check_runs(runs)
-    found = [*preflight.findings(plan, task, earlier), *profile.check_profiled(plan, task, earlier)]
+    earlier = _check_runs(runs)
+    case = Case(plan=plan, task=task)
+    found = [*preflight.findings(case), *text.same_windows(case), *loading.starved(case)]
+    found += profile.check_profiled(plan, task, earlier)
     source = source_of(task)
     if source is not None:
         found += _check(Script(source=source, plan=plan))
@@ -53,6 +66,19 @@ def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
         refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
     found = _check(Script(source=source, plan=plan))
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
+
+
+def _check_runs(runs: object) -> tuple[Run, ...]:
+    """``runs`` as Runs; None is none of them. Raises ``ValueError`` for anything else."""
+    if runs is None:
+        return ()
+    if isinstance(runs, str | bytes) or not isinstance(runs, Iterable):
+        refuse("findings.runs", runs, "several Runs", "ss.runs()")
+    found = tuple(runs)
+    for number, run in enumerate(found):
+        if not {"plan", "folder"} <= set(dir(run)):
+            refuse(f"findings.runs[{number}]", run, "a Run", "ss.runs()")
+    return found
 
 
 def _check(script: Script) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.records.files import encode, write_json
+from shardscope.records.files import RESERVED, encode, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
@@ -21,7 +21,6 @@ from shardscope.runs.stopping import note_that_it_looks
 if TYPE_CHECKING:
     import torch
 
-RESERVED = ("step", "rank", "time")
 MAX_PENDING = 1000
 """Commands kept for a task that does not read them; an older one gives way."""
 

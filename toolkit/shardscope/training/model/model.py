@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardscope.families.unknown import UnknownFamily
 from shardscope.memory.activations.modules.attention import layers_with_windows
 
 OTHER_SPELLINGS = {
@@ -98,16 +96,6 @@ def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Mo
             f"the plan's {architecture.model_type} has {architecture.num_parameters:,} parameters, and "
             f"transformers made {made:,}: what was planned is not what would train"
         )
-    return model
-
-
-def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
-    """The model of a family without formulas, from its own config.json, fp32, without a KV cache."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**json.loads(architecture.config_json))
-    config.get_text_config().use_cache = False
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 

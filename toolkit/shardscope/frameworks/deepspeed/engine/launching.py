@@ -8,7 +8,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.engine import extensions
+from shardscope.frameworks.deepspeed import extensions
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

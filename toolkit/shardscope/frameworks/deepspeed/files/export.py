@@ -6,11 +6,10 @@ import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.accelerate.plugins import why_not_started
-from shardscope.frameworks.deepspeed.communication import casts
+from shardscope.frameworks.accelerate.limits import why_not_started
+from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
 from shardscope.frameworks.deepspeed.files import COVERED
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
 from shardscope.frameworks.formats.commands import started
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
@@ -27,34 +26,11 @@ OWN_KEY = "shardscope"
 CLIPPED_TO = 1.0
 """The norm that engines and plain scripts clip to, and ``TrainingArguments.max_grad_norm`` by itself: without
 the key DeepSpeed clips nothing, whatever that argument says (transformers/integrations/deepspeed.py)."""
-NOT_IN_CONFIG = ("pp", "ep")
-"""Degrees that DeepSpeed takes from the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
 
 
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a DeepSpeed plan writes beside its JSON."""
     return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, *train_files(plan, COVERED))]
-
-
-def written(plan: Plan) -> set[str]:
-    """Fields of the layout that the JSON has; of others the stage, a device or the precision has no use."""
-    layout: Any = plan.layout
-    found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
-    found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
-    if casts(layout, plan.recipe):
-        found.add("communication_data_type")
-    if layout.stage == 3:
-        found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
-        found |= {"sub_group_size", "zero_hpz_partition_size", *QUANTIZED}
-    if layout.offload_optimizer or layout.offload_params:
-        found.add("pin_memory")
-    for device, prefix in (
-        (layout.offload_optimizer, "offload_optimizer_"),
-        (layout.offload_params, "offload_params_"),
-    ):
-        if device == "nvme":
-            found |= {field.name for field in fields(layout) if field.name.startswith(prefix)}
-    return found
 
 
 def _elsewhere(plan: Plan) -> set[str]:

@@ -22,8 +22,7 @@ from shardscope.core.words import count
 from shardscope.frameworks.fsdp2.engine import found
 from shardscope.frameworks.fsdp2.engine.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
-from shardscope.frameworks.fsdp2.files.export import resharding
-from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, resharding
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import build_on_meta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.accelerate.limits import why_not_accelerate
 from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
 from shardscope.frameworks.formats.commands import started
 from shardscope.frameworks.formats.exported import Absent, Exported, described
@@ -12,6 +13,7 @@ from shardscope.frameworks.formats.train_file import train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.formats.unsaid import unsaid
 from shardscope.frameworks.fsdp2.files import COVERED
+from shardscope.frameworks.fsdp2.layout import resharding
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -55,14 +57,6 @@ def _arguments(plan: Plan) -> Exported:
         what="arguments of init_device_mesh, fully_shard, MixedPrecisionPolicy and CPUOffloadPolicy",
         text=json.dumps(values, indent=2) + "\n",
     )
-
-
-def resharding(plan: Plan) -> bool | int:
-    """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
-    layout: Any = plan.layout
-    reshard = layout.reshard_after_forward
-    whole = plan.degrees.shard * plan.degrees.cp
-    return True if not isinstance(reshard, bool) and reshard == whole else reshard
 
 
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
@@ -126,22 +120,3 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
             checkpoints=False,
         ),
     ]
-
-
-def why_not_accelerate(plan: Plan) -> str | None:
-    """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
-    degrees = plan.degrees
-    if not plan.on_gpu:
-        return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
-    if degrees.pp > 1:
-        return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
-    if not isinstance(resharding(plan), bool):
-        return (
-            f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
-            f"{resharding(plan)} ranks."
-        )
-    if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
-        return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
-    if degrees.shard == 1 and degrees.replicate > 1:
-        return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.accelerate_config import none_of_it
 from shardscope.frameworks.formats.commands import commands, started
 from shardscope.frameworks.formats.exported import Absent, Exported, header

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.planner.checks.case import Case
-from shardscope.planner.checks.data import SHIPPED_TOKENS
+from shardscope.runs.checks.text import SHIPPED_TOKENS
+from shardscope.training.tasks.pretrain import Pretrain
 
 READS_PER_SECOND = 3_000
 """Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/
@@ -40,8 +41,6 @@ def starved(case: Case) -> Iterator[Finding]:
     text_bytes = samples * recipe.seq_len * TEXT_BYTES_PER_TOKEN
     if samples <= READS_PER_SECOND and text_bytes <= TOKENIZED_BYTES_PER_SECOND:
         return
-    from shardscope.training.tasks.pretrain import Pretrain  # it imports this package
-
     windows = SHIPPED_TOKENS // recipe.seq_len
     too_many = samples > READS_PER_SECOND
     limit = (

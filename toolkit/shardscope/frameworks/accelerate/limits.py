@@ -1,0 +1,138 @@
+"""Which plans Accelerate's plugins make the same run of. No torch: planning asks, and a kernel too."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from shardscope.core.errors import Fix, refuse
+from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.fsdp2.layout import resharding
+from shardscope.frameworks.registry import why_not_trained
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+MODELS = ("gpt2", "llama", "glm4_moe")
+"""Decoders whose configuration the plugin makes Megatron-LM's arguments of: it looks for these words in a
+``model_type`` (MODEL_CONFIGS_TO_MEGATRON_PARSERS in accelerate/utils/dataclasses.py, 1.15)."""
+NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
+"""What DeepSpeed takes from the model, and Accelerate does not make."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` where Accelerate, wherever it runs, would make another run of ``plan``."""
+    check = {"fsdp2": _check_fsdp2, "deepspeed": _check_deepspeed, "megatron": _check_megatron}.get(
+        plan.layout.framework
+    )
+    if check is not None:  # every DDP plan is carried
+        check(plan)
+
+
+def why_not_started(plan: Plan) -> str | None:
+    """Why Accelerate would make another run of ``plan``, in words; None where it starts this one.
+
+    The one answer for a Script, for advice and for exported files. What is not installed here is no reason.
+    """
+    try:
+        check_plan(plan)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def why_not_accelerate(plan: Plan) -> str | None:
+    """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
+    degrees = plan.degrees
+    if not plan.on_gpu:
+        return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
+    if degrees.pp > 1:
+        return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
+    if not isinstance(resharding(plan), bool):
+        return (
+            f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
+            f"{resharding(plan)} ranks."
+        )
+    if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
+        return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
+    if degrees.shard == 1 and degrees.replicate > 1:
+        return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
+    return None
+
+
+def _check_fsdp2(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP has no words for."""
+    _check_on_gpu(plan, "FSDP plugin")
+    why = why_not_accelerate(plan)
+    if why is not None and plan.world_size > 1:
+        refuse(
+            "Layout",
+            plan.layout.description,
+            f"what a Script can become: {why.removesuffix('.')}",
+            "ss.Pretrain()",
+        )
+
+
+def _check_deepspeed(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, and for what DeepSpeed's configuration has no words for."""
+    _check_on_gpu(plan, "DeepSpeed plugin")
+    for degree, what in NOT_IN_CONFIG.items():
+        size = getattr(plan.degrees, degree)
+        if size > 1:
+            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", {degree: 1})
+
+
+def _check_megatron(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, and for models and options that Accelerate's plugin cannot say."""
+    _check_on_gpu(plan, "Megatron-LM plugin")
+    model_type = plan.architecture.model_type
+    if not any(known in model_type for known in MODELS):
+        refuse(
+            "Architecture.model_type",
+            model_type,
+            f"one of {', '.join(map(repr, MODELS))} for a Script: of others Accelerate's Megatron-LM plugin "
+            "makes no model",
+            "ss.launch(plan, ss.Pretrain()), whose engine does",
+        )
+    if plan.degrees.vpp > 1:
+        refuse(
+            "Layout.vpp",
+            plan.degrees.vpp,
+            "1 for a Script: Accelerate reads no interleaving from its environment",
+            {"vpp": 1},
+        )
+    _check_carried(plan)
+
+
+def _check_on_gpu(plan: Plan, plugin: str) -> None:
+    """Raise ``ValueError`` on CPU ranks, where ``plugin`` becomes DDP, naming the engine to use instead."""
+    if plan.on_gpu:
+        return
+    title = plan.layout.title
+    why = f"there {TITLE}'s {plugin} silently becomes DDP"
+    fix: Fix
+    if why_not_trained(plan) is None:
+        instead, fix = f"use the {title} engine", "ss.launch(plan, ss.Pretrain()), or f(ctx) with ctx.engine"
+    else:
+        instead, fix = "plan DDP", {"layout": "ddp"}
+    refuse(
+        "Layout.framework",
+        plan.layout.framework,
+        f"'ddp' for a Script on CPU ranks: {why}; {instead}",
+        fix,
+    )
+
+
+def _check_carried(plan: Plan) -> None:
+    """Raise ``ValueError`` for the first field of the layout for which Accelerate has no word."""
+    carried = CARRIED[plan.layout.framework]
+    for field in fields(plan.layout):
+        value = getattr(plan.layout, field.name)
+        if field.name not in carried and value != field.default:
+            refuse(
+                f"Layout.{field.name}",
+                value,
+                f"{field.default!r} for a Script: {TITLE}'s plugin has no word for it, and the "
+                f"{plan.layout.title} engine has (ss.Pretrain(), or f(ctx) with ctx.engine)",
+                {field.name: field.default},
+            )

@@ -1,0 +1,36 @@
+"""Which fields of a layout DeepSpeed's JSON has."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.deepspeed.communication import casts
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+
+NOT_IN_CONFIG = ("pp", "ep")
+"""Degrees that DeepSpeed takes from the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
+
+
+def written(plan: Plan) -> set[str]:
+    """Fields of the layout that the JSON has; of others the stage, a device or the precision has no use."""
+    layout: Any = plan.layout
+    found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
+    found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
+    if casts(layout, plan.recipe):
+        found.add("communication_data_type")
+    if layout.stage == 3:
+        found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
+        found |= {"sub_group_size", "zero_hpz_partition_size", *QUANTIZED}
+    if layout.offload_optimizer or layout.offload_params:
+        found.add("pin_memory")
+    for device, prefix in (
+        (layout.offload_optimizer, "offload_optimizer_"),
+        (layout.offload_params, "offload_params_"),
+    ):
+        if device == "nvme":
+            found |= {field.name for field in fields(layout) if field.name.startswith(prefix)}
+    return found
