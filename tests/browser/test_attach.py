@@ -29,7 +29,7 @@ def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_noteb
     offline(page)
     run_all_cells(page, lab)
     open_fold(page, "Run")
-    page.get_by_text("Keep running if the kernel stops").click()
+    page.get_by_text("Keep running if the kernel stops", exact=True).click()
     start_a_run(page, steps=4000)
     wait_for_step(page)
     (name,) = [folder.name for folder in (lab.folder / "runs").iterdir()]

@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,8 @@ import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 
 TOOLKIT = Path(ss.__file__).parent
-WIDGETS = TOOLKIT.parents[1] / "widgets" / "shardscope_widgets"
+ROOT = TOOLKIT.parents[1]
+WIDGETS = ROOT / "widgets" / "shardscope_widgets"
 
 DRAWING = {"shardscope_widgets", "ipywidgets", "plotly", "IPython", "anywidget"}
 """What the engine room never imports, not even inside a function."""
@@ -46,12 +48,13 @@ DESIGNED = {
 DESIGNED_WIDGETS = {"Studio", "AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"}
 
 MAY_NAME_A_FRAMEWORK = {
-    "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are the public constructors: each "
+    "core/layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are the public constructors: each "
     "looks its framework up by name",
-    "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one; code "
-    "that compares a value called kernels asks for that, not for the framework, and is let through",
+    "core/recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one; "
+    "code that compares a value called kernels asks for that, not for the framework, and is let through",
     "runs/checks/fsdp1.py": "a guide from FSDP1 to FSDP2, whose table of names is in FSDP2's folder",
-    "support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all methods",
+    "prediction/support.py": "the fix of a method that a framework lacks is Layout.fsdp2(), which has all",
+    "export/reading.py": "Plan.from_deepspeed() and Plan.from_megatron() are public names",
     "runs/launch/launch.py": "a package whose version run.json keeps",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
@@ -215,6 +218,31 @@ def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
 
 def _called(operand: ast.expr) -> str:
     return str(getattr(operand, "attr", getattr(operand, "id", "")))
+
+
+def test_only_the_two_registries_import_by_name() -> None:
+    """Import-linter does not see ``import_module("shardscope...")``: layers hold where nobody says it."""
+    by_name = {"__init__.py", "frameworks/registry.py", "frameworks/engines.py"}
+    found = []
+    for file in files_of(TOOLKIT):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+                named = ast.unparse(node.args[0])
+                if "shardscope" in named and str(file.relative_to(TOOLKIT)) not in by_name:
+                    found.append(f"{file.relative_to(TOOLKIT)}:{node.lineno} imports {named}")
+    assert not found, found
+
+
+def test_every_package_stands_in_a_layer() -> None:
+    """A package that no layer names would be free to import anything."""
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    named = {name.strip() for layer in layers[0]["layers"] for name in layer.split(":")}
+    places = {
+        ".".join(("shardscope", *file.relative_to(TOOLKIT).with_suffix("").parts))
+        for file in files_of(TOOLKIT)
+    }
+    outside = {place for place in places if not any(f"{place}.".startswith(f"{name}.") for name in named)}
+    assert {place for place in outside if not place.endswith("__init__")} == set()
 
 
 def test_frameworks_do_not_import_each_other() -> None:
