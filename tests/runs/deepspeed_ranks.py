@@ -14,7 +14,7 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.engine.process_groups import connect
+    from shardscope.frameworks.deepspeed.engine.launching import connect
     from shardscope.frameworks.deepspeed.files.config import deepspeed_config
     from shardscope.training.model.model import build_model
 

@@ -26,8 +26,7 @@ from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.state.lora import adapter_targets
-from shardscope.rehearsal.conversion import converting_by_replacing
-from shardscope.rehearsal.fake_world import _transformers_as_on_real_tensors
+from shardscope.rehearsal.fake_world import _transformers_as_on_real_tensors, converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model

@@ -122,7 +122,7 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
 
 def held_up(ctx: StandInContext) -> dict[str, Any]:
     """A checkpoint whose writing stands still for a step, and one of which a rank cannot write its part."""
-    from shardscope.frameworks.deepspeed.engine.staged_files import StagedFiles
+    from shardscope.frameworks.deepspeed.engine.checkpointing import StagedFiles
 
     plan, write, may_go_on = plan_of(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
 

@@ -27,7 +27,7 @@ from finetuned_models import small_model  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.frameworks.deepspeed.engine.process_groups import connect  # noqa: E402
+from shardscope.frameworks.deepspeed.engine.launching import connect  # noqa: E402
 from shardscope.frameworks.engines import engine_for  # noqa: E402
 from shardscope.frameworks.megatron.engine.model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E402

@@ -213,7 +213,7 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
 
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
-    from shardscope.frameworks.fsdp2.engine.pipeline import StageModule
+    from shardscope.frameworks.fsdp2.engine.pipeline_engine import StageModule
     from shardscope.training.model.model import build_model
     from shardscope.training.model.parts import part_of
 

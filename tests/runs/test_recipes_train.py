@@ -138,7 +138,7 @@ def test_each_familys_own_head(arch: Architecture, tokens: int) -> None:
 
 
 def test_lion_by_hand() -> None:
-    from shardscope.training.optimizers.lion import Lion
+    from shardscope.training.optimizers.optimizers import Lion
 
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = Lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)

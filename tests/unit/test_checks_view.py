@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.core.question import Question
+from shardscope.core.finding import Question
 from shardscope.planner.checks import Finding
 from shardscope.planner.repairs.several import Way
 from shardscope_widgets.checks.findings import SIGNS, summary, worst_first

@@ -59,7 +59,7 @@ def test_kept_tokens_are_the_text_s_whatever_lies_there(
     text = tmp_path / "text.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, " * 9, encoding="utf-8")
     made = encode_text(text.read_text(encoding="utf-8"))
-    monkeypatch.setattr("shardscope.training.data.kept_tokens.SHIPPED_TEXT", text)
+    monkeypatch.setattr("shardscope.training.data.windows.SHIPPED_TEXT", text)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert np.array_equal(read_tokens(None), made)
     (kept,) = (tmp_path / "shardscope" / "tokens").iterdir()

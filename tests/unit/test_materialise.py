@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardscope.frameworks.fsdp2.engine.materialise import materialise
+from shardscope.frameworks.fsdp2.engine.engine import materialise
 from shardscope.rehearsal.fake_world import fake_ranks
 from shardscope.training.weights.initial_weights import FreshWeights
 

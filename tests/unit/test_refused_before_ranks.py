@@ -16,7 +16,7 @@ from tests.weights_folders import write_folder
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
 from shardscope.runs.launch.launch import launch
 from shardscope.runs.task_source import names_engine
-from shardscope.training.tasks.resume import check_loads
+from shardscope.training.tasks.text_task import check_loads
 
 L = Layout
 TINY = Architecture.of_size("2m")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
-
-from shardscope.core.question import Question
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -65,3 +63,21 @@ class Finding:
         if found is None:
             return replace(self, way=None, change=f"{self.change}: none was found")
         return replace(self, way=None, change=found.words, plan=found.plan)
+
+
+# ---- ``Question``: what a finding asks of a person, for nobody else can know it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """How much of something a node has."""
+
+    plan: Plan
+    """The plan that it is asked of."""
+    field: str
+    """Of its cluster: ``host_memory_bytes`` or ``nvme_bytes``."""
+
+    def answered(self, num_bytes: int) -> Plan:
+        """The plan on nodes that have ``num_bytes``. Raises ``ValueError`` where no node can."""
+        told: dict[str, Any] = {self.field: num_bytes}
+        return replace(self.plan, cluster=replace(self.plan.cluster, **told))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from shardscope.core.errors import whole_number
 from shardscope.training.accounting.memory_watch import Snapshot
+from shardscope.training.accounting.tensors import device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, forget_older
-from shardscope.training.commands import look
 from shardscope.training.data.windows import Windows
 from shardscope.training.engine import Engine
-from shardscope.training.metrics import step_metrics
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder
+
+if TYPE_CHECKING:
+    from shardscope.training.engine import Engine
 
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
@@ -181,3 +185,84 @@ def _data_record(windows: Windows, first: int, end: int, seen: list[int]) -> dic
         "num_windows_seen": len(seen),
         "windows_seen": seen[:MAX_RECORDED_WINDOWS],
     }
+
+
+# ---- What somebody asked of a running training: to stop, to save a checkpoint, to record the next steps
+
+
+MAX_PROFILED_STEPS = 1000
+"""A trace of more is gigabytes, held in the rank's memory until it is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """The commands of one look, the same on every rank."""
+
+    stop: bool = False
+    checkpoint: bool = False
+    profile_steps: int = 0
+    """Steps to record; 0: not asked."""
+    memory_snapshot: bool = False
+    """Keep torch's history of allocations over the next steps and write it into the run folder."""
+
+
+def look(ctx: Any, profile_steps: int) -> Orders:
+    """Read the commands that came since the last look; once a step, on every rank.
+
+    ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}``, and ``{"command": "profile", "steps":
+    n}``, whose ``steps`` default to ``profile_steps``. Whatever else came is ignored with a line in the log:
+    a slip must not end a training.
+    """
+    stop, commands = ctx.look()
+    checkpoint, memory_snapshot, num_steps = False, False, 0
+    for command in commands:
+        try:
+            match command["command"]:
+                case "checkpoint":
+                    checkpoint = True
+                case "memory_snapshot":
+                    memory_snapshot = True
+                case "profile":
+                    num_steps = _profile_steps(command, profile_steps)
+                case name:
+                    known = "'checkpoint', 'memory_snapshot', 'profile', 'stop'"
+                    raise ValueError(f"command is {name!r}; allowed: {known}.")
+        except ValueError as error:
+            print(f"ignored a command: {error}", flush=True)
+    return Orders(stop=stop, checkpoint=checkpoint, profile_steps=num_steps, memory_snapshot=memory_snapshot)
+
+
+def _profile_steps(command: Mapping[str, Any], default: int) -> int:
+    return whole_number("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
+
+
+# ---- What a training step says of itself, once per step and rank
+
+
+def step_metrics(
+    engine: Engine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
+) -> dict[str, Any]:
+    """Names and values for ``ctx.log``.
+
+    ``tokens_per_second`` is this rank's; steps are synchronous, so all ranks together make ``num_data_ranks``
+    times as many. ``memory_bytes`` and ``peak_memory_bytes`` are the CUDA allocator's; on CPU ranks, which
+    have no allocator to ask, the bytes of parameters, gradients and optimizer, and ``rss_bytes`` beside
+    them.
+    """
+    metrics: dict[str, Any] = {
+        "loss": loss,
+        "learning_rate": learning_rate,
+        "grad_norm": engine.grad_norm,
+        "step_seconds": seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "tokens_per_second_all_ranks": num_tokens * engine.num_data_ranks / seconds,
+    }
+    device = device_bytes(engine.ctx.device)
+    if "allocated" in device:
+        metrics["memory_bytes"] = device["allocated"]
+        metrics["peak_memory_bytes"] = device["max_allocated"]
+    else:
+        metrics["memory_bytes"] = sum(engine.held_after_step.values())
+        metrics["peak_memory_bytes"] = engine.peak_accounted_bytes
+        metrics["rss_bytes"] = device["rss"]
+    return metrics

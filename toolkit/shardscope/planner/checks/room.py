@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.finding import Finding, Way
+from shardscope.core.finding import Finding, Question, Way
 from shardscope.core.layout import divisors
-from shardscope.core.question import Question
 from shardscope.core.words import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.checks.case import Case, Variant, fastest, variants

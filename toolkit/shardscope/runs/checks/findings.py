@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import checks as preflight
-from shardscope.planner.checks.case import Case
-from shardscope.runs.checks import (
-    checkpoints,
-    data,
-    devices,
-    fsdp1,
-    loading,
-    optimizer,
-    precision,
-    profile,
-    text,
-)
+from shardscope.planner.checks.case import Case, changed_task
+from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import source_of
 
@@ -32,14 +22,14 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
     data.check_sampler,
     data.check_sampler_over_all_ranks,
     data.check_set_epoch,
-    precision.check_loss_scaling,
+    training_step.check_loss_scaling,
     fsdp1.check_fsdp1,
     checkpoints.check_gathered_state,
     checkpoints.check_every_rank_saves,
     devices.check_fixed_device,
     devices.check_fixed_rank,
     devices.check_set_device,
-    optimizer.check_zero_grad,
+    training_step.check_zero_grad,
 )
 """Every check of a script; each yields findings with their lines."""
 
@@ -49,7 +39,7 @@ def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
     found = [*preflight.findings(case), *text.same_windows(case), *loading.starved(case)]
-    found += profile.check_profiled(plan, task, earlier)
+    found += check_profiled(plan, task, earlier)
     source = source_of(task)
     if source is not None:
         found += _check(Script(source=source, plan=plan))
@@ -86,3 +76,44 @@ def _check(script: Script) -> Iterator[Finding]:
         # Text that nests deeper than Python's recursion limit is not checked further.
         with suppress(RecursionError):
             yield from check(script)
+
+
+# ---- Plans that are run without ever having been looked at under a profiler
+
+
+def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Finding]:
+    """Find a plan of which no earlier run has a trace, where the task records none either."""
+    if _records(task):
+        return
+    mine = [run for run in runs if _plan_of(run) == plan]
+    if any(_has_trace(run) for run in mine) or (task is None and not mine):
+        return
+    number = len(mine)
+    before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace" if mine else "No trace yet"
+    yield Finding(
+        name="never-profiled",
+        severity="hint",
+        why=f"{before}: what the step waits for is predicted only, and nobody has seen it.",
+        number=float(number),
+        change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
+        task=changed_task(task, profile=True),
+    )
+
+
+def _records(task: object) -> bool:
+    """Whether a task records a profile by itself, or its source asks for one."""
+    if getattr(task, "profile", False) is True:
+        return True
+    source = source_of(task)
+    return source is not None and "profile(" in source
+
+
+def _plan_of(run: Run) -> object:
+    try:
+        return run.plan
+    except ValueError:  # Damaged, or of another version.
+        return None
+
+
+def _has_trace(run: Run) -> bool:
+    return any((run.folder / "traces").glob("rank-*"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
-from shardscope.training.data.kept_tokens import shipped_tokens
-from shardscope.training.data.tokenizer import SHIPPED_TEXT, encode_text
+from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER, encode_text
 
 if TYPE_CHECKING:
     import numpy
@@ -99,3 +101,32 @@ def _shuffled(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
     import numpy
 
     return numpy.random.default_rng([seed, epoch]).permutation(num_windows)
+
+
+# ---- Token ids of the shipped corpus, made once for a user: ranks would spend a second on them in every run
+
+
+def shipped_tokens() -> numpy.ndarray:
+    """int32, shape ``[num_tokens]``, from ``~/.cache/shardscope/tokens`` (``XDG_CACHE_HOME`` moves it).
+
+    The file's name is a hash of text and tokenizer; one that is damaged or cannot be written is done without.
+    """
+    import numpy
+
+    text = SHIPPED_TEXT.read_bytes()
+    version = hashlib.sha256(text + SHIPPED_TOKENIZER.read_bytes()).hexdigest()[:16]
+    path = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "tokens" / version
+    )
+    with suppress(OSError, ValueError, EOFError):
+        kept: numpy.ndarray = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
+        if kept.dtype == numpy.int32 and kept.ndim == 1:
+            return kept
+    tokens = encode_text(text.decode("utf-8"))
+    partial = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            numpy.save(file, tokens)
+        partial.replace(path.with_suffix(".npy"))
+    return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import Value, refuse
-from shardscope.training.optimizers.lion import Lion
 from shardscope.training.optimizers.muon import muon
 
 DEFAULT_LEARNING_RATE = 3e-4
@@ -90,3 +90,46 @@ def _low_bit(
     }
     found: torch.optim.Optimizer = kinds[name](groups, lr=learning_rate, betas=ADAM_BETAS)
     return found
+
+
+# ---- Lion (Chen et al. 2023, algorithm 2), which torch does not have: one momentum a weight, and its sign
+
+
+class Lion(torch.optim.Optimizer):  # type: ignore[misc]
+    """``update = sign(beta1 m + (1 - beta1) g)``, ``m = beta2 m + (1 - beta2) g``, decoupled weight decay.
+
+    Tensor by tensor, with one temporary of the tensor's size. Takes DTensors as well.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> Any:
+        """One update of every weight that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        update = state["exp_avg"].lerp(parameter.grad, 1 - beta1).sign_()
+        parameter.add_(update, alpha=-group["lr"])
+        state["exp_avg"].lerp_(parameter.grad, 1 - beta2)

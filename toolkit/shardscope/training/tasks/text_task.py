@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.core.errors import Value, flag, real_number, refuse, whole_number
 from shardscope.frameworks.registry import check_trained
+from shardscope.planner.checks.case import Case
+from shardscope.planner.checks.checkpoints import resumed
 from shardscope.training.checkpoints.choice import (
     Choice,
     check_any_taken,
@@ -24,13 +26,13 @@ from shardscope.training.checkpoints.choice import (
 )
 from shardscope.training.data.plain_text import check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
-from shardscope.training.tasks.resume import check_loads
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
     from shardscope.core.plan import Plan
+
 
 EXPORT = "export"
 """Folder of a run in which its model lies as transformers opens it."""
@@ -277,3 +279,31 @@ class TextTask(ABC):
             allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
             refuse(field, str(named), allowed, "resume=True, which starts anew if there is none")
         return found
+
+
+# ---- What a run may go on from: refused in words before any rank starts, where that is known. No torch here
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GoingOn:
+    resume_from: Path
+    seed: int
+    frozen_base: Mapping[str, Any] | None
+
+
+def check_loads(
+    checkpoint: Path, plan: Plan, field: str, *, seed: int, frozen_base: Mapping[str, Any] | None
+) -> list[str]:
+    """Raise ``ValueError``, naming ``field``, if a run's ``checkpoint`` does not load under ``plan``.
+
+    Another model, another framework's format, other ranks where the format is tied to them, or adapters over
+    another base: what the preflight calls a danger of a resumed run. What it only warns of comes back in
+    words. ``seed`` and ``frozen_base`` are the task's that would go on.
+    """
+    going_on = _GoingOn(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
+    found = list(resumed(Case(plan=plan, task=going_on)))
+    for finding in found:
+        if finding.severity == "danger":
+            allowed = f"a checkpoint that this plan loads. {finding.why.rstrip('.')}"
+            refuse(field, str(checkpoint), allowed, finding.change)
+    return [f"{finding.why} Nearest fix: {finding.change}." for finding in found]

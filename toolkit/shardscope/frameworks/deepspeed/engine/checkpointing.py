@@ -6,6 +6,7 @@ What one number of ranks at one stage wrote, only the same number at the same st
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
 from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.pickles import checked_loading, is_own, load_file
 from shardscope.training.checkpoints.position import read_position, write_position
 
 if TYPE_CHECKING:
@@ -46,7 +52,6 @@ class Writing:
     def __init__(
         self, path: Path, engine: Any, position: dict[str, Any], only_trained: bool, group: Any
     ) -> None:
-        from shardscope.frameworks.deepspeed.engine.staged_files import StagedFiles
 
         self._path, self._position, self._group = path, position, group
         self._aside = begin_aside(path)
@@ -100,7 +105,6 @@ def load(path: Path, plan: Plan, engine: Any, own: dict[str, Any]) -> dict[str, 
     one that asks for a class that a stranger's may not have.
     """
     # DeepSpeed must know its accelerator before its classes are imported.
-    from shardscope.frameworks.deepspeed.engine.checked_files import checked_files
 
     only_trained = plan.recipe.has_adapters
     position = read_position(path, plan)
@@ -226,3 +230,79 @@ def _unflattened(optimizer: Any) -> dict[int, torch.Tensor]:
         for group, copies in zip(halves, mains, strict=True)
         for half, main in zip(group, copies, strict=True)
     }
+
+
+# ---- DeepSpeed's files read without running what a stranger pickled, as one of its own checkpoint engines
+#
+# Imported once ``deepspeed`` knows its accelerator.
+
+
+CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+"""What DeepSpeed 0.19.8 pickles beside tensors and plain values, at every stage: numbers in fields."""
+
+
+class CheckedFiles(CheckpointEngine):  # type: ignore[misc]
+    """Reads what DeepSpeed's own engine does with ``torch.load(..., weights_only=False)``."""
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        raise NotImplementedError("DeepSpeed's own engine writes")
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return load_file(Path(path), CLASSES, map_location)
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+
+@contextmanager
+def checked_files(engine: Any, checkpoint: Path) -> Iterator[None]:
+    """Let ``engine`` load ``checkpoint`` inside: no more than :data:`CLASSES`, unless this user saved it."""
+    if is_own(checkpoint):
+        yield
+        return
+    files, engine.checkpoint_engine = engine.checkpoint_engine, CheckedFiles()
+    try:
+        with checked_loading(CLASSES, own=False):
+            yield
+    finally:
+        engine.checkpoint_engine = files
+
+
+# ---- DeepSpeed's checkpoints kept in host memory first, as one of its own checkpoint engines
+#
+# Imported once ``deepspeed`` knows its accelerator. DeepSpeed 0.19.8 ships an engine that writes beside steps
+# (``DecoupledCheckpointEngine``), and it is not used: it hands tensors to its process as they are, not
+# copies, so the next update has to wait for it after all (``DeepSpeedEngine.step`` commits before it); its
+# fast writer compiles libaio's extension; and it reads with ``torch.load``'s default, which refuses what it
+# wrote.
+
+
+class StagedFiles(CheckpointEngine):  # type: ignore[misc]
+    """What DeepSpeed saves, as the bytes of its files: the same as its own engine writes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staged: list[tuple[str, io.BytesIO]] = []
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        held = io.BytesIO()
+        torch.save(state_dict, held)
+        self._staged.append((path, held))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError("DeepSpeed's own engine reads")
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def write(self) -> None:
+        """Put the files where they belong; what was held of each is let go."""
+        while self._staged:
+            path, held = self._staged.pop(0)
+            Path(path).write_bytes(held.getbuffer())

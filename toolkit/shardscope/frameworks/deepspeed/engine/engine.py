@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.deepspeed.engine import checkpointing, found
-from shardscope.frameworks.deepspeed.engine.first_weights import cut, cut_as_made
-from shardscope.frameworks.deepspeed.engine.launching import import_deepspeed
-from shardscope.frameworks.deepspeed.engine.process_groups import connect
+from shardscope.frameworks.deepspeed.engine.launching import connect, import_deepspeed
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.training.accounting import tensors as accounting
@@ -25,7 +23,7 @@ from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Held
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.optimizers import gradients
-from shardscope.training.weights.initial_weights import CPU
+from shardscope.training.weights.initial_weights import CPU, InitialWeights, all_of, fill_buffers
 from shardscope.training.weights.pretrained import WholeTensors
 
 FIRST_LOSS_SCALE_POWER = 12
@@ -251,3 +249,52 @@ def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{name: group[name] for name in known if name in group} for group in optimizer.param_groups]
     made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True)
     return made
+
+
+# ---- First weights under ZeRO-3: each tensor is cut as it is read or drawn, so that no rank has them all
+
+
+def cut(deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Leave of every parameter of ``model`` this rank's part.
+
+    The type in which parts swap is ``config``'s. ``zero.Init`` does not keep to a ``dtype`` that it is given:
+    where the device has no fp16 (many CPUs, GPUs before Volta) it takes bf16, and fp32 weights come back
+    from NVMe rounded (deepspeed/runtime/zero/partition_parameters.py, ``_set_dtype``, 0.19.8).
+    """
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+
+def cut_as_made(
+    deepspeed: Any,
+    model: torch.nn.Module,
+    weights: InitialWeights,
+    *,
+    device: torch.device,
+    config: dict[str, Any],
+    kind: torch.dtype,
+) -> None:
+    """Give ``model``, whose parameters are on meta, its ``weights`` in parts, of type ``kind``.
+
+    ``zero.Init`` of a module that is there goes through its ``parameters()`` and cuts one after the other
+    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``): here each gets its
+    values, on ``device``, when it is asked for.
+    """
+    # One for all: memory that is freed between parts which stay would not be given back, nor be used again.
+    longest = torch.empty(
+        max(parameter.numel() for parameter in model.parameters()), dtype=kind, device=device
+    )
+
+    def read(recurse: bool = True) -> Iterator[Parameter]:
+        for name, parameter in model.named_parameters(recurse=recurse):
+            whole = longest[: parameter.numel()].view(parameter.shape)
+            weights.write(name, parameter.shape, all_of(parameter.shape), whole)
+            # The same object, for the optimizer has it already and a tied weight is in two modules.
+            torch.utils.swap_tensors(parameter, Parameter(whole, requires_grad=parameter.requires_grad))
+            yield parameter
+
+    model.parameters = read
+    try:
+        cut(deepspeed, model, config)
+    finally:
+        del model.parameters
+    fill_buffers(model, weights)

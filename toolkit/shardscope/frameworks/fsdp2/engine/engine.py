@@ -15,22 +15,23 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.words import count
 from shardscope.frameworks.fsdp2.engine import found
-from shardscope.frameworks.fsdp2.engine.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, resharding
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
-from shardscope.training.model.on_meta import build_on_meta
+from shardscope.training.model.on_meta import build_on_meta, give_memory
 from shardscope.training.model.recompute import decoder_layers
 from shardscope.training.optimizers import gradients
 from shardscope.training.optimizers.gradients import local
 from shardscope.training.torch_engine import TorchEngine
-from shardscope.training.weights.initial_weights import fill_buffers
+from shardscope.training.weights.initial_weights import InitialWeights, Region, fill_buffers
 
 
 class Fsdp2Engine(TorchEngine):
@@ -247,3 +248,48 @@ class Fsdp2Engine(TorchEngine):
     def norm_copies(self, parameter: torch.nn.Parameter) -> int:
         """How often the squares of a parameter's gradient are among those that ranks sum."""
         return self.part_copies(parameter)
+
+
+# ---- Models too large to build whole on every rank: built without memory, sharded, filled shard by shard
+
+
+def check_has_weights(model: torch.nn.Module) -> None:
+    """Raise ``ValueError`` if ``model`` has parameters without values: it would train on what memory held."""
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"build_model gives {len(empty)} parameters on the meta device ({', '.join(empty[:3])}), which "
+            "have no values; allowed: real weights. Nearest fix: build without torch.device('meta'), and set "
+            "engine.fresh_weights = True before setup for a decoder from random weights."
+        )
+
+
+def materialise(
+    model: torch.nn.Module, weights: InitialWeights, *, device: torch.device, compute: torch.device
+) -> None:
+    """Give every sharded parameter memory on ``device``, and this rank's part of ``weights``.
+
+    Buffers go where forward reads them, to ``compute``. 1 rank or 64 start from the same model.
+    """
+    give_memory(model, device, buffers_on=compute)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            weights.write(name, parameter.shape, own_region(parameter), own)
+
+
+def own_region(parameter: torch.Tensor) -> Region:
+    """What of ``parameter`` this rank keeps, cut as ``Shard`` cuts: equal runs, the last ones short or empty.
+
+    Of a ``DTensor`` along its mesh; of any other tensor all.
+    """
+    found = [range(size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        # The last axis cut first: under a tensor-parallel cut FSDP2 shards what that left (_StridedShard).
+        for axis, placement in reversed(list(enumerate(parameter.placements))):
+            if isinstance(placement, Shard | _StridedShard):
+                run = found[placement.dim]
+                each = ceil_div(len(run), parameter.device_mesh.size(axis))
+                first = each * parameter.device_mesh.get_local_rank(axis)
+                found[placement.dim] = run[first : first + each]
+    return found

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,6 @@ from shardscope.frameworks.megatron.engine import checkpointing
 from shardscope.frameworks.megatron.engine import model as engine_model
 from shardscope.frameworks.megatron.engine import step as engine_step
 from shardscope.frameworks.megatron.engine.found import in_words, what_it_is
-from shardscope.frameworks.megatron.engine.jit import compiled_if_possible
 from shardscope.frameworks.megatron.engine.optimizer_numbers import optimizer_numbers
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 from shardscope.frameworks.megatron.weights.export import export_hf
@@ -247,3 +249,24 @@ class MegatronEngine(Engine):
             "gradients": accounting.tensor_bytes(held.gradients),
             "optimizer": accounting.tensor_bytes(held.optimizer),
         }
+
+
+# ---- What megatron-core has torch compile (``jit_fuser``) on CUDA ranks, where nothing can compile it
+
+
+COMPILERS = ("gcc", "clang")
+"""What Triton builds its launchers with, unless ``CC`` names another (triton/runtime/build.py)."""
+
+
+def compiled_if_possible() -> contextlib.AbstractContextManager[object]:
+    """Inside, what is compiled runs operator by operator if there is no Triton, or no C compiler for it."""
+    return contextlib.nullcontext() if can_compile() else torch.compiler.set_stance("force_eager")
+
+
+@cache
+def can_compile() -> bool:
+    """Whether there is what torch.compile makes kernels for CUDA with."""
+    from torch.utils._triton import has_triton
+
+    named = os.environ.get("CC")
+    return has_triton() and any(shutil.which(name) for name in ((named,) if named else COMPILERS))

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.engine.context_parallel import core_attention
-from shardscope.frameworks.megatron.engine.norm import MarkedNorm
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.weights.config import core_numbers, model_numbers
@@ -154,8 +155,6 @@ def attention_of(plan: Plan) -> Any:
     """The class of core attention that ``plan`` counts: "eager" is Megatron-core's own."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from shardscope.frameworks.megatron.engine.fused_attention import FusedAttention
-
     if plan.degrees.cp > 1:
         return core_attention()
     return DotProductAttention if plan.recipe.attention == "eager" else FusedAttention
@@ -242,3 +241,45 @@ def leaves(optimizer: Any) -> list[Any]:
     """Megatron-core's optimizers, each over one of torch's; experts have one of their own."""
     found = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if found is None else [leaf for part in found for leaf in leaves(part)]
+
+
+# ---- Attention that keeps no scores, in PyTorch's fused kernels, for layers of Megatron-core's own modules
+#
+# What Megatron-core has itself (``DotProductAttention``) writes the scores of all pairs of tokens to memory.
+# A plan's memory and time are of fused kernels, as people train with them through Transformer Engine.
+
+
+class FusedAttention(DotProductAttention):  # type: ignore[misc]
+    """Causal, over whole sequences, without dropout; keys and values may have fewer heads than queries."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """All are (tokens, rows, heads, width); what comes out is (tokens, rows, heads x width)."""
+        # Values are a view of one product with queries and keys, which rotation has copied: so left they
+        # would keep all of it for backward.
+        queries, keys, values = (tensor.contiguous().permute(1, 2, 0, 3) for tensor in (query, key, value))
+        grouped = key.shape[2] != query.shape[2]
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+        )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+# ---- Norms of torch that take sequence parallelism, for ranks without Transformer Engine or Apex
+
+
+class MarkedNorm:
+    """In the place of ``WrappedTorchNorm``, which refuses sequence parallelism for want of one mark.
+
+    Each rank of tp sees its own part of the sequence, so a norm's weights get part of their gradient on each;
+    ``finalize_model_grads`` sums what carries the mark (megatron/core/distributed/finalize_model_grads.py).
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """A ``LayerNorm`` or ``RMSNorm`` of ``hidden_size``."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

@@ -16,7 +16,6 @@ from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of
 from shardscope.frameworks.formats.documents import Document, text_of
 from shardscope.frameworks.formats.unsaid import noted
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
-from shardscope.frameworks.megatron.files.chunks import CHUNK, chunks
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,
     Says,
@@ -60,6 +59,7 @@ SIZES = {
 }
 REFUSED = {"optimizer-cpu-offload": "its optimizer's state on the host is not planned here"}
 """Flags that change memory or time in ways for which there is no formula."""
+CHUNK = "num-layers-per-virtual-pipeline-stage"
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "optimizer",
@@ -318,3 +318,29 @@ def _check_split(document: Document, plan: Plan) -> None:
                 f"{here}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
             )
             refuse(document.where(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
+
+
+# ---- Megatron-LM's older way to say how many model chunks a pipeline stage has: by the layers of one
+
+
+SAME = "num-virtual-stages-per-pipeline-rank"
+"""The same in chunks, which Megatron-LM takes one of (megatron/training/arguments.py)."""
+
+
+def chunks(document: Document, architecture: Architecture, pp: int) -> int:
+    """Model chunks of a stage, by Megatron-LM's rule (validate_args): both divisions come out even.
+
+    Ends that count as layers are in the sum that is cut.
+    """
+    if document.get(SAME) is not None:
+        document.refuse((CHUNK,), f"nothing beside --{SAME}", "leave it out")
+    size = document.number(CHUNK, low=1, high=2**20) or 1
+    ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+    layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in ends)
+    per_stage = layers // pp
+    if layers % pp or per_stage % size:
+        allowed = f"a divisor of the {layers / pp:g} layers of a stage ({layers} over {pp})"
+        document.refuse(
+            (CHUNK,), allowed, "1" if layers % pp == 0 else "another pipeline-model-parallel-size"
+        )
+    return per_stage // size

@@ -1,4 +1,4 @@
-"""Half precision in a script: backward in fp16 without a loss scaler."""
+"""The training step in a script: backward in fp16 without a loss scaler, gradients never set to zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
+from shardscope.runs.checks.script import DEFINITIONS, LOOPS, Script, at_line, is_constant, keywords, line_of
 
 SCALERS = re.compile(
     r"\w*(GradScaler|LossScaler|NativeScaler)\w*|(\w+_)?scaler|\w*loss_scal\w*|scale_loss|FP16_?Optimizer"
@@ -84,3 +84,28 @@ def _may_scale(accelerator: ast.Call) -> bool:
     by_position = accelerator.args[place] if len(accelerator.args) > place else None
     precision = given.get("mixed_precision", by_position)
     return precision is not None and not is_constant(precision, None, "no", "bf16", "fp8")
+
+
+# ---- The optimizer in a script: gradients that are never set to zero
+
+
+OPTIMIZER = re.compile(r"\w*optim\w*|(\w+_)?opt(_\w+)?", re.IGNORECASE)
+"""Variables that hold an optimizer. The ``step`` of an engine (DeepSpeed's, ours) zeroes gradients itself."""
+
+
+def check_zero_grad(script: Script) -> Iterator[Finding]:
+    """Find a step, in a loop or a function, whose gradients add up over all steps before."""
+    stored = (
+        one for one in script.nodes if isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load)
+    )
+    # ``parameter.grad = None`` does the same.
+    if {"zero_grad", "set_to_none"} & set(script.uses) or any(one.attr == "grad" for one in stored):
+        return
+    for call in script.calls("step") if "backward" in script.uses else ():
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        is_repeated = any(isinstance(one, (*LOOPS, *DEFINITIONS)) for one in script.around(call))
+        if is_repeated and OPTIMIZER.fullmatch(script.name_of(owner)):
+            why = "no zero_grad in this text: each backward adds to the gradients of all steps before."
+            change = "optimizer.zero_grad() after each step"
+            yield at_line(call.lineno, "gradients-never-zeroed", "danger", why, change)
+            return
