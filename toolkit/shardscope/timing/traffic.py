@@ -114,11 +114,6 @@ class Weights(NamedTuple):
     num_layers: Any
 
 
-def weights_of(plan: Plan, stage: Stage) -> Weights:
-    """Those of ``stage``."""
-    return Weights(stage.base, stage.trainable, stage.num_layers)
-
-
 class TimingModel(Protocol):
     """What every framework's ``timing.py`` offers."""
 

@@ -73,17 +73,6 @@ def places(arch: Architecture, part: Part) -> Iterator[Place]:
                 yield Place(name, pair, prefix, expert)
 
 
-def hf_to_megatron(
-    state: Mapping[str, torch.Tensor], arch: Architecture, part: Part
-) -> dict[str, torch.Tensor]:
-    """``GPTModel``'s parameters by name, of that part alone, from the whole model's state of transformers.
-
-    Names count layers and experts from 0 within the part, as a chunk's own ``named_parameters()`` do.
-    Raises ``KeyError`` for a parameter that ``state`` lacks.
-    """
-    return {place.name: megatron_tensor(state, arch, place, part) for place in places(arch, part)}
-
-
 def megatron_tensor(state: Mapping[str, Any], arch: Architecture, place: Place, part: Part) -> torch.Tensor:
     """One parameter of one rank. ``state`` has tensors, or what gives as much of one as it is asked for."""
     found = [state[place.prefix + name] for name in place.pair.hf]
