@@ -106,14 +106,6 @@ class Overlap(NamedTuple):
     """Recomputation ends when autograd has all that it saves (torch.utils.checkpoint's early stop)."""
 
 
-class Weights(NamedTuple):
-    """Weights on one rank of a stage, before any sharding over data-parallel ranks."""
-
-    base: Any
-    trained: Any
-    num_layers: Any
-
-
 class TimingModel(Protocol):
     """What every framework's ``timing.py`` offers."""
 
