@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -70,13 +71,25 @@ def test_links_and_targets_exist(page: str) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page} names make {target}"
 
 
-def test_contributing_names_every_room_and_target() -> None:
+def test_contributing_lists_the_packages_in_their_own_words() -> None:
+    """Lowest layer first, as import-linter has them; each row is the first paragraph of its docstring."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     toolkit = REPOSITORY / "toolkit" / "shardscope"
-    rooms = [folder for folder in toolkit.iterdir() if (folder / "__init__.py").exists()]
-    assert len(rooms) > 5
-    for room in rooms:
-        assert f"| `{room.relative_to(REPOSITORY).as_posix()}/` |" in text, room.name
+    rows = dict(re.findall(r"^\| `toolkit/shardscope/(\w+)/` \| (.*) \|$", text, re.MULTILINE))
+    assert set(rows) == {file.parent.name for file in toolkit.glob("*/__init__.py")}
+    for name, words in rows.items():
+        docstring = ast.get_docstring(ast.parse((toolkit / name / "__init__.py").read_text("utf-8"))) or ""
+        first = " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
+        assert words == first, name
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+    layers = "\n".join(reversed(contract["contracts"][0]["layers"]))
+    lowest_first = re.findall(r"\bshardscope\.(\w+)(?=\s|$)", layers)
+    whole = [name for name in rows if name != "frameworks"]  # Its modules are in several layers.
+    assert whole == [name for name in lowest_first if name in whole]
+
+
+def test_contributing_names_every_target() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for folder in {path.split("/")[0] for path in re.findall(r"\| `([\w/]+)/`", text)}:
         assert (REPOSITORY / folder).is_dir(), folder
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")

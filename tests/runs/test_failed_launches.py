@@ -192,7 +192,10 @@ def test_fault_61_a_launch_that_raises_trains_nothing(
 class Interrupt:
     """Sends this process a real SIGINT at the ``wanted``-th line of the launch that is executed."""
 
-    FILES = ("launch.py", "lease.py", "folder.py", "records.py", "packing.py", "run.py", "subprocess.py")
+    FILES = (
+        *("launch.py", "lease.py", "folder.py", "records/files.py", "packing.py", "run.py"),
+        "subprocess.py",
+    )
 
     def __init__(self, wanted: int) -> None:
         self.wanted, self.num_lines = wanted, 0

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 5.0
 """For what ends a moment after the run has: the kernel buries processes in its own time."""
 SHARED_MEMORY = Path("/dev/shm")
 HALF = re.compile(r"\..+\.\d+")
-"""A file that is still being written, by a process of that number: records.py makes them."""
+"""A file that is still being written, by a process of that number: records/files.py makes them."""
 SEGMENTS = Path("/proc/sysvipc/shm")
 
 

@@ -1,4 +1,4 @@
-"""The walls of the house, which CONTRIBUTING.md says may not move."""
+"""The rules between packages that CONTRIBUTING.md lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = TOOLKIT.parents[1]
 WIDGETS = ROOT / "widgets" / "shardscope_widgets"
 
 DRAWING = {"shardscope_widgets", "ipywidgets", "plotly", "IPython", "anywidget"}
-"""What the engine room never imports, not even inside a function."""
+"""What the toolkit never imports, not even inside a function."""
 
 HEAVY = {
     "torch",
@@ -106,7 +106,7 @@ def run_python(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_engine_room_draws_nothing() -> None:
+def test_the_toolkit_draws_nothing() -> None:
     files = files_of(TOOLKIT)
     assert len(files) > 50
     found = [

@@ -1,6 +1,6 @@
 """Shardscope: will it fit, how fast will it be, show me.
 
-The names below are the public interface. Each room is imported when one of its names is first used, so
+The names below are the public interface. Each module is imported when one of its names is first used, so
 that ``import shardscope`` costs milliseconds and never imports torch.
 """
 

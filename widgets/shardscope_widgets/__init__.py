@@ -1,6 +1,6 @@
-"""What a person sees: widgets over ``shardscope``'s reports, plans and runs.
+"""Widgets over ``shardscope``'s reports, plans and runs: the Studio, and one package for each view.
 
-Each view stands alone and shows itself as the last line of a cell; ``Studio()`` is all of them on one bench.
+Each view stands alone and shows itself as the last line of a cell; ``Studio()`` is all of them together.
 """
 
 from shardscope_widgets.memory.view import MemoryView

@@ -1,4 +1,6 @@
-"""What is known of models, GPUs and links: data files, each figure with its source, read at first use."""
+"""Models, GPUs, links and efficiency constants in TOML files, each figure with its source, and their
+lookup.
+"""
 
 from __future__ import annotations
 

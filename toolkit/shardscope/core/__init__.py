@@ -1,1 +1,3 @@
-"""What the user describes: a model, GPUs, what to train, how to spread it; and refusals of bad values."""
+"""The objects that a user describes: model, GPUs, recipe, layout, plan; findings; errors that refuse bad
+values.
+"""

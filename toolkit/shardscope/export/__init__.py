@@ -1,1 +1,3 @@
-"""A plan as other tools' own files, and back: ``plan.export(folder)`` and ``Plan.from_...(file)``."""
+"""A plan written as other tools' files, ``plan.export(folder)``, and read from them,
+``Plan.from_...(file)``.
+"""

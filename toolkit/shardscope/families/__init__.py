@@ -1,1 +1,1 @@
-"""What is known of each model family: its config.json, its names of parameters, what it can and cannot be."""
+"""Model families: their config.json, parameter names and shapes, and the fields that each family allows."""

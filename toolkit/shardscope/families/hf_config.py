@@ -1,4 +1,4 @@
-"""Hugging Face's config.json, from wherever it lies; ``hf_families`` knows what its keys mean."""
+"""Hugging Face's config.json, from wherever it lies; ``registry.py`` has each family's adapter."""
 
 from __future__ import annotations
 

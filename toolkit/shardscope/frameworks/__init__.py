@@ -1,1 +1,3 @@
-"""One folder for each framework; ``registry.py`` is the only list of them."""
+"""A package for each framework, and two registries: ``registry.py`` (formulas) and ``engines.py``
+(training, rehearsal, exports).
+"""

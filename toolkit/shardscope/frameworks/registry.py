@@ -33,8 +33,8 @@ _DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 class MemoryModel(Protocol):
     """What every framework's ``memory/training_state.py`` offers.
 
-    :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: of :class:`~shardscope.memory.
-    many.Columns`, plans whose numbers are arrays, they tell arrays.
+    :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: for plans whose numbers are
+    :class:`~shardscope.core.arrays.column.Column`, they return columns.
     """
 
     def shapes(self, plan: Plan) -> Shapes:

@@ -1,1 +1,1 @@
-"""What this machine is: its GPUs, host memory, cores and processes."""
+"""This machine: its GPUs, host memory, cores and processes."""

@@ -1,1 +1,1 @@
-"""What all frameworks' memory models share: who holds which bytes, and when."""
+"""The memory formulas that all frameworks share, and the memory report."""

@@ -181,7 +181,7 @@ def _communication(vendor: str, *group_sizes: int) -> int:
 def _churned(peak: Peak) -> Any:
     """Bytes that a step allocates and frees.
 
-    Activations and logits first: fewer numbers decide both than what is gathered (``column.py``).
+    Activations and logits first: fewer numbers decide both than what is gathered (``core/arrays/column.py``).
     """
     held = peak.activations if peak.logits is None else peak.activations + peak.logits[0]
     return held + peak.gather

@@ -1,1 +1,1 @@
-"""Decisions about plans: search, advice, checks, verdicts, and the changes that make a plan fit."""
+"""Decisions about plans: search, advice, checks, verdicts, claims, and changes that make a plan fit."""

@@ -1,1 +1,3 @@
-"""The predicted tier: memory and step of one plan, and of many at once."""
+"""Predicted memory and step time of one plan or of columns of many, and the recipes that a framework
+supports.
+"""

@@ -1,7 +1,8 @@
-"""The rehearsed tier: a framework's own code on fake tensors, one rank, any world size, no GPU.
+"""Rehearsals: a framework's own code on fake tensors, one rank of any world size, without a GPU.
 
-``plan.rehearse()`` starts one child process (``child.py``) that makes the world of one rank and asks the
-framework's folder to play a step; the child's only answer is JSON. The kernel never imports torch for it.
+``plan.rehearse()`` starts one child process (``frameworks/rehearsal_process.py``) that makes the world of one
+rank and asks the framework's package to play a step; the child's only answer is JSON. The kernel never
+imports torch for it.
 
 What a framework offers is ``frameworks/<name>/rehearsal/rehearse.py`` with ::
 
@@ -9,9 +10,9 @@ What a framework offers is ``frameworks/<name>/rehearsal/rehearse.py`` with ::
 
 It runs in the child, calls ``note_progress(words, fraction_done)`` now and then, and may use:
 
-- ``world.fake_ranks(world_size, rank=0)``: process groups that hallucinate their collectives. Make device
-  meshes and groups inside it, but *outside* of ``world.fake_tensors(...)``;
-- ``world.fake_tensors(on_gpu=True)``: ``FakeTensorMode`` on CPU tensors, in which attention, dropout and
+- ``fake_world.fake_ranks(world_size, rank=0)``: process groups that hallucinate their collectives. Make
+  device meshes and groups inside it, but *outside* of ``fake_tensors(...)``;
+- ``fake_world.fake_tensors(on_gpu=True)``: ``FakeTensorMode`` on CPU tensors, in which attention, dropout and
   powers take the operators that CUDA would take, and transformers does what it does on real tensors. Yields
   the ``Tracker``;
 - ``tracker.Tracker``: follows every storage. ``tracker.phase("forward")`` names the moments; the label that a

@@ -1,1 +1,3 @@
-"""Launching, watching and stopping real training: one run is one folder on disk."""
+"""Real runs, each one folder on disk: launching, watching, stopping, explaining and comparing them;
+calibration.
+"""

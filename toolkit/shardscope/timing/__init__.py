@@ -1,1 +1,1 @@
-"""How long a step takes: arithmetic by class of operator, collectives by link, pipelines, the host."""
+"""The formulas of a step's time: matmuls, collectives, pipeline, optimizer, offload; and the step report."""

@@ -1,4 +1,4 @@
-"""Profiler recordings of all ranks of a run, as columns on one time axis."""
+"""Profiler recordings of all ranks as columns and tiles on one time axis, and memory snapshots."""
 
 from shardscope.trace.store import Trace
 

@@ -1,1 +1,3 @@
-"""Real training: the tasks that Shardscope ships, and the pieces that the PyTorch engines share."""
+"""Real training: tasks, data, models, weights, checkpoints, optimizers, the loop, and the engines' base
+classes.
+"""

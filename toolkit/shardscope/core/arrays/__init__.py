@@ -1,1 +1,1 @@
-"""Arithmetic on one plan or on columns of many: the same formulas, each distinct value computed once."""
+"""Arithmetic on one plan's numbers or on columns of many plans', each distinct value computed once."""

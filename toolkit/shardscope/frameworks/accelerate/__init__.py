@@ -1,1 +1,3 @@
-"""Hugging Face Accelerate and its Trainer: a wrapper around other frameworks, not one of the registry."""
+"""Hugging Face Accelerate, a wrapper around the frameworks of the registry: the user's own scripts, and
+its configuration files read.
+"""

@@ -1,1 +1,1 @@
-"""PyTorch DistributedDataParallel."""
+"""PyTorch DistributedDataParallel: layout, formulas, engine, rehearsal and exported files."""

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO."""
+"""DeepSpeed ZeRO: layout, formulas, engine, rehearsal and exported files."""

@@ -45,7 +45,7 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
     """Partitions as they are: "The checkpoint being loaded used a DP world size of ..." (engine.py, 0.19).
 
     A file for each rank, whose name and content tell its stage, its place and the type of weights: the engine
-    (``checkpointing.py``) reads them in no other.
+    (``engine/checkpointing.py``) reads them in no other.
     """
     layout: Any = plan.layout
     stage = Tie(value=layout.stage, words=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})

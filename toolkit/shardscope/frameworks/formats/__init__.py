@@ -1,1 +1,1 @@
-"""Other tools' configuration files: values that know their lines, and what a file has no words for."""
+"""Writing and reading other tools' configuration files: the parts that frameworks share."""

@@ -1,1 +1,1 @@
-"""PyTorch FSDP2 (``fully_shard``)."""
+"""PyTorch FSDP2 (``fully_shard``): layout, formulas, engine, rehearsal and exported files."""

@@ -1,1 +1,1 @@
-"""Megatron-core."""
+"""Megatron-core: layout, formulas, engine, rehearsal and exported files."""

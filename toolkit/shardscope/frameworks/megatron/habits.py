@@ -40,7 +40,7 @@ def padded_vocab_size(plan: Plan) -> int:
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """``torch_dist`` over any degrees: the engine asks for "fully_reshardable" (``checkpointing.py``).
+    """``torch_dist`` over any degrees: the engine asks for "fully_reshardable" (``engine/checkpointing.py``).
 
     Megatron-LM's own loop does so by --dist-ckpt-optim-fully-reshardable; without it the distributed
     optimizer reshards over data-parallel ranks only ("dp_reshardable"). That optimizer and the one that every

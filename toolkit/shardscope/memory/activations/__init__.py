@@ -1,1 +1,1 @@
-"""What forward leaves for backward, the loss, and what backward holds."""
+"""Activations: what forward saves for backward, the output head and loss, and the peak of backward."""

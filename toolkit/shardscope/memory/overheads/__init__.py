@@ -1,1 +1,1 @@
-"""What libraries, the allocator and the making of a model take beside a step's tensors."""
+"""Memory beside a step's tensors: libraries, the allocator, and host memory while a model is loaded."""

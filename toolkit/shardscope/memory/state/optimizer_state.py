@@ -1,4 +1,4 @@
-"""The optimizer over all tensors that one rank of a stage trains: :mod:`optimizers`, tensor by tensor."""
+"""The optimizer over all tensors that one rank of a stage trains: ``optimizers.py``, tensor by tensor."""
 
 from __future__ import annotations
 

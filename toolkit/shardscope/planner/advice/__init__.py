@@ -1,1 +1,3 @@
-"""How advice is found: plans tried, questions asked, words for both. ``advice.py`` puts them in order."""
+"""``ss.recommend``: the questions of advice, the plans that it tries, and its text. ``advice.py`` puts
+them in order.
+"""

@@ -1,4 +1,4 @@
-"""The preflight: what of a plan or a task runs, but badly, and the suggested fix.
+"""Checks of a plan and its task: each finding says what runs badly and suggests a fix.
 
 Scripts, functions and earlier runs are checked by ``shardscope.runs.checks``.
 """

@@ -1,4 +1,4 @@
-"""What is said everywhere about these frameworks, computed: each claim, our number, a verdict and why."""
+"""Common claims about these frameworks, each beside our own number, with a verdict and the reason."""
 
 from __future__ import annotations
 

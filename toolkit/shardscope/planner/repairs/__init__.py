@@ -1,1 +1,1 @@
-"""Changes that make a plan fit, or fit better: single ones, several together, and a first layout."""
+"""Changes that make a plan fit or save memory: single ones, combinations, and a framework's first layout."""

@@ -1,1 +1,1 @@
-"""Every layout, micro-batch and recomputation of every framework, evaluated and ranked."""
+"""``ss.search``: every layout, micro-batch and recomputation of every framework, evaluated and ranked."""

@@ -1,4 +1,4 @@
-"""Whether what many plans need is there: the questions of :mod:`room`, over arrays."""
+"""Whether what many plans need is there: the questions of ``planner/room.py``, over arrays."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The predicted tier for a search: columns of plans through the formulas of one plan."""
+"""Predictions of many plans at once, for a search: the formulas of one plan over columns."""

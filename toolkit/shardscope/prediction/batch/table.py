@@ -52,7 +52,7 @@ class Table:
         """The same plans, each with a row for every pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.making: dict[Layout, NDArray[np.int64]] = {}
-        """Host memory while models are made, which no recomputation changes (``room_many.py``)."""
+        """Host memory while models are made, which no recomputation changes (``planner/search/room.py``)."""
         self._stages_of: dict[Layout, Any] = {}
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]

@@ -1,4 +1,5 @@
-"""Checks of what will be run: the user's script or function, and earlier runs. A script is only read.
+"""Checks of what will run: the user's script or function, its data, and earlier runs. A script is
+only read.
 
 Others use ``findings.findings`` (of a plan and its task) and ``findings.findings_in`` (of a script's text).
 """

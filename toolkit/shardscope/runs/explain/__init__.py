@@ -1,1 +1,3 @@
-"""What a run was: why it failed, what it measured, beside others and its prediction."""
+"""Explanations of a run: why it failed, what it measured, and how that compares with others and its
+prediction.
+"""

@@ -1,1 +1,1 @@
-"""From a plan and a task to ranks that run: the kernel's side, supervisor, launcher, rank."""
+"""From a plan and a task to running ranks: the kernel's side, supervisor, launcher and rank."""

@@ -1,1 +1,1 @@
-"""What a running run is looked at for: hangs, GPUs, the host, stacks, its pace."""
+"""Watching a run while it trains: hangs, stacks, GPUs, host memory and pace."""

@@ -1,1 +1,1 @@
-"""What this machine itself measured: curves, the rates fitted to them, and where both are kept."""
+"""Curves that were measured on this machine, the rates fitted to them, and the files that keep both."""

@@ -1,7 +1,7 @@
 """Curves that were measured on a machine itself, and the rates that a prediction takes from them.
 
-``ss.calibrate()`` measures them (the room ``calibration/``), ``calibration_store.py`` keeps them,
-:func:`rates_for` finds those that fit a cluster.
+``ss.calibrate()`` measures them (``runs/calibrate/``), ``store.py`` keeps them, :func:`rates_for` finds those
+that fit a cluster.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a trace says, computed from its columns."""
+"""Summaries of a trace, computed from its columns."""

@@ -1,1 +1,1 @@
-"""Bytes that a rank really holds, by walking its tensors and asking its device."""
+"""Memory and precision that a rank really has, read from its tensors and its device."""

@@ -1,1 +1,1 @@
-"""Checkpoints: written, proved to be this user's own, chosen, and read without running anything."""
+"""Checkpoints: written, signed, chosen, and read without executing what is in them."""

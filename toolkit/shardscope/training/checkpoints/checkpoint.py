@@ -1,7 +1,7 @@
 """Checkpoints of DDP and FSDP2 in one format: torch.distributed.checkpoint, under the model's own names.
 
 Both engines write the same keys, so what DDP saved FSDP2 loads, over any number of ranks. The metadata of the
-format and its items are pickles: ``checkpoint_pickles.py`` checks them.
+format and its items are pickles: ``pickles.py`` checks them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Text as token windows, the shipped corpus, and tokenizers."""
+"""Text as token windows for each rank and step, the shipped corpus, and tokenizers."""

@@ -1,1 +1,3 @@
-"""The transformers model that a plan describes: built, cut, recomputed, compiled, quantized."""
+"""The transformers model of a plan: building, pipeline parts, recomputation, LoRA, compilation,
+quantization.
+"""

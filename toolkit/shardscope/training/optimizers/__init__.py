@@ -1,1 +1,1 @@
-"""Optimizers, the norm of gradients, and the learning rate of each step."""
+"""Optimizers, gradient clipping and the learning-rate schedule."""

@@ -1,1 +1,1 @@
-"""What a run does: Pretrain, Finetune, and what both share."""
+"""Tasks: ``Pretrain`` and ``Finetune``, their common base, and which checkpoint a run may resume from."""

@@ -1,1 +1,1 @@
-"""Weights on disk: read by the names that a model has for them, and written as transformers opens them."""
+"""Weights on disk: safetensors folders checked, read by a model's own names, and written for transformers."""

@@ -1,1 +1,1 @@
-"""DDP really training."""
+"""The DDP engine, which really trains."""

@@ -1,4 +1,4 @@
-"""``train.py``, which users get as it is, and the plans that it trains."""
+"""DDP's configuration files, written, and ``train.py`` with the plans that it trains."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What DDP keeps on one rank, and when."""
+"""DDP's part of the memory formulas: what it keeps on one rank, and when."""

@@ -1,1 +1,1 @@
-"""DeepSpeed really training."""
+"""The DeepSpeed engine, which really trains."""

@@ -1,1 +1,1 @@
-"""What DeepSpeed keeps on one rank, and when."""
+"""DeepSpeed's part of the memory formulas: what it keeps on one rank, and when."""

@@ -1,7 +1,8 @@
 """What stage 3 writes to NVMe, part by part, and what it keeps of that in memory (``runtime/swap_tensor``).
 
 A file holds at least a mebibyte: smaller parts stay where they are made. Rehearsed by DeepSpeed's own
-swappers (``fake_files.py``), and held against files of real ranks (``tests/runs/test_nvme_ranks.py``).
+swappers (``rehearsal/fake_files.py``), and held against files of real ranks
+(``tests/runs/test_nvme_ranks.py``).
 """
 
 from __future__ import annotations

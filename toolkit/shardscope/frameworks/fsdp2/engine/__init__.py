@@ -1,1 +1,1 @@
-"""FSDP2 really training."""
+"""The FSDP2 engine, which really trains."""

@@ -1,1 +1,1 @@
-"""What FSDP2 keeps on one rank, and when."""
+"""FSDP2's part of the memory formulas: what it keeps on one rank, and when."""

@@ -1,4 +1,4 @@
-"""What each group of ``fully_shard`` moves: a decoder layer's collectives, and the root's.
+"""All-gather and reduce-scatter buffers of each ``fully_shard`` group: a decoder layer's, and the root's.
 
 Read off ``torch.distributed.fsdp._fully_shard`` (torch 2.13, ``_fsdp_collectives.py``,
 ``_fsdp_param_group.py``): a gather has its whole output beside the parameters that are copied out of it, and

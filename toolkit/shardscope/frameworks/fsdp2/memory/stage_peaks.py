@@ -1,4 +1,4 @@
-"""The instants of an FSDP2 step in a pipeline stage, beside those of :mod:`peaks`.
+"""The instants of an FSDP2 step in a pipeline stage, beside those of ``peaks.py``.
 
 Read off ``torch.distributed.pipelining`` (torch 2.13): ``backward_maybe_with_nosync`` neither reduces
 gradients nor gives up a layer, the forward after it gives layers up one by one, and ``perform_reduce_grad``

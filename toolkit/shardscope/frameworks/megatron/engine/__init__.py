@@ -1,1 +1,1 @@
-"""Megatron-core really training."""
+"""The Megatron-core engine, which really trains."""

@@ -1,1 +1,1 @@
-"""What Megatron-core keeps on one rank, and when."""
+"""Megatron-core's part of the memory formulas: what it keeps on one rank, and when."""

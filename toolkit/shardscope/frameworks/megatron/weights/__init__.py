@@ -1,1 +1,1 @@
-"""Weights of transformers as Megatron's, and back."""
+"""Weights of transformers converted to Megatron-core's, and back."""

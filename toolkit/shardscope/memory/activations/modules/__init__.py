@@ -1,1 +1,1 @@
-"""What each family's modules save in forward for backward, tensor by tensor, in bytes for one token."""
+"""Tensors that each family's modules save for backward, listed one by one, in bytes for one token."""
