@@ -22,7 +22,7 @@ from tests.accuracy.rows import OWN
 
 import shardscope as ss
 from shardscope.frameworks.registry import check_trained
-from shardscope.planner.cpu_rehearsal import rehearsal_of
+from shardscope.planner.cpu_plan import rehearsal_of
 
 COUNTED = "tensors of the fullest CPU rank, counted in one step"
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ import pytest
 from test_one_gpu import NOT_TENSORS, record
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 
 pytestmark = pytest.mark.gpu
 

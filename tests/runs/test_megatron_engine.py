@@ -171,12 +171,12 @@ def refusals(ctx: StandInContext) -> dict[str, str]:
 
 def contradictions(ctx: StandInContext) -> dict[str, str]:
     """What an engine says where Megatron-core made something else than planned."""
-    from shardscope.frameworks.megatron.engine import model as engine_model
+    from shardscope.frameworks.megatron.engine import model
 
     found = {}
     planned = plan(llama(num_hidden_layers=2), layout={"tp": 2})
-    groups, buffers = engine_model.model_parallel, engine_model.in_buffers
-    engine_model.model_parallel = lambda plan: groups(
+    groups, buffers = model.model_parallel, model.in_buffers
+    model.model_parallel = lambda plan: groups(
         replace(plan, layout=Layout.megatron(pp=2), recipe=replace(plan.recipe))
     )
     try:
@@ -184,18 +184,18 @@ def contradictions(ctx: StandInContext) -> dict[str, str]:
     except RuntimeError as error:
         found["groups"] = str(error)
     finally:
-        engine_model.model_parallel = groups
+        model.model_parallel = groups
     data = plan(llama(num_hidden_layers=2), layout={})
     whole = replace(data, layout=Layout.megatron(distributed_optimizer=False))
-    optimizer = engine_model.build_optimizer
-    engine_model.in_buffers = lambda plan, *rest: buffers(whole, *rest)
-    engine_model.build_optimizer = lambda plan, *rest: optimizer(whole, *rest)
+    optimizer = model.build_optimizer
+    model.in_buffers = lambda plan, *rest: buffers(whole, *rest)
+    model.build_optimizer = lambda plan, *rest: optimizer(whole, *rest)
     try:
         fresh(ctx, data).engine.setup(lambda: build(data))
     except RuntimeError as error:
         found["optimizer"] = str(error)
     finally:
-        engine_model.in_buffers, engine_model.build_optimizer = buffers, optimizer
+        model.in_buffers, model.build_optimizer = buffers, optimizer
     return found
 
 

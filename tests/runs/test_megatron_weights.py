@@ -111,7 +111,7 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from shardscope.frameworks.megatron.engine import model as engine_model
+    from shardscope.frameworks.megatron.engine import model
     from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
     from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
     from shardscope.training.model.model import build_model
@@ -124,12 +124,12 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     with cpu_ranks():
         degrees = {**vars(plan.layout), "etp": plan.layout.expert_tp}
         if degrees != _GROUPS_ARE_FOR:
-            engine_model.model_parallel(plan)
+            model.model_parallel(plan)
             _GROUPS_ARE_FOR.clear()
             _GROUPS_ARE_FOR.update(degrees)
         model_parallel_cuda_manual_seed(7)
-        config = engine_model.training_config(plan, source.config)
-        chunks = engine_model.model_chunks(plan, config, source.config)
+        config = model.training_config(plan, source.config)
+        chunks = model.model_chunks(plan, config, source.config)
         load_hf(chunks, source.state_dict(), plan.architecture)
         mute_padding(chunks, plan.architecture)
         yield source, [chunk.eval() for chunk in chunks], config
@@ -171,14 +171,14 @@ def stepped(chunks: list[Any], optimizer: Any) -> None:
 @contextlib.contextmanager
 def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
     """Chunks in gradient buffers, their optimizer, and transformers' model with their weights."""
-    from shardscope.frameworks.megatron.engine import model as engine_model
+    from shardscope.frameworks.megatron.engine import model
     from shardscope.frameworks.megatron.engine.optimizer_numbers import OptimizerNumbers
     from shardscope.frameworks.megatron.weights.load import load_hf
 
     with model_of(plan) as (source, models, config):
-        chunks = engine_model.in_buffers(plan, config, models)
+        chunks = model.in_buffers(plan, config, models)
         numbers = OptimizerNumbers(learning_rate=0.01, weight_decay=0.1)
-        optimizer = engine_model.build_optimizer(plan, config, chunks, numbers, None)
+        optimizer = model.build_optimizer(plan, config, chunks, numbers, None)
         load_hf(chunks, source.state_dict(), plan.architecture, optimizer)
         yield chunks, optimizer, source
 

@@ -237,7 +237,7 @@ def of_another_optimizer(ctx: StandInContext) -> list[str]:
 
 
 def small_mixtral() -> Architecture:
-    from shardscope.planner.cpu_rehearsal import rehearsal_of
+    from shardscope.planner.cpu_plan import rehearsal_of
 
     mixtral = __import__("shardscope").models["mixtral-8x7b"]
     small = rehearsal_of(tiny_plan("ddp", 2, architecture=mixtral)).plan.architecture

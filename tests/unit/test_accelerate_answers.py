@@ -12,7 +12,7 @@ import shardscope as ss
 from shardscope.frameworks.accelerate import megatron
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.exported import Exported
-from shardscope.planner.advice.last import one_script
+from shardscope.planner.advice.last_questions import one_script
 
 H100S = "2x8xh100-sxm-80gb"
 NVME = {"stage3_prefetch_bucket_size": 10**6, "offload_optimizer_buffer_count": 6}

@@ -13,9 +13,9 @@ from planning import CLUSTERS, EVERY_FAMILY
 import shardscope as ss
 from shardscope.catalog import links
 from shardscope.planner.advice.advice import Advice, recommend
-from shardscope.planner.advice.bench import LARGEST_MICRO_BATCH, PAYS
+from shardscope.planner.advice.trials import LARGEST_MICRO_BATCH, PAYS
+from shardscope.planner.capacity import fits
 from shardscope.planner.repairs.changes import OFFLOADS
-from shardscope.planner.room import fits
 
 H100 = "h100-sxm-80gb"
 

@@ -11,7 +11,7 @@ import pytest
 from test_run_view import until
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.abilities import COLUMNS, abilities
 from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.planner.advice import words
-from shardscope.planner.advice.bench import PAYS, SAFE, Bench, Tried, fastest, is_faster, offloads
-from shardscope.planner.advice.rungs import choose, gathered_once, megatron, sharded
+from shardscope.planner.advice.layout_ladder import choose, gathered_once, megatron, sharded
+from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Tried, fastest, is_faster, offloads
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 

@@ -14,8 +14,8 @@ from tests.offers import offer_for, verdict
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
+from shardscope.planner.capacity import fits, places, shortages
 from shardscope.planner.repairs.repairs import in_words
-from shardscope.planner.room import fits, places, shortages
 
 GIB = 2**30
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

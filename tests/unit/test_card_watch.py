@@ -17,8 +17,8 @@ import pytest
 from shardscope.records.files import append_line, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch import gpu_monitor as card_watch
-from shardscope.runs.watch.beside import Beside
 from shardscope.runs.watch.gpu_monitor import CardWatch, card_samples
+from shardscope.runs.watch.periodic_checks import Beside
 
 
 class NvmlError(Exception):

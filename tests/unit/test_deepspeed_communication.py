@@ -15,8 +15,8 @@ from tests.unit.planning import LLAMA, MOE
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed import grid
+from shardscope.frameworks.deepspeed.defaults import reduce_remedy, reduces_in
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
-from shardscope.frameworks.deepspeed.habits import reduce_remedy, reduces_in
 from shardscope.frameworks.deepspeed.memory.buckets import Cut, Piece, all_reduce_bucket, copied
 from shardscope.prediction.batch.memory import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS

@@ -357,7 +357,7 @@ def test_lora_on_8b_holds_15_gib() -> None:
 def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
     needs("peft")
     torch = needs("torch")
-    from shardscope.planner.cpu_rehearsal import rehearsal_of
+    from shardscope.planner.cpu_plan import rehearsal_of
     from shardscope.training.model.lora import add_adapters
     from shardscope.training.model.model import build_model
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
+from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.planner.room import fits
 from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.explain.measured import measured_memory
 from shardscope_widgets import MemoryView, Studio

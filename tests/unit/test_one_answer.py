@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
-from shardscope.planner.advice.bench import PAYS
 from shardscope.planner.advice.simplicity import simplicity_of
+from shardscope.planner.advice.trials import PAYS
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.timing.report import seconds_words

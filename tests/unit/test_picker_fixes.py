@@ -13,7 +13,7 @@ from test_run_view import until
 from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.repairs.first_layout import first_layout
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio

@@ -16,7 +16,7 @@ from planning import CLUSTERS, LLAMA, plans
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.planner.cpu_rehearsal import rehearsal_of
+from shardscope.planner.cpu_plan import rehearsal_of
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 GOOD = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())

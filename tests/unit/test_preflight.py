@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
+from shardscope.core.number_format import gib
 from shardscope.core.precision import widths
-from shardscope.core.words import gib
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.capacity import fits, places
 from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
-from shardscope.planner.checks.wider import aligned
-from shardscope.planner.room import fits, places
+from shardscope.planner.checks.nearby_widths import aligned
 
 
 def plan_of(

@@ -14,7 +14,7 @@ from shardscope.machine.processes import start_of
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch.hang import BUSY_FACTOR
-from shardscope.runs.watch.quiet import Activity, QuietWatch
+from shardscope.runs.watch.standstill import Activity, QuietWatch
 
 RANK = """
 import sys, threading, time

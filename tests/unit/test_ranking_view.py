@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.kit.numbers import short

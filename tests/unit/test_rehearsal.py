@@ -20,7 +20,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
-from shardscope.planner.cpu_rehearsal import rehearsal_of
+from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.rehearsal import fake_world as world
 from shardscope.rehearsal import process, torch_step
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
+from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.changes import ladders
 from shardscope.planner.repairs.repairs import find_steps, in_words
-from shardscope.planner.room import fits
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 

@@ -10,8 +10,8 @@ import pytest
 from tests.offers import offer_for, verdict
 
 import shardscope as ss
+from shardscope.planner.capacity import beside_the_card, fits, places, shortages
 from shardscope.planner.repairs.repairs import find_steps, in_words
-from shardscope.planner.room import beside_the_card, fits, places, shortages
 from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
 from shardscope_widgets import Studio
 

@@ -17,7 +17,7 @@ from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Layout, divisors
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import micro_batch_sizes
-from shardscope.planner.room import fits, places
+from shardscope.planner.capacity import fits, places
 from shardscope.planner.search.candidates import candidates_of
 from shardscope.planner.search.ranking import AS_FAST, Ranking
 from shardscope.prediction.batch import table

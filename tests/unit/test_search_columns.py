@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning import LATENT, LLAMA, MOE
 
-from shardscope.core.arrays.alike import Distinct
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
 from shardscope.core.arrays.column import Column, remembering, total
+from shardscope.core.arrays.deduplicate import Distinct
 from shardscope.core.arrays.rows import Rows
 from shardscope.core.arrays.varied import Varied
 from shardscope.frameworks.megatron.layout import splits

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardscope as ss
+from shardscope.core.number_format import gib
 from shardscope.core.plan import Plan
-from shardscope.core.words import gib
 from shardscope.planner.search.ranking import AS_FAST, Ranking
 
 MODEL = ss.models["llama-3.1-8b"]

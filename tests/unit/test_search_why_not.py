@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.planner.search.ranking import Ranking
 from shardscope.planner.verdict import assess

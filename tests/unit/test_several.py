@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.repairs import repairs
 from shardscope.planner.repairs.several import MOST_CHANGES, Way, on_more_nodes, searched, several
-from shardscope.planner.room import fits
 
 
 def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:

@@ -9,7 +9,7 @@ import pytest
 
 from shardscope.records.files import read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.stopping import every_rank_looks, note_that_it_looks, notebook, who_asked
+from shardscope.runs.stop_request import every_rank_looks, note_that_it_looks, notebook, who_asked
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from planning import plans
 
 import shardscope as ss
-from shardscope.core.words import gib
-from shardscope.planner.room import places
+from shardscope.core.number_format import gib
+from shardscope.planner.capacity import places
 from shardscope.planner.verdict import assess
 
 

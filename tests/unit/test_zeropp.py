@@ -13,7 +13,7 @@ from tests.needs import few
 import shardscope as ss
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.cpu_rehearsal import rehearsal_of
+from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.runs.launch.free_memory import check_free_memory
 
 LLAMA = ss.models["llama-3.1-8b"]

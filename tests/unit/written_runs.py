@@ -15,7 +15,7 @@ import shardscope as ss
 from shardscope.machine.processes import start_of, this_machine
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.asked import asked_of
+from shardscope.runs.task_fields import asked_of
 from shardscope.training.checkpoints.folders import checkpoint_path
 
 PLAN = ss.Plan(

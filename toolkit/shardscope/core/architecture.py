@@ -180,9 +180,9 @@ class Architecture(JsonNoun):
 
         Raises ``ValueError`` for other text and for sizes outside 1m to 10t.
         """
-        from shardscope.core import sized  # it imports this module
+        from shardscope.core import model_of_size  # it imports this module
 
-        return sized.of_size(size)
+        return model_of_size.of_size(size)
 
     # ---------------------------------------------------------------------------- parameters, exactly
 

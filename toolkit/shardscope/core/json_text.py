@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from shardscope.core.places import Keys
+from shardscope.core.text_positions import Keys
 
 MAX_DEPTH = 64
 """Real ones nest four or five deep; what nests for ever is refused before anything recurses into it."""

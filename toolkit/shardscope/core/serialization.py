@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from shardscope.core.errors import FieldError, known_keys, refuse
 from shardscope.core.html_table import html_dataclass
 from shardscope.core.json_text import key_lines, parse_json
-from shardscope.core.places import Keys, Places
+from shardscope.core.text_positions import Keys, Places
 
 Made = TypeVar("Made")
 

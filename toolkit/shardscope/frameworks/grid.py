@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.alike import rows_alike, value_codes
+from shardscope.core.arrays.deduplicate import rows_alike, value_codes
 from shardscope.core.arrays.varied import Varied
 from shardscope.core.fixes import as_it_is
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
+    from shardscope.frameworks.defaults import Habits
     from shardscope.frameworks.grid import Grid
-    from shardscope.frameworks.habits import Habits
     from shardscope.memory.report import Term
     from shardscope.memory.state.stages import Shapes, Stage, StageShape
     from shardscope.memory.state.training_state import TrainingState
@@ -98,7 +98,7 @@ class Framework:
 
     def habits(self) -> Habits:
         """What the framework does by itself that a preflight must know."""
-        return _part(self.name, "habits")  # type: ignore[no-any-return]
+        return _part(self.name, "defaults")  # type: ignore[no-any-return]
 
 
 @cache

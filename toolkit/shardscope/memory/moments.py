@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import largest, looked_up
-from shardscope.core.words import count, gib
+from shardscope.core.number_format import count, gib
 from shardscope.memory.activations.backward import Peak
 from shardscope.memory.activations.step import StageStep
 from shardscope.memory.overheads import libraries as overheads

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from shardscope.core.arrays.arithmetic import where
 from shardscope.core.errors import one_of
-from shardscope.core.words import gib, in_parts
+from shardscope.core.number_format import gib, in_parts
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.room import Place, places
+from shardscope.planner.capacity import Place, places
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import one_of, real_number
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from shardscope.core.html_table import html_table
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.trace.files import read_bytes, refuse_file
 
 BEFORE = "allocated before the history begins"

@@ -19,7 +19,7 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.overheads.building import is_drawn_in_parts
 from shardscope.training import micro_batches
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision_found import check_copied, check_precision
 from shardscope.training.checkpoints.position import position_of
@@ -141,7 +141,7 @@ class MicroBatchEngine(Engine):
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
-            "parameter_bytes": accounting.module_bytes(self.model) + found.get("base_scale_bytes", 0),
+            "parameter_bytes": tensors.module_bytes(self.model) + found.get("base_scale_bytes", 0),
             **found,
         }
         self.ctx.record("engine", record)
@@ -155,7 +155,7 @@ class MicroBatchEngine(Engine):
         pretrained.write_pretrained(self._in_run(path), self.model, self.whole_tensors())
 
     def memory(self) -> dict[str, int]:
-        return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
+        return {**self._accounted(), **tensors.device_bytes(self.ctx.device)}
 
     # ---- shared by the subclasses
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 from shardscope.training.checkpoints import checkpoint
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
@@ -55,7 +55,7 @@ class TorchEngine(MicroBatchEngine):
         return HeldTensors(
             parameters=[*self._parameters, *self._scales],
             gradients=[p.grad for p in self._parameters if p.grad is not None],
-            optimizer=accounting.optimizer_tensors(self.optimizer),
+            optimizer=tensors.optimizer_tensors(self.optimizer),
             gathered=self.gathered_tensors(),
             buffers=self.model.buffers(),
         )
@@ -112,7 +112,7 @@ class TorchEngine(MicroBatchEngine):
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients held now."""
-        return accounting.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
+        return tensors.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         kind = self.autocast_dtype
@@ -144,7 +144,7 @@ class TorchEngine(MicroBatchEngine):
 
     def _accounted(self) -> dict[str, int]:
         return {
-            "parameters": accounting.tensor_bytes([*self._parameters, *self._scales]),
+            "parameters": tensors.tensor_bytes([*self._parameters, *self._scales]),
             "gradients": self.gradient_bytes(),
-            "optimizer": accounting.optimizer_bytes(self.optimizer),
+            "optimizer": tensors.optimizer_bytes(self.optimizer),
         }

@@ -6,7 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 
 if TYPE_CHECKING:
     import shardscope as ss

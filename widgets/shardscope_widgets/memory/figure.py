@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label

@@ -9,12 +9,12 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import MemoryReport
+from shardscope.planner.capacity import fits, shortages
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.savings import changed_fields, find_savings
-from shardscope.planner.room import fits, shortages
 from shardscope.planner.verdict import assess
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later

@@ -8,9 +8,9 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import MemoryReport, StageMemory
-from shardscope.planner.room import beside_the_card
+from shardscope.planner.capacity import beside_the_card
 from shardscope_widgets.kit.pins import PinName, name_pins
 
 Mode = Literal["peak", "step", "stages"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
-from shardscope.planner.room import beside_the_card
+from shardscope.planner.capacity import beside_the_card
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
 from shardscope_widgets.kit.theme import (
     BESIDE_COLOURS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.advice.advice import Advice
 from shardscope.planner.advice.words import named
+from shardscope.planner.capacity import fits
 from shardscope.planner.differences import does_the_same
-from shardscope.planner.room import fits
 from shardscope.timing.report import seconds_words
 from shardscope_widgets.kit.numbers import short
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.plans.ranking_rows import Sign, marks, signs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.search.misses import instead_words
 from shardscope_widgets.kit.numbers import Scale, dollars, keep_units, short
 from shardscope_widgets.pickers.layout import LABELS, WORDS

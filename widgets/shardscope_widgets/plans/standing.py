@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking

@@ -6,7 +6,7 @@ import threading
 import time
 from html import escape
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.runs.watch.free_memory import FreeNow, free_now
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.debounce import Later

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import psutil
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.cpu_rehearsal import rehearsal_of
-from shardscope.planner.room import shortages
+from shardscope.planner.capacity import shortages
+from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.planner.verdict import assess
 from shardscope.runs.task_source import names_engine
 from shardscope_widgets.kit.words import device_count

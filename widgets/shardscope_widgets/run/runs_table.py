@@ -8,7 +8,7 @@ from datetime import datetime
 from html import escape
 from math import isfinite
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.words import devices, title
 from shardscope_widgets.run.words import seconds_words, status_sign

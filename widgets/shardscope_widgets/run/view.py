@@ -16,7 +16,7 @@ from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
 from shardscope.runs.explain.causes import first_failure
 from shardscope.runs.explain.expected import Expected
-from shardscope.runs.stopping import Button
+from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import short

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.advice.words import named
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER

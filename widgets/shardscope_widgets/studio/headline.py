@@ -6,7 +6,7 @@ import re
 from html import escape
 
 import shardscope as ss
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit.words import devices, title

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.timing.report import PARTS, StepReport
 from shardscope_widgets.kit.numbers import Scale, dollars, short, three
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed

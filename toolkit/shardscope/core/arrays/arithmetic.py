@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.core.arrays import asked, column
+from shardscope.core.arrays import column, distinct_rows
 from shardscope.core.arrays.column import ARRAYS, Column, applied, remembering, together
 
 _ARRAY: Any = (np.ndarray, Column)
@@ -119,12 +119,12 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     if ARRAYS.isdisjoint(map(type, numbers)):
         return function(*numbers)
     if Column in map(type, numbers):
-        return asked.looked_up(function, *numbers)
+        return distinct_rows.looked_up(function, *numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)
     answers = [function(*(int(number) for number in row)) for row in distinct.T]
-    return asked.each_field(answers, lambda field: np.array(field)[places])
+    return distinct_rows.each_field(answers, lambda field: np.array(field)[places])
 
 
 def _made(like: tuple[Any, ...], fields: Iterable[Any]) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.alike import value_codes
+from shardscope.core.arrays.deduplicate import value_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.accelerate.plugins import contradicts
 
 if TYPE_CHECKING:

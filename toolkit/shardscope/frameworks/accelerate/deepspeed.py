@@ -46,12 +46,12 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """Stage, offloading, parts and ranks, from the engine that ``deepspeed.initialize`` made."""
     from deepspeed import DeepSpeedEngine
 
-    from shardscope.frameworks.deepspeed.engine import found
+    from shardscope.frameworks.deepspeed.engine import inspection
 
     if not isinstance(model, DeepSpeedEngine):
         raise contradicts("DeepSpeed", type(model).__name__)
     tp = max(1, int(model.autotp_size()))
     if tp != plan.degrees.tp:
         raise contradicts(f"DeepSpeed with tp={plan.degrees.tp}", f"DeepSpeed with tp={tp}")
-    record = found.what_it_is(plan, model)
-    return {**record, "tp": tp, "words": " ".join(found.in_words(record, "").split())}
+    record = inspection.what_it_is(plan, model)
+    return {**record, "tp": tp, "words": " ".join(inspection.in_words(record, "").split())}

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.accelerate.plugins import contradicts
 from shardscope.frameworks.fsdp2.layout import resharding
 
@@ -116,7 +116,7 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 def _reshards(model: Any) -> Counter[bool]:
     """How many groups of parameters are resharded after forward, and how many are not."""
-    from shardscope.frameworks.fsdp2.engine.found import groups_of
+    from shardscope.frameworks.fsdp2.engine.inspection import groups_of
 
     groups = (group for module in model.modules() for group in groups_of(module))
     return Counter(group.post_forward_mesh_info is not None for group in groups)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
-from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
+from shardscope.core.text_positions import Keys
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
-from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of
 from shardscope.frameworks.formats.documents import Document, read_json, read_yaml, text_of
-from shardscope.frameworks.formats.unsaid import noted
+from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
+from shardscope.frameworks.formats.unsupported_fields import noted
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from shardscope.core.words import count
-from shardscope.frameworks.accelerate import beside
+from shardscope.core.number_format import count
+from shardscope.frameworks.accelerate import script_differences
 from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
 from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.records.files import RESERVED
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -123,7 +123,7 @@ class Watch:
     def _stepped(self, original: Callable[..., Any], optimizer: Any, *given: Any, **named: Any) -> Any:
         is_whole = bool(optimizer.gradient_state.sync_gradients)
         if is_whole and self.num_steps == 0 and self._models:
-            gradients = sum(accounting.gradient_bytes(model) for model in self._models)
+            gradients = sum(tensors.gradient_bytes(model) for model in self._models)
             # DeepSpeed has taken its step by now, in backward.
             self._add(**({"gradient_bytes": gradients} if gradients else {}))
             self._add(micro_batches_per_step=len(self._losses))
@@ -192,7 +192,7 @@ class Watch:
                 "num_trained_tensors": len(trained),
                 "num_trained_parameters": _num_parameters(trained),
                 "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in model.parameters()}),
-                "parameter_bytes": accounting.module_bytes(model),
+                "parameter_bytes": tensors.module_bytes(model),
                 "differs": [],
                 **found,
             },
@@ -200,7 +200,9 @@ class Watch:
         planned = self.plan.architecture.num_parameters
         if num_parameters != planned and not self.plan.recipe.has_adapters:
             self._differ(f"a model of {num_parameters:,} parameters, the plan's has {planned:,}")
-        self._differ(beside.of_trained(self.plan.recipe, _num_parameters(trained), num_parameters))
+        self._differ(
+            script_differences.of_trained(self.plan.recipe, _num_parameters(trained), num_parameters)
+        )
         self._look_at_the_batch(model)
 
     def _look_at_the_batch(self, model: Any) -> None:
@@ -210,10 +212,10 @@ class Watch:
             if not torch.is_grad_enabled():
                 return
             hook.remove()
-            shape = beside.tokens_in(given, named)
+            shape = script_differences.tokens_in(given, named)
             if shape is not None:
                 self._add(batch_shape=list(shape))
-                self._differ(beside.of_batch(self.plan.recipe, shape, cut=self.plan.degrees.cp))
+                self._differ(script_differences.of_batch(self.plan.recipe, shape, cut=self.plan.degrees.cp))
 
         hook = model.register_forward_pre_hook(seen, with_kwargs=True)
 
@@ -267,13 +269,13 @@ class Watch:
             inner = getattr(optimizer, "optimizer", optimizer)
             self._add(optimizer=type(inner).__name__, recomputes=self._recomputes)
             if isinstance(inner, torch.optim.Optimizer):
-                self._add(optimizer_bytes=accounting.optimizer_bytes(inner))
+                self._add(optimizer_bytes=tensors.optimizer_bytes(inner))
             # ZeRO's own is around the one that the script made.
             own = getattr(inner, "optimizer", inner)
             if isinstance(own, torch.optim.Optimizer):
-                self._differ(beside.of_optimizer(self.plan.recipe, own))
+                self._differ(script_differences.of_optimizer(self.plan.recipe, own))
             if self.accelerator.distributed_type.name != "MEGATRON_LM":  # It has a checkpoint of its own.
-                self._differ(beside.of_recomputation(self.plan.recipe, self._recomputes))
+                self._differ(script_differences.of_recomputation(self.plan.recipe, self._recomputes))
 
     def _flush(self) -> None:
         if self._pending is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.formats.commands import HERE, PORT, SHELL
 from shardscope.frameworks.formats.exported import Absent, Exported, header
 from shardscope.frameworks.formats.text import yaml_text
-from shardscope.frameworks.formats.unsaid import sentences, unsaid
+from shardscope.frameworks.formats.unsupported_fields import sentences, unsaid
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

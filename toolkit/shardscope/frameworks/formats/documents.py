@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from shardscope.core.errors import Fix, Value, nearest, one_of, refuse, whole_number
 from shardscope.core.json_text import check_depth, key_lines, parse_json
-from shardscope.core.places import Keys, Places
+from shardscope.core.text_positions import Keys, Places
 
 MAX_BYTES = 1_000_000
 """Real configurations are some kilobytes."""

@@ -29,7 +29,7 @@ from shardscope.memory.report import Phase, Term
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.memory.activations.modules.saved import Modules
-    from shardscope.memory.order import Order
+    from shardscope.memory.layer_order import Order
 
 
 GELU_IN_PLAIN_OPERATIONS = ("gpt2", "phi")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.number_format import count
 from shardscope.core.precision import FP32
-from shardscope.core.words import count
 from shardscope.memory.activations.logits import Logits, logits_per_token
 from shardscope.memory.report import Term
 

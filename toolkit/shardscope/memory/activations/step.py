@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
-from shardscope.core.words import count, gib, kib
+from shardscope.core.number_format import count, gib, kib
 from shardscope.families.parameter_names import attention_inputs
 from shardscope.memory.activations.backward import (
     Backward,
@@ -28,7 +28,7 @@ from shardscope.memory.activations.forward import (
 )
 from shardscope.memory.activations.head import head_terms, loss_in_force
 from shardscope.memory.activations.modules.attention import is_eager
-from shardscope.memory.order import order_of
+from shardscope.memory.layer_order import order_of
 from shardscope.memory.report import Term
 from shardscope.memory.state.quantization import largest_matrix
 from shardscope.memory.state.stages import layers_by_kind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, widths
-from shardscope.core.words import count, gib
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.state.lora import layer_adapters
 from shardscope.memory.state.quantization import frozen_base_bytes

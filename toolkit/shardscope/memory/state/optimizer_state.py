@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up
-from shardscope.core.words import count, gib
+from shardscope.core.number_format import count, gib
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.state.lora import adapter_targets, first_layer
 from shardscope.memory.state.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state

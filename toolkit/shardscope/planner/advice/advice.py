@@ -18,11 +18,11 @@ from shardscope.core.plan import Plan, check_noun
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.abilities import TITLES
-from shardscope.planner.advice import large, last, otherwise, questions, words
+from shardscope.planner.advice import fallbacks, last_questions, memory_questions, size_questions, words
 from shardscope.planner.advice.alternatives import MAX_ALTERNATIVES
-from shardscope.planner.advice.bench import Bench, Tried, lacks_bf16
-from shardscope.planner.advice.large import SPLIT
 from shardscope.planner.advice.path import Draft, Path
+from shardscope.planner.advice.size_questions import SPLIT
+from shardscope.planner.advice.trials import Bench, Tried, lacks_bf16
 from shardscope.planner.differences import does_the_same
 
 TOKENS_PER_PARAMETER = 20
@@ -150,10 +150,10 @@ def recommend(
         return Advice(
             plan=None,
             path=turns,
-            alternatives=_others_than(current, otherwise.where_nothing_fits(path)),
+            alternatives=_others_than(current, fallbacks.where_nothing_fits(path)),
             why=_nothing_fits(path),
         )
-    found = _others_than(current, otherwise.others(path))
+    found = _others_than(current, fallbacks.others(path))
     return Advice(plan=best.plan, path=turns, alternatives=found, why=_why(path, best))
 
 
@@ -176,26 +176,28 @@ def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
 def _has(best: Tried, draft: Draft, path: Path) -> bool:
     """Whether the advised plan is the one that this question put it on, or has its layout."""
     same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
-    return draft.key == path.rung or (path.rung in (last.ON_SCREEN, last.OUTDOES) and same)
+    return draft.key == path.rung or (
+        path.rung in (last_questions.ON_SCREEN, last_questions.OUTDOES) and same
+    )
 
 
 def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
     """In the order in which they are asked; some are for several GPUs only."""
-    spread = (questions.gathered_once, questions.sharded, questions.split_inside_a_node)
-    of_size = (large.megatron, large.experts, large.links)
+    spread = (memory_questions.gathered_once, memory_questions.sharded, memory_questions.split_inside_a_node)
+    of_size = (size_questions.megatron, size_questions.experts, size_questions.links)
     several = cluster.num_gpus > 1
     return (
-        questions.what_trains,
-        questions.one_gpu,
+        memory_questions.what_trains,
+        memory_questions.one_gpu,
         *(spread if several else ()),
-        questions.offload,
+        memory_questions.offload,
         *(of_size if several else ()),
-        last.room,
-        last.on_screen,
-        last.outdone,
-        last.one_setting,
-        last.one_script,
-        last.what_the_team_knows,
+        last_questions.room,
+        last_questions.on_screen,
+        last_questions.outdone,
+        last_questions.one_setting,
+        last_questions.one_script,
+        last_questions.what_the_team_knows,
     )
 
 
@@ -214,7 +216,7 @@ def _why(path: Path, best: Tried) -> str:
     said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
         said = [f"Keep the plan on screen: {words.named(plan)}.", "It fits" + _and_is_as_fast(best)]
-    elif path.rung in (SPLIT, last.OUTDOES):
+    elif path.rung in (SPLIT, last_questions.OUTDOES):
         said = [f"Start with {words.named(plan)}."]
     said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
     if best.timed is not None:

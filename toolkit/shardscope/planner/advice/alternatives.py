@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import words
-from shardscope.planner.advice.bench import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
 from shardscope.planner.advice.simplicity import outdoes, simplicity_of, simplicity_of_rows
+from shardscope.planner.advice.trials import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
 from shardscope.planner.search.search import search
 from shardscope.timing.report import seconds_words
 

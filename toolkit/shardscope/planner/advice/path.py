@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardscope.planner.advice import rungs, words
+from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.alternatives import search_beside
-from shardscope.planner.advice.bench import PAYS, SAFE, Bench, Outcome, Tried, is_faster
 from shardscope.planner.advice.simplicity import outdoes
+from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Outcome, Tried, is_faster
 
 if TYPE_CHECKING:
-    from shardscope.planner.advice.rungs import Rung
+    from shardscope.planner.advice.layout_ladder import Rung
     from shardscope.planner.repairs.repairs import Repair
     from shardscope.planner.search.ranking import Ranking
 
@@ -112,7 +112,7 @@ class Path:
 
     def choose(self, key: str, rung: Rung) -> Outcome:
         """What a rung comes to; the team's own framework where it does as well."""
-        found = self.seen[key] = rungs.choose(self.bench, rung, self.familiar)
+        found = self.seen[key] = layout_ladder.choose(self.bench, rung, self.familiar)
         return found
 
     def take(self, key: str, tried: Tried) -> None:

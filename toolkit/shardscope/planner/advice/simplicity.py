@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.planner.advice.bench import Tried
+    from shardscope.planner.advice.trials import Tried
     from shardscope.planner.search.ranking import Ranking
 
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)

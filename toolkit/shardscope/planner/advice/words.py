@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.timing.report import seconds_words
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.planner.advice.bench import Tried
+    from shardscope.planner.advice.trials import Tried
     from shardscope.timing.report import StepReport
 
 AGAIN = {
@@ -57,7 +57,7 @@ def rank(cluster: Cluster) -> str:
 
 def needs(tried: Tried) -> str:
     """``needs 54.0 of 79.1 GiB a GPU``, and host memory and NVMe where it needs those in the step."""
-    from shardscope.planner.room import places
+    from shardscope.planner.capacity import places
 
     told = []
     for place in places(tried.plan, tried.report):
@@ -71,7 +71,7 @@ def needs(tried: Tried) -> str:
 
 def unsaid(tried: Tried) -> str:
     """What the plan needs of memory of which the cluster does not say how much there is; empty: nothing."""
-    from shardscope.planner.room import places
+    from shardscope.planner.capacity import places
 
     told = [
         f"{gib(place.needed_bytes)} GiB of {place.name}"

@@ -12,12 +12,12 @@ from shardscope.core.html_table import html_table
 from shardscope.planner.checks import (
     checkpoints,
     learning_rate,
+    memory,
     options,
     overlap,
     pipeline,
     precision,
     recomputation,
-    room,
     sharding,
     tensor_parallel,
     widths,
@@ -27,8 +27,8 @@ from shardscope.planner.checks.case import Case
 __all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "findings"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    room.no_room,
-    room.nearly_full,
+    memory.no_room,
+    memory.nearly_full,
     recomputation.recomputation_off,
     recomputation.recomputation_on,
     pipeline.few_micro_batches,

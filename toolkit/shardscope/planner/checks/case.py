@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.planner.room import fits
+from shardscope.planner.capacity import fits
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.finding import Finding
-from shardscope.core.words import count
-from shardscope.frameworks.habits import CheckpointFormat, Tie
+from shardscope.core.number_format import count
+from shardscope.frameworks.defaults import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import adapter_targets
 from shardscope.planner.checks.case import Case, changed_plan, changed_task
-from shardscope.planner.checks.elsewhere import elsewhere, searched_elsewhere, with_parts
+from shardscope.planner.checks.other_frameworks import elsewhere, searched_elsewhere, with_parts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.finding import Finding
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.capacity import shortages
 from shardscope.planner.checks.case import Case, changed_plan, memory_of
-from shardscope.planner.checks.elsewhere import elsewhere, searched_elsewhere
+from shardscope.planner.checks.other_frameworks import elsewhere, searched_elsewhere
 from shardscope.planner.checks.words import percent
-from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

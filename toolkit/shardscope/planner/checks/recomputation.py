@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, fastest, variants
 from shardscope.planner.checks.words import percent
 from shardscope.prediction.support import supported

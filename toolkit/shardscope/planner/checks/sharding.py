@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.core.layout import divisors
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, fastest, variants
 from shardscope.planner.checks.words import gigabytes_per_second, percent
 from shardscope.timing.report import seconds_words

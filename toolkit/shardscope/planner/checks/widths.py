@@ -10,7 +10,7 @@ from shardscope.core.layout import divisors
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
-from shardscope.planner.checks.wider import aligned, wider
+from shardscope.planner.checks.nearby_widths import aligned, wider
 from shardscope.planner.checks.words import percent
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.layers import PEAKS

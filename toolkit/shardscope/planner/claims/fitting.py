@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardscope.core.layout import Layout
+from shardscope.planner.capacity import fits
 from shardscope.planner.claims.claim import Claim, Number
 from shardscope.planner.claims.settings import GB, plan_of, with_nvme
-from shardscope.planner.room import fits
 
 YEAR_DAYS = 365.25
 

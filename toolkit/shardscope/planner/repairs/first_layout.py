@@ -11,7 +11,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.bench import offloads
+from shardscope.planner.advice.trials import offloads
 from shardscope.planner.search.candidates import Candidates, candidates_of
 from shardscope.planner.search.search import rank
 from shardscope.planner.verdict import assess

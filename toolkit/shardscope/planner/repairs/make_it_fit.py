@@ -11,11 +11,11 @@ import numpy as np
 
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.bench import PAYS
+from shardscope.planner.advice.trials import PAYS
+from shardscope.planner.capacity import places
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
 from shardscope.planner.repairs.several import between, keep_options, several
-from shardscope.planner.room import places
 from shardscope.planner.search.search import search
 from shardscope.planner.verdict import State, assess
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import html_table
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
+from shardscope.planner.capacity import Place, fits, places, shortages
 from shardscope.planner.repairs.changes import Change, Ladder, ladders
-from shardscope.planner.room import Place, fits, places, shortages
 from shardscope.timing.paging import travelling_bytes
 
 if TYPE_CHECKING:

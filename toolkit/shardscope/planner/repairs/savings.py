@@ -6,9 +6,9 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from shardscope.planner.capacity import fits
 from shardscope.planner.repairs.changes import ladders
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
-from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -13,9 +13,9 @@ from shardscope.core.cluster import MAX_NODES
 from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advice.words import named
+from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
-from shardscope.planner.room import fits
 from shardscope.planner.search.search import search
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.alike import distinct
+from shardscope.core.arrays.deduplicate import distinct
 from shardscope.core.arrays.varied import Varied
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Degrees

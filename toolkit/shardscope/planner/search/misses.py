@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.core.html_table import html_table
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.search.misses import Miss, nearest, why_none
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.search.candidates import Candidates
-    from shardscope.planner.search.room import Needs
+    from shardscope.planner.search.capacity import Needs
 
 SHOWN_ROWS = 10
 """Plans of a ranking's table at the end of a cell."""

@@ -17,8 +17,8 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations.forward import modules_of
 from shardscope.planner.search.candidates import Candidates, candidates_of
+from shardscope.planner.search.capacity import Needs, making_bytes, needs
 from shardscope.planner.search.ranking import Ranking, of_needs
-from shardscope.planner.search.room import Needs, making_bytes, needs
 from shardscope.prediction.batch.memory import stage_bytes
 from shardscope.prediction.batch.step import step_seconds
 from shardscope.prediction.support import check_sequence, check_targets

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.alike import Distinct, rows_alike, value_codes
+from shardscope.core.arrays.deduplicate import Distinct, rows_alike, value_codes
 from shardscope.core.arrays.rows import Rows
 from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
@@ -52,7 +52,7 @@ class Table:
         """The same plans, each with a row for every pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.making: dict[Layout, NDArray[np.int64]] = {}
-        """Host memory while models are made, which no recomputation changes (``planner/search/room.py``)."""
+        """Host memory while models are made, which no recomputation changes (``search/capacity.py``)."""
         self._stages_of: dict[Layout, Any] = {}
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]

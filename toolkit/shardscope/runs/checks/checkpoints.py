@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32
-from shardscope.core.words import gib
 from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
 
 SHARDED = (

@@ -16,7 +16,7 @@ from shardscope.records.damage import short_words
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
 from shardscope.records.metrics_table import FIRST, curve, curves
-from shardscope.runs.asked import differences_of_tasks, kept_what_was_asked
+from shardscope.runs.task_fields import differences_of_tasks, kept_what_was_asked
 from shardscope.runs.totals import records_of, totals_of
 
 if TYPE_CHECKING:

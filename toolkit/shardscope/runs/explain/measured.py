@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardscope.core.errors import FieldError, Value, one_of, refuse
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.report import (
     COMPONENTS,
     PHASES,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
+from shardscope.planner.capacity import shortages
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.repairs.repairs import in_words, repairs
-from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -16,7 +16,7 @@ from shardscope.records.files import RESERVED, encode, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
-from shardscope.runs.stopping import note_that_it_looks
+from shardscope.runs.stop_request import note_that_it_looks
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
-from shardscope.core.words import count, gib
+from shardscope.core.number_format import count, gib
 from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from shardscope.machine.processes import num_cores, start_of, this_machine
 from shardscope.records.files import write_json
 from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.asked import asked_of
 from shardscope.runs.explain.measured_step import predicted_step
 from shardscope.runs.launch.environment import with_toolkit
 from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, holders
 from shardscope.runs.launch.lease import hold_until_end, open_lease, release, stop_supervisor
 from shardscope.runs.launch.packing import describe, pack, write_task
 from shardscope.runs.run import Run, runs
+from shardscope.runs.task_fields import asked_of
 from shardscope.runs.task_source import names_engine
 from shardscope.training.tasks.lazy_functions import refuse_lazy_function
 

@@ -35,11 +35,11 @@ from shardscope.runs.explain.causes import Failure, all_failures, died_untimely
 from shardscope.runs.explain.exceptions import exception_record
 from shardscope.runs.explain.story import Story, tell
 from shardscope.runs.launch.environment import launcher_environment
-from shardscope.runs.launch.left_behind import LeftBehind
+from shardscope.runs.launch.leftover_processes import LeftBehind
 from shardscope.runs.launch.new_secrets import SecretReceiver
-from shardscope.runs.stopping import who_asked
+from shardscope.runs.stop_request import who_asked
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
-from shardscope.runs.watch.beside import LOOK_SECONDS, Beside
+from shardscope.runs.watch.periodic_checks import LOOK_SECONDS, Beside
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0

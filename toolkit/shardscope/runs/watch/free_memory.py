@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.machine.detection import gpus_now
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder

@@ -1,6 +1,6 @@
 """A hang, found from outside: no step within many times the median step time, and nothing that explains it.
 
-Only what ranks logged tells of their steps; :mod:`~shardscope.runs.watch.quiet` looks at tasks that log none.
+Only what ranks logged tells of their steps; ``standstill.py`` looks at tasks that log none.
 Start-up and the first steps, which compile and allocate, are not judged: there is no median yet. Before
 anything is said, each rank is asked for its Python stacks; one that is at a checkpoint, compiles or writes a
 trace gets more time.

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.machine.host import memory_limit
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardscope.records.folder import RunFolder
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 from shardscope.training.accounting.census import Census
 from shardscope.training.engine import Engine, HeldTensors
 
@@ -31,8 +31,8 @@ class MemoryWatch:
         self._watches = False
         self._census: Census | None = None
         self._peaks: dict[str, int] = {}
-        self._initialisation = accounting.peak_allocated(self._device)
-        self._baseline = accounting.device_bytes(self._device).get("rss")
+        self._initialisation = tensors.peak_allocated(self._device)
+        self._baseline = tensors.device_bytes(self._device).get("rss")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class MemoryWatch:
             return
         engine = self._engine
         self._peaks = {}
-        accounting.reset_peak(self._device)
+        tensors.reset_peak(self._device)
         # Compiled graphs run no operators that could be seen; the allocator's peaks remain.
         if engine.plan.kernels != "compiled" and engine.held_tensors() is not None:
             self._census = Census(
@@ -70,7 +70,7 @@ class MemoryWatch:
             self._census.look(phase)
         if self._device.type == "cuda":
             self._peaks[phase] = max(self._peaks.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
-            accounting.reset_peak(self._device)
+            tensors.reset_peak(self._device)
 
     def _record(self, census: Census | None) -> dict[str, Any]:
         found: dict[str, Any] = {

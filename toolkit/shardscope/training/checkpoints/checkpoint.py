@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
 from shardscope.training.checkpoints.pickles import CheckedReader, checked_loading, is_own, pickled_items
 from shardscope.training.checkpoints.position import read_position, write_position
+from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.registry import frameworks
-from shardscope.training.checkpoints.aside import check_own
 from shardscope.training.checkpoints.folders import POSITION_FILE
 from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, run_of, sign_checkpoint
+from shardscope.training.checkpoints.temporary_folder import check_own
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

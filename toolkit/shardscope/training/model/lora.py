@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.memory.state.lora import adapter_targets
 
 

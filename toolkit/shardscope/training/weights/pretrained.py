@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import refuse
-from shardscope.training.checkpoints.aside import written_aside
+from shardscope.training.checkpoints.temporary_folder import written_aside
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of one safetensors file, as files of models on the Hub mostly are; rank 0 holds about so much at once."""

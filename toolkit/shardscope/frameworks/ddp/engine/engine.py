@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import fullest, largest, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import widths
-from shardscope.core.words import gib
 from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.report import Phase, Term, no_bytes, summed
@@ -14,7 +14,7 @@ from shardscope.memory.report import Phase, Term, no_bytes, summed
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.modules.instants import Instant
-    from shardscope.memory.order import KindOfLayer, Order, Place
+    from shardscope.memory.layer_order import KindOfLayer, Order, Place
     from shardscope.memory.state.stages import Stage
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, base_width, widths
-from shardscope.core.words import count, gib
 from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, peaks
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizer_state import optimizer_bytes

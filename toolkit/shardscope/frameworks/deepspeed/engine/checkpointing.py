@@ -22,9 +22,9 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
 from shardscope.training.checkpoints.pickles import checked_loading, is_own, load_file
 from shardscope.training.checkpoints.position import read_position, write_position
+from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

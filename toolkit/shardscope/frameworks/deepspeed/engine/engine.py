@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.frameworks.deepspeed.engine import checkpointing, found
+from shardscope.frameworks.deepspeed.engine import checkpointing, inspection
 from shardscope.frameworks.deepspeed.engine.launching import connect, import_deepspeed
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.limits import nvme_folder
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 from shardscope.training.accounting.precision_found import check_copied
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
@@ -155,7 +155,7 @@ class DeepSpeedEngine(MicroBatchEngine):
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
         """Around DeepSpeed's own update: the norm, and the bytes before and after."""
-        gradients_held = accounting.tensor_bytes(self.held_tensors().gradients)
+        gradients_held = tensors.tensor_bytes(self.held_tensors().gradients)
         # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
         norm = self.clip() if self.zero is self.optimizer else None
         yield
@@ -207,20 +207,20 @@ class DeepSpeedEngine(MicroBatchEngine):
     # ---- what it is
 
     def what_it_is(self) -> dict[str, Any]:
-        return found.what_it_is(self.plan, self._module)
+        return inspection.what_it_is(self.plan, self._module)
 
     def in_words(self, found_: Mapping[str, Any], where: str) -> str:
-        return found.in_words(found_, where)
+        return inspection.in_words(found_, where)
 
     def held_tensors(self) -> HeldTensors:
-        return found.held_tensors(self._module)
+        return inspection.held_tensors(self._module)
 
     def _accounted(self) -> dict[str, int]:
         held = self.held_tensors()
         return {
-            "parameters": accounting.tensor_bytes(held.parameters),
-            "gradients": accounting.tensor_bytes(held.gradients),
-            "optimizer": accounting.tensor_bytes(held.optimizer),
+            "parameters": tensors.tensor_bytes(held.parameters),
+            "gradients": tensors.tensor_bytes(held.gradients),
+            "optimizer": tensors.tensor_bytes(held.optimizer),
         }
 
 

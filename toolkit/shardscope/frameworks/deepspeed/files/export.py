@@ -15,7 +15,7 @@ from shardscope.frameworks.formats.commands import started
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
 from shardscope.frameworks.formats.train_file import train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
-from shardscope.frameworks.formats.unsaid import unsaid
+from shardscope.frameworks.formats.unsupported_fields import unsaid
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

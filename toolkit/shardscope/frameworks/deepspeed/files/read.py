@@ -7,14 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
+from shardscope.core.text_positions import Keys
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
-from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of
 from shardscope.frameworks.formats.documents import Document, read_json
+from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, is_array, largest, looked_up, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32
-from shardscope.core.words import gib
 from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.memory.buckets import Instant
 from shardscope.frameworks.deepspeed.memory.tensors import cuts_tied_head

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import ceil_div, where
+from shardscope.core.number_format import count
 from shardscope.core.precision import FP32
-from shardscope.core.words import count
 from shardscope.frameworks.deepspeed.memory.tensors import cuts_tied_head
 from shardscope.memory.activations.head import head_terms, loss_in_force
 from shardscope.memory.report import Term, chosen

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32
-from shardscope.core.words import gib
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.frameworks.deepspeed.memory.counted import is_late
 from shardscope.frameworks.deepspeed.memory.swapping import Swapped, aligned

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, holds, largest, smallest, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32, widths
-from shardscope.core.words import gib
 from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.memory.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.memory.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.memory.head import logits
 from shardscope.frameworks.deepspeed.memory.offload import Pieces, offloaded
-from shardscope.frameworks.deepspeed.memory.pipelined import in_stages
+from shardscope.frameworks.deepspeed.memory.pipeline import in_stages
 from shardscope.frameworks.deepspeed.memory.second_parts import second_parts
 from shardscope.frameworks.deepspeed.memory.swapping import swapped
 from shardscope.frameworks.deepspeed.memory.tensors import FP64, working

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.engine.ring import Ring
 from shardscope.training.accounting.memory_watch import MemoryWatch

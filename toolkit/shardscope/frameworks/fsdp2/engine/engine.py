@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardscope.core.arrays.arithmetic import ceil_div
-from shardscope.core.words import count
-from shardscope.frameworks.fsdp2.engine import found
+from shardscope.core.number_format import count
+from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, resharding
 from shardscope.training.engine import BuildModel
@@ -73,19 +73,19 @@ class Fsdp2Engine(TorchEngine):
     @property
     def data_rank(self) -> int:
         degrees = self.plan.degrees
-        found: int = self.ctx.rank // (degrees.tp * degrees.cp) % self.num_data_ranks
-        return found
+        size: int = self.ctx.rank // (degrees.tp * degrees.cp) % self.num_data_ranks
+        return size
 
     @property
     def num_data_ranks(self) -> int:
-        found: int = self.plan.degrees.data_parallel
-        return found
+        size: int = self.plan.degrees.data_parallel
+        return size
 
     @property
     def num_shards(self) -> int:
         """Ranks that share one copy of the state; those with parts of the same sequences are among them."""
-        found: int = self.plan.degrees.shard * self.plan.degrees.cp
-        return found
+        size: int = self.plan.degrees.shard * self.plan.degrees.cp
+        return size
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         if self.mesh is None:
@@ -148,9 +148,9 @@ class Fsdp2Engine(TorchEngine):
     def what_it_is(self) -> dict[str, Any]:
         degrees, device = self.plan.degrees, self.ctx.device
         parameters = dict(self.model.named_parameters())
-        found.check_sharded(parameters, self._planned_mesh, degrees.tp)
+        inspection.check_sharded(parameters, self._planned_mesh, degrees.tp)
         holders = dist.get_world_size(self.shard_group) // (self.num_shards * degrees.pp)
-        held, total = found.count_weights(
+        held, total = inspection.count_weights(
             parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
         layers = [layer for unit in self.called for layer in decoder_layers(unit)]
@@ -163,18 +163,20 @@ class Fsdp2Engine(TorchEngine):
             "num_sharded_tensors": len(parameters),
             "num_weights_here": held,
             "num_groups": self._num_groups,
-            "placements": found.placements_of(parameters),
+            "placements": inspection.placements_of(parameters),
             "sharded_names": sorted(parameters),
-            "reshard_after_forward": found.check_resharding(layers, resharding(self.plan)),
-            "offload": found.check_home(self.called, parameters.values(), self.plan.layout.offload, device),
-            "prefetch": found.prefetch_of(self.called),
+            "reshard_after_forward": inspection.check_resharding(layers, resharding(self.plan)),
+            "offload": inspection.check_home(
+                self.called, parameters.values(), self.plan.layout.offload, device
+            ),
+            "prefetch": inspection.prefetch_of(self.called),
             "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
         if self.tp_mesh is not None:
             record["tp"] = int(self.tp_mesh.size())
             record["num_tensors_cut_by_tp"] = sum(
-                found.is_tp_cut(parameter, degrees.tp) for parameter in parameters.values()
+                inspection.is_tp_cut(parameter, degrees.tp) for parameter in parameters.values()
             )
         return record
 
@@ -192,7 +194,7 @@ class Fsdp2Engine(TorchEngine):
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
         """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
         for module in (one for unit in self.called for one in unit.modules()):
-            for group in found.groups_of(module):
+            for group in inspection.groups_of(module):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
@@ -234,7 +236,7 @@ class Fsdp2Engine(TorchEngine):
         if self.tp_mesh is None and self.stage_mesh is None:
             return 1
         whole: int = degrees.replicate * degrees.tp
-        return whole // degrees.tp if found.is_tp_cut(parameter, degrees.tp) else whole
+        return whole // degrees.tp if inspection.is_tp_cut(parameter, degrees.tp) else whole
 
     def clip_gradients(self) -> torch.Tensor:
         return gradients.clip(
@@ -283,13 +285,13 @@ def own_region(parameter: torch.Tensor) -> Region:
 
     Of a ``DTensor`` along its mesh; of any other tensor all.
     """
-    found = [range(size) for size in parameter.shape]
+    ranges = [range(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         # The last axis cut first: under a tensor-parallel cut FSDP2 shards what that left (_StridedShard).
         for axis, placement in reversed(list(enumerate(parameter.placements))):
             if isinstance(placement, Shard | _StridedShard):
-                run = found[placement.dim]
+                run = ranges[placement.dim]
                 each = ceil_div(len(run), parameter.device_mesh.size(axis))
                 first = each * parameter.device_mesh.get_local_rank(axis)
-                found[placement.dim] = run[first : first + each]
-    return found
+                ranges[placement.dim] = run[first : first + each]
+    return ranges

@@ -11,7 +11,7 @@ from shardscope.frameworks.formats.commands import started
 from shardscope.frameworks.formats.exported import Absent, Exported, described
 from shardscope.frameworks.formats.train_file import train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
-from shardscope.frameworks.formats.unsaid import unsaid
+from shardscope.frameworks.formats.unsupported_fields import unsaid
 from shardscope.frameworks.fsdp2.files import COVERED
 from shardscope.frameworks.fsdp2.layout import resharding
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import fullest, largest, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import widths
-from shardscope.core.words import gib
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
 from shardscope.memory.report import Term, summed
@@ -19,8 +19,8 @@ from shardscope.memory.report import Term, summed
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import Group, Groups
-    from shardscope.frameworks.fsdp2.memory.pipelined import Waiting
-    from shardscope.memory.order import Place
+    from shardscope.frameworks.fsdp2.memory.pipeline import Waiting
+    from shardscope.memory.layer_order import Place
     from shardscope.memory.report import Phase
     from shardscope.memory.state.stages import Stage
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import is_array, largest, where
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.frameworks.fsdp2.memory.peaks import Step
-from shardscope.frameworks.fsdp2.memory.pipelined import NOTHING_WAITS, Waiting
+from shardscope.frameworks.fsdp2.memory.pipeline import NOTHING_WAITS, Waiting
 from shardscope.memory.activations.backward import Peak
 from shardscope.memory.report import Term
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import Groups
     from shardscope.memory.activations.backward import Backward
-    from shardscope.memory.order import Place
+    from shardscope.memory.layer_order import Place
     from shardscope.memory.state.stages import Stage
 
 

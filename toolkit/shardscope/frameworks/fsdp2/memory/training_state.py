@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import by_value, largest
+from shardscope.core.number_format import gib
 from shardscope.core.precision import base_width, widths
-from shardscope.core.words import gib
 from shardscope.frameworks.fsdp2.memory.groups import groups_of
 from shardscope.frameworks.fsdp2.memory.peaks import gathered_at_loss
-from shardscope.frameworks.fsdp2.memory.pipelined import (
+from shardscope.frameworks.fsdp2.memory.pipeline import (
     NOTHING_WAITS,
     is_pipelined,
     received,

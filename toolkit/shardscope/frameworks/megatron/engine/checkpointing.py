@@ -22,7 +22,6 @@ from shardscope.frameworks.megatron.weights.export import wait_for_weights
 from shardscope.frameworks.megatron.weights.load import unwrapped
 from shardscope.machine.processes import die_with_parent
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.aside import begin_aside, replace, written_aside
 from shardscope.training.checkpoints.pickles import (
     CheckedReader,
     checked_loading,
@@ -31,6 +30,7 @@ from shardscope.training.checkpoints.pickles import (
     pickled_items,
 )
 from shardscope.training.checkpoints.position import read_position, write_position
+from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

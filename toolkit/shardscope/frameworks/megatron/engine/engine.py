@@ -17,13 +17,13 @@ from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.engine import checkpointing
 from shardscope.frameworks.megatron.engine import model as engine_model
 from shardscope.frameworks.megatron.engine import step as engine_step
-from shardscope.frameworks.megatron.engine.found import in_words, what_it_is
+from shardscope.frameworks.megatron.engine.inspection import in_words, what_it_is
 from shardscope.frameworks.megatron.engine.optimizer_numbers import optimizer_numbers
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 from shardscope.frameworks.megatron.weights.export import export_hf
 from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
-from shardscope.training.accounting import tensors as accounting
+from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision_found import check_copied
 from shardscope.training.checkpoints.position import position_of
@@ -162,7 +162,7 @@ class MegatronEngine(Engine):
             export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path), main)
 
     def memory(self) -> dict[str, int]:
-        return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
+        return {**self._accounted(), **tensors.device_bytes(self.ctx.device)}
 
     def held_tensors(self) -> HeldTensors:
         from megatron.core import parallel_state
@@ -238,16 +238,16 @@ class MegatronEngine(Engine):
             copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
             found += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
             # A step counter, one number for a tensor however large, is no formula's.
-            found += [t for t in accounting.optimizer_tensors(part.optimizer) if t.dim() > 0]
+            found += [t for t in tensors.optimizer_tensors(part.optimizer) if t.dim() > 0]
         return found
 
     def _accounted(self) -> dict[str, int]:
         """Bytes of the tensors that this rank holds, by walking them."""
         held = self.held_tensors()
         return {
-            "parameters": accounting.tensor_bytes(held.parameters),
-            "gradients": accounting.tensor_bytes(held.gradients),
-            "optimizer": accounting.tensor_bytes(held.optimizer),
+            "parameters": tensors.tensor_bytes(held.parameters),
+            "gradients": tensors.tensor_bytes(held.gradients),
+            "optimizer": tensors.tensor_bytes(held.optimizer),
         }
 
 

@@ -11,7 +11,7 @@ from shardscope.frameworks.formats.commands import commands, started
 from shardscope.frameworks.formats.exported import Absent, Exported, header
 from shardscope.frameworks.formats.train_file import SCRIPT_FILE, train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
-from shardscope.frameworks.formats.unsaid import sentences, unsaid
+from shardscope.frameworks.formats.unsupported_fields import sentences, unsaid
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.files import COVERED

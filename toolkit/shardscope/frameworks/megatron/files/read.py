@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Value, refuse
-from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.formats.beside import Rest, changed, planned, rest_of
+from shardscope.core.text_positions import Keys
 from shardscope.frameworks.formats.documents import Document, text_of
-from shardscope.frameworks.formats.unsaid import noted
+from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
+from shardscope.frameworks.formats.unsupported_fields import noted
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,

@@ -6,10 +6,10 @@ from typing import Any
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
-from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.formats.beside import Rest, named
+from shardscope.core.text_positions import Keys
 from shardscope.frameworks.formats.documents import Document
+from shardscope.frameworks.formats.sidecar_files import Rest, named
 from shardscope.frameworks.megatron.files.arguments import architecture_flags
 
 Says = dict[str, tuple[Keys, Any]]

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, where
+from shardscope.core.number_format import count, kib
 from shardscope.core.precision import FP32, HALF
-from shardscope.core.words import count, kib
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.memory.eager import takes_plain_softmax

@@ -12,8 +12,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.core.words import gib
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies

@@ -1,4 +1,4 @@
-"""Whether what many plans need is there: the questions of ``planner/room.py``, over arrays."""
+"""Whether what many plans need is there: the questions of ``planner/capacity.py``, over arrays."""
 
 from __future__ import annotations
 

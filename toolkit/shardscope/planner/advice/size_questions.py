@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.layout import Layout, divisors
-from shardscope.core.words import count
-from shardscope.planner.advice import rungs, words
-from shardscope.planner.advice.bench import Tried, is_faster, offloads
+from shardscope.core.number_format import count
+from shardscope.planner.advice import layout_ladder, words
+from shardscope.planner.advice.memory_questions import LARGE_FROM
 from shardscope.planner.advice.path import figures
-from shardscope.planner.advice.questions import LARGE_FROM
+from shardscope.planner.advice.trials import Tried, is_faster, offloads
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.path import Path
@@ -65,7 +65,7 @@ def megatron(path: Path) -> None:
         path.told("", question, "No: sharding is simpler.", size, why)
         return
     yes = "Yes" if is_large else f"No, but {reasons[0]}"
-    outcome = path.seen[SPLIT] = rungs.megatron(path.bench)
+    outcome = path.seen[SPLIT] = layout_ladder.megatron(path.bench)
     best = outcome.best
     if best is None:
         number = path.needs(outcome) or size

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, where
+from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32, widths
-from shardscope.core.words import gib
 from shardscope.memory.activations.forward import edge_activations, head_input, modules_of
 from shardscope.memory.activations.step import in_flight
 from shardscope.memory.report import Term

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.finding import Finding, Question, Way
 from shardscope.core.layout import divisors
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.capacity import Place, fits, places
 from shardscope.planner.checks.case import Case, Variant, fastest, variants
 from shardscope.planner.checks.recomputation import recomputing
 from shardscope.planner.checks.words import percent
@@ -22,7 +23,6 @@ from shardscope.planner.repairs.several import (
     searched,
     with_a_smaller_model,
 )
-from shardscope.planner.room import Place, fits, places
 from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:

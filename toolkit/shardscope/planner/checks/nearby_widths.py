@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.planner.checks.elsewhere import with_parts
+from shardscope.planner.checks.other_frameworks import with_parts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

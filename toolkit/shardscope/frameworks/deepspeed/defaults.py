@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
-from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
+from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

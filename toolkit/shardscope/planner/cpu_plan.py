@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.catalog import gpus
 from shardscope.core.cluster import Cluster
 from shardscope.core.layout import largest_divisor
+from shardscope.core.number_format import count
 from shardscope.core.plan import Plan
-from shardscope.core.words import count
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from shardscope.frameworks.formats.text import uncommented
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
-    from shardscope.core.places import Keys
     from shardscope.core.plan import Plan
+    from shardscope.core.text_positions import Keys
     from shardscope.frameworks.formats.documents import Document
 
     Says = dict[str, tuple[Keys, Any]]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import by_value, holds, smallest
+from shardscope.core.number_format import gib
 from shardscope.core.precision import widths
-from shardscope.core.words import gib
 from shardscope.memory.activations.backward import Peak, PeakTerms
 from shardscope.memory.activations.step import in_flight
 from shardscope.memory.report import Term

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import FieldError, Value, refuse, with_article
-from shardscope.core.places import Keys
 from shardscope.core.recipe import Recipe
+from shardscope.core.text_positions import Keys
 from shardscope.frameworks.formats.documents import Document, text_of
 from shardscope.frameworks.formats.exported import PLAN_FILE
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie
+from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie
 from shardscope.frameworks.megatron import core_config
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32

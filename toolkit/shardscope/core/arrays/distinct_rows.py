@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.core.arrays.alike import distinct, value_codes
 from shardscope.core.arrays.column import Column, at_rows, keys_of, question
+from shardscope.core.arrays.deduplicate import distinct, value_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.layout import Layout, divisors
-from shardscope.planner.advice.bench import PAYS, WORTH_A_SETTING, Bench, Outcome, Tried, fastest, is_faster
+from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING, Bench, Outcome, Tried, fastest, is_faster
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster

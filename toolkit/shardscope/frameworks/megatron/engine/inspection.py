@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.megatron.engine.context_parallel import check_attention
 from shardscope.frameworks.megatron.engine.model import attention_of, leaves
 from shardscope.frameworks.megatron.layout import MegatronLayout

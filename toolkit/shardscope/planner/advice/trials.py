@@ -16,8 +16,8 @@ from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Layout, divisors
 from shardscope.core.plan import Plan
+from shardscope.planner.capacity import Place, shortages
 from shardscope.planner.repairs.changes import OFFLOADS
-from shardscope.planner.room import Place, shortages
 from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:

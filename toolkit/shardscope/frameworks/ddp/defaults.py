@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_checkpoint
+from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, torch_checkpoint
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -1,4 +1,4 @@
-"""What a framework does by itself that a preflight must know: the type of each framework's ``habits.py``."""
+"""Framework defaults that preflight checks depend on: the type of each framework's ``defaults.py``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def torch_checkpoint(plan: Plan) -> CheckpointFormat:
 
 
 class Habits(Protocol):
-    """What every framework's ``habits.py`` offers."""
+    """What every framework's ``defaults.py`` offers."""
 
     def reduces_in(self, plan: Plan) -> ReduceType:
         """The type in which gradients are summed over data-parallel ranks."""

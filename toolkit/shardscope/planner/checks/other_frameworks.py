@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.capacity import fits
 from shardscope.planner.checks.case import memory_of
 from shardscope.planner.repairs.changes import OFFLOADS
-from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Way

@@ -6,9 +6,10 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.planner.advice import rungs, words
+from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.alternatives import describe_gain, find_alternatives
-from shardscope.planner.advice.bench import (
+from shardscope.planner.advice.size_questions import SPLIT
+from shardscope.planner.advice.trials import (
     Bench,
     Tried,
     fastest,
@@ -17,7 +18,6 @@ from shardscope.planner.advice.bench import (
     offloads,
     state_bytes,
 )
-from shardscope.planner.advice.large import SPLIT
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -139,7 +139,7 @@ def with_even_batch(bench: Bench) -> list[tuple[Plan, str]]:
         return []
     batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
     even = Bench(bench.architecture, bench.cluster, replace(recipe, global_batch_size=batch))
-    found = _first_that_fits(even, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+    found = _first_that_fits(even, [*layout_ladder.whole().layouts, *_sharded(bench.cluster)])
     return _told_if(
         found, bench, f"With a global batch of {batch:,}, the nearest that every GPU has an equal part of"
     )
@@ -150,7 +150,7 @@ def _eight_bit(bench: Bench) -> Tried | None:
     if bench.recipe.optimizer != "adamw" or bench.recipe.has_adapters:
         return None
     smaller = Bench(bench.architecture, bench.cluster, replace(bench.recipe, optimizer="adamw_8bit"))
-    return _first_that_fits(smaller, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+    return _first_that_fits(smaller, [*layout_ladder.whole().layouts, *_sharded(bench.cluster)])
 
 
 def _half_moments(path: Path) -> Tried | None:
@@ -193,8 +193,8 @@ def _on_the_gpus(bench: Bench, cluster: Cluster) -> Tried | None:
     least = cluster.num_gpus * bench.recipe.micro_batch_size
     batch = -(-bench.recipe.global_batch_size // least) * least
     larger = Bench(bench.architecture, cluster, replace(bench.recipe, global_batch_size=batch))
-    layouts = [*_sharded(cluster), *rungs.split_inside_a_node(cluster).layouts]
-    outcomes = [*map(larger.outcome, layouts), rungs.megatron(larger)]
+    layouts = [*_sharded(cluster), *layout_ladder.split_inside_a_node(cluster).layouts]
+    outcomes = [*map(larger.outcome, layouts), layout_ladder.megatron(larger)]
     fitting = [outcome.best for outcome in outcomes if outcome.best]
     best = fastest(fitting)
     if best is None:
@@ -218,7 +218,7 @@ def _adapters(bench: Bench) -> Tried | None:
         smaller = Bench(
             bench.architecture, bench.cluster, replace(bench.recipe, method=method, quantization=None)
         )
-        found = _first_that_fits(smaller, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+        found = _first_that_fits(smaller, [*layout_ladder.whole().layouts, *_sharded(bench.cluster)])
         if found is not None and not found.report.is_tight:
             return found
         tight = tight or found
@@ -227,7 +227,7 @@ def _adapters(bench: Bench) -> Tried | None:
 
 def _sharded(cluster: Cluster) -> list[Layout]:
     """Full sharding, in its first framework."""
-    layouts = rungs.sharded(cluster).layouts if cluster.num_gpus > 1 else ()
+    layouts = layout_ladder.sharded(cluster).layouts if cluster.num_gpus > 1 else ()
     return [layout for layout in layouts if layout.framework == layouts[0].framework]
 
 

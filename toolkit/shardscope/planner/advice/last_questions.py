@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import gib
+from shardscope.core.number_format import gib
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import words
 from shardscope.planner.advice.alternatives import find_better
-from shardscope.planner.advice.bench import PAYS, WORTH_A_SETTING
 from shardscope.planner.advice.path import figures
 from shardscope.planner.advice.simplicity import outdoes
+from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.planner.verdict import assess
 
 if TYPE_CHECKING:
-    from shardscope.planner.advice.bench import Tried
     from shardscope.planner.advice.path import Path
+    from shardscope.planner.advice.trials import Tried
 
 
 def room(path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.words import count, gib
-from shardscope.planner.advice import rungs, words
-from shardscope.planner.advice.bench import state_bytes, state_is_too_much
+from shardscope.core.number_format import count, gib
+from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.path import figures
+from shardscope.planner.advice.trials import state_bytes, state_is_too_much
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.path import Path
@@ -42,7 +42,7 @@ def one_gpu(path: Path) -> None:
     """Does it fit on one GPU at the wanted micro-batch, or else with more accumulation or recomputation?"""
     recipe = path.bench.recipe
     micro, rank = recipe.micro_batch_size, words.rank(path.bench.cluster)
-    outcome = path.choose("whole", rungs.whole())
+    outcome = path.choose("whole", layout_ladder.whole())
     if path.bench.cluster.num_gpus == 1:
         how = "one process, and nothing to spread (DDP of one rank)"
         why = f"With one {rank} there is nobody to share with, so this is the place to start."
@@ -86,7 +86,7 @@ def gathered_once(path: Path) -> None:
         return
     path.try_rung(
         "gathered_once",
-        rungs.gathered_once(path.bench.cluster),
+        layout_ladder.gathered_once(path.bench.cluster),
         f"With gradients and optimizer split over {_all_ranks(path)}, weights whole?",
         "ZeRO-2, which is FSDP2 with reshard_after_forward=False: weights are gathered once for a "
         "micro-batch and not twice, so it moves less than full sharding.",
@@ -103,7 +103,7 @@ def sharded(path: Path) -> None:
         return
     path.try_rung(
         "sharded",
-        rungs.sharded(path.bench.cluster),
+        layout_ladder.sharded(path.bench.cluster),
         "With the weights split as well?",
         "Full sharding (FSDP2, ZeRO-3): each layer is gathered when it runs and freed after it, in forward "
         "and again in backward.",
@@ -115,7 +115,7 @@ def split_inside_a_node(path: Path) -> None:
     size, current = path.bench.architecture.num_parameters, path.current
     is_tight = current is not None and (not path.is_settled or current.report.is_tight)
     is_middling = TIGHT_FROM <= size <= LARGE_FROM
-    rung = rungs.split_inside_a_node(path.bench.cluster)
+    rung = layout_ladder.split_inside_a_node(path.bench.cluster)
     # Of one GPU, or of a prime number of them that is too large, no part comes out even.
     if not rung.layouts or not (current is None or (is_middling and is_tight)):
         return
@@ -136,7 +136,7 @@ def offload(path: Path) -> None:
     if path.current is None:
         path.try_rung(
             "host",
-            rungs.on_the_host(),
+            layout_ladder.on_the_host(),
             "Only with training state in host memory?",
             "DeepSpeed ZeRO-3 with CPU offload: state crosses the host link, and the host's processors take "
             "the optimizer's step. Slower, but it runs.",
@@ -144,7 +144,7 @@ def offload(path: Path) -> None:
     if path.current is None:
         path.try_rung(
             "nvme",
-            rungs.on_drives(),
+            layout_ladder.on_drives(),
             "Only with training state on NVMe?",
             "DeepSpeed ZeRO-Infinity: the last resort on few GPUs, for drives are slower still.",
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardscope.core.words import count
+from shardscope.core.number_format import count
 from shardscope.frameworks.deepspeed.communication import casts, reduced_width
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.training.accounting.tensors import tensor_bytes

@@ -18,7 +18,7 @@ from shardscope.runs.tensorboard import ScalarFile
 from shardscope.runs.watch.gpu_monitor import CardWatch
 from shardscope.runs.watch.hang import HangWatch
 from shardscope.runs.watch.host_monitor import HostWatch
-from shardscope.runs.watch.quiet import QuietWatch
+from shardscope.runs.watch.standstill import QuietWatch
 
 LOOK_SECONDS = 1.0
 BYTES_PER_LOOK = 2**25
