@@ -147,8 +147,10 @@ def append_long_line(draw: random.Random, path: Path, _: Surroundings) -> str | 
     return f"{_name(file, path)} ends in a line of {len(line):,} bytes{'' if end else ' without its end'}"
 
 
-def append_many_lines(draw: random.Random, path: Path, _: Surroundings) -> str:
+def append_many_lines(draw: random.Random, path: Path, _: Surroundings) -> str | None:
     file = path / draw.choice(("events/rank-0.jsonl", "status.jsonl", "exits.jsonl", "cards.jsonl"))
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        return None  # an earlier mutation put a folder, a link or a pipe here
     count = draw.choice((2_000, 20_000))
     kind = draw.choice(("names", "equal", "numbers", "empty"))
     with file.open("a") as opened:

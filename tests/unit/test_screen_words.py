@@ -37,7 +37,13 @@ def test_no_screen_speaks_a_private_language(path: Path) -> None:
     assert not [text for text in strings(path) if DIALECT.search(text)]
 
 
-@pytest.mark.parametrize("name", ["remedy", "oom_kills", "free_memory", "measured", "card_watch", "verdict"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("explain/remedy", "explain/oom_kills", "explain/measured", "launch/free_memory"),
+        *("watch/gpu_monitor", "verdict"),
+    ],
+)
 def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
     """Reasons stand in the Runs tab: "GiB of the card", "somebody sent it"."""
     path = FOLDER.parent.parent / "toolkit" / "shardscope" / "runs" / f"{name}.py"
