@@ -15,7 +15,7 @@ from shardscope.rehearsal.result import RehearsedStage, report_of
 
 def stages_of(plan: Plan) -> list[RehearsedStage]:
     """What each pipeline stage of ``plan`` held, as its framework's own code plays it on fake tensors."""
-    framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearse")
+    framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearsal.rehearse")
     stages: list[RehearsedStage] = framework.rehearse(plan, lambda words, fraction: None)
     return stages
 

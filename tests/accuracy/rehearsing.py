@@ -52,7 +52,7 @@ def store(framework: str, sampled: list[Plan], file: Path, seed: int) -> None:
     STORED.mkdir(parents=True, exist_ok=True)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {json.loads(line)["name"] for line in lines}
-    module: Any = import_module(f"shardscope.frameworks.{framework.partition('-')[0]}.rehearse")
+    module: Any = import_module(f"shardscope.frameworks.{framework.partition('-')[0]}.rehearsal.rehearse")
     versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
     for index, plan in enumerate(sampled):
         if str(index) in done:

@@ -216,7 +216,7 @@ def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path)
     code = """
     import multiprocessing, os, sys
     from pathlib import Path
-    from shardscope.runs import launcher
+    from shardscope.runs.launch import launcher
     from shardscope.records.folder import RunFolder
     launcher._note_reaped()
     folder = RunFolder(sys.argv[1])

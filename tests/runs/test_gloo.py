@@ -51,7 +51,7 @@ def test_groups_have_one_thread_on_the_interfaces_that_are_named() -> None:
 LEAVES_AT_ONCE = """
 import pathlib, sys, time
 import torch.distributed as dist
-from shardscope.runs import gloo
+from shardscope.runs.launch import gloo
 
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 make = gloo.ProcessGroupGloo

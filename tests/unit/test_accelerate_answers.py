@@ -28,7 +28,7 @@ def planned(model: str, layout: ss.Layout) -> ss.Plan:
 
 def exported(framework: str) -> Any:
     """The framework's part of ``plan.export``."""
-    return import_module(f"shardscope.frameworks.{framework}.export")
+    return import_module(f"shardscope.frameworks.{framework}.files.export")
 
 
 def advised(plan: ss.Plan) -> str:

@@ -22,8 +22,9 @@ from shardscope.runs import totals
 LISTED = """
 import sys, tracemalloc
 import shardscope as ss
-from shardscope.runs import records, totals
-records.PIECE_BYTES = totals.TAIL_BYTES = 2**16
+from shardscope.records import files
+from shardscope.runs import totals
+files.PIECE_BYTES = totals.TAIL_BYTES = 2**16
 # What is imported and cached once is not counted.
 warm = ss.runs(sys.argv[2])
 warm.to_frame(), warm.curves("loss"), warm.compare(warm[0], warm[0])._repr_html_()

@@ -125,7 +125,7 @@ SHOWN = {
 def test_what_they_showed_is_mended(shown: str) -> None:
     """The framework's own code plays each plan now; before the mending each was more than 1 % off."""
     one = SHOWN[shown]
-    play = import_module(f"shardscope.frameworks.{one.layout.framework}.rehearse").rehearse
+    play = import_module(f"shardscope.frameworks.{one.layout.framework}.rehearsal.rehearse").rehearse
     stages = play(one, lambda words, fraction: None)
     rehearsed = max(moment.num_bytes for stage in stages for moment in stage.moments)
     predicted = max(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import MAX_NODES
+from shardscope.core.finding import Way
 from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advice.words import named
@@ -19,9 +20,8 @@ from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, pre
 from shardscope.planner.search.search import search
 
 if TYPE_CHECKING:
-    from shardscope.core.finding import Way
     from shardscope.core.layout import Layout
-from shardscope.core.plan import Plan
+    from shardscope.core.plan import Plan
 
 METHODS = get_args(Method)
 MOST_CHANGES = 4
