@@ -40,7 +40,8 @@ folder = Path({folder!r})
 
 def start_kernel(program: str, folder: Path, *before: str, **options: Any) -> subprocess.Popen[str]:
     """A kernel that runs ``program``; ``before``: words of the command line that come first."""
-    script = folder / "kernel.py"
+    # One file each: an interpreter that starts must not read what the next kernel is writing.
+    script = folder / f"kernel-{len(list(folder.glob('kernel-*.py')))}.py"
     values = {"tests": str(Path(__file__).parent), "folder": str(folder)}
     script.write_text(PREAMBLE.format(**values) + textwrap.dedent(program))
     return subprocess.Popen([*before, sys.executable, str(script)], text=True, **options)
