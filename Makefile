@@ -1,9 +1,9 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: test-browser (every browser test), test-nvme (DeepSpeed's real files),
-# test-resume, test-faults, test-kernels, soak
-# (launches with faults leave nothing), attack (damaged run folders do nothing), check (ruff, mypy, import-linter), bench (ratios), parity
-# (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
-# measured runs), same-numbers (no prediction has changed), env, clean.
+# environment first. `make test` has one case of each kind; these hold the rest: test-all, test-browser (every
+# browser test), test-notebooks, test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
+# (launches with faults leave nothing), attack (damaged run folders do nothing). Others: check (ruff, mypy,
+# import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
+# GPUs), accuracy (predictions against measured runs), same-numbers (no prediction has changed), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -24,7 +24,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak attack check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -50,6 +50,10 @@ test-all:
 # Every browser test, one after another: every key, size, theme and way to move a cell.
 test-browser: $(STAMP) browser
 	SHARDSCOPE_TESTS=all SHARDSCOPE_FAULTS=all $(BIN)/python -m pytest tests/browser
+
+# Every notebook, executed from its first cell to its last, and the README's commands and example.
+test-notebooks: $(STAMP) browser
+	SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests/notebooks
 
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
 test-nvme: $(STAMP)

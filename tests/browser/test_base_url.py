@@ -7,6 +7,9 @@ from typing import Any
 
 from opened_notebook import SHOWN, STUDIO_CELLS, open_notebook, run_all_cells, write_notebook
 from served import running_lab
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 
 def test_the_studio_works_under_a_base_url(tmp_path: Path, browser: Any, offline: Any) -> None:

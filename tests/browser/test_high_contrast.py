@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.needs import thorough
+
 import shardscope as ss
 from shardscope_widgets import MemoryView, StepView
 from shardscope_widgets.kit.sheet import Sheet
+
+pytestmark = thorough()
 
 PLAN = ss.Plan(
     ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tests.needs import thorough
+
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.tabs import Tabs
+
+pytestmark = thorough()
 
 SHOW = """async ([source, state]) => {
   const handlers = {};

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
 from served import Lab
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 CELLS = (
     """import shardscope as ss

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from served import Lab
 from studio_page import SCREENSHOTS, choose, fill, open_fold, open_studio
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 SEARCH_ENDS = 120_000
 

@@ -10,7 +10,9 @@ import pytest
 from playwright.sync_api import TimeoutError
 from served import Lab
 from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
-from tests.needs import few
+from tests.needs import few, thorough
+
+pytestmark = thorough()
 
 PIXELS = 640
 SIZES = {

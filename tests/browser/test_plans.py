@@ -10,6 +10,9 @@ import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 NAME = "plans.ipynb"
 CELL = """

@@ -9,6 +9,9 @@ from served import Lab
 from studio_page import NOTEBOOK, SHOWN
 from test_main_job import STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
 from tests.faults import long_one
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 
 @long_one

@@ -11,12 +11,14 @@ import pytest
 from playwright.sync_api import TimeoutError
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 import shardscope as ss
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from written_runs import fail, write_run
+
+pytestmark = thorough()
 
 NOTEBOOK = "runs_tab.ipynb"
 CELL = "from shardscope_widgets.run.runs_view import RunsView\nview = RunsView()\nview"

@@ -99,6 +99,7 @@ def end_kernels(lab: Lab) -> None:
         urllib.request.urlopen(request, timeout=60).close()
 
 
+@thorough()
 def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: Any) -> None:
     """One that this server has not signed: JupyterLab cleans its HTML, and shows no widget at all."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from served import Lab
 from studio_page import NOTEBOOK, SCREENSHOTS, fill, open_fold, show, use_theme
+from tests.needs import thorough
+
+pytestmark = thorough()
 
 WIDTHS = (1180, 760, 582, 400, 320)
 """582: in a window of 700 pixels, beside JupyterLab's own."""

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from served import Lab
 from studio_page import open_studio, screenshot
+from tests.needs import thorough
 from tests.weights_folders import write_folder
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from written_runs import write_run
+
+pytestmark = thorough()
 
 RUN_ENDS = 240_000
 FIT_ENDS = 120_000

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from tests.needs import few, needs, skip_without
 
 import shardscope as ss
-from needs import needs, skip_without
 
 needs("torch")
 needs("transformers")
@@ -41,11 +42,16 @@ STARTS = {
     ],
 }
 """Ways to start it. "--multi_gpu" is accelerate's word for processes of torchrun, on CPUs too."""
+KEPT = [
+    ("ddp", "torchrun"),
+    ("fsdp2", "accelerate launch"),
+    ("deepspeed", "torchrun"),
+    ("megatron", "accelerate launch"),
+]
 ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("framework", LAYOUTS)
+@pytest.mark.parametrize(("framework", "start"), few(product(LAYOUTS, STARTS), KEPT))
 def test_train_py_trains(framework: str, start: str, tmp_path: Path) -> None:
     """Copied to a folder and started there on two ranks, it trains and saves a model that opens."""
     if framework in ("deepspeed", "megatron"):

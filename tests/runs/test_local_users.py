@@ -14,6 +14,7 @@ import psutil
 import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
+from tests.needs import few
 
 from shardscope.runs.launch.launch import launch
 
@@ -57,7 +58,7 @@ print(json.dumps(told))
 
 
 @as_another_user
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", few([1, 2], [2]))
 def test_fault_59_another_local_user_reaches_no_store(ranks: int, tmp_path: Path) -> None:
     """Of the launcher, where torch elastic's agent is, and of the ranks; the run goes on meanwhile."""
     run = launch(make_plan(ranks), tasks.Sums(), folder=tmp_path)

@@ -9,12 +9,12 @@ import pytest
 from tests.accuracy.own_rows import planned
 from tests.accuracy.own_runs import drawn, run
 from tests.accuracy.rows import OWN, Row, read
-from tests.needs import few
+from tests.needs import few, thorough
 
 from shardscope.frameworks.registry import check_trained
 from shardscope.runs.explain.measured import predicted_tensors
 
-pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+pytestmark = [pytest.mark.usefixtures("bounded_time", "nothing_left"), thorough()]
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import few, needs
 
 torch = needs("torch")
 needs("transformers")
@@ -48,7 +48,7 @@ def typical_loss(folder: Path, seq_len: int) -> float:
         return float(model(input_ids=rows, labels=rows).loss)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", few(["full", "lora"], ["lora"]))
 def test_a_model_folder_is_fine_tuned_by_the_main_button(folder: Path, method: str) -> None:
     studio: Any = Studio()
     studio.recipe.method.value = method

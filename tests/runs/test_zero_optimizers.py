@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 from shardscope.memory.state.optimizers import flat_state
+
+pytestmark = thorough()
 
 SCRIPT = """
 import importlib, json, torch, deepspeed, bitsandbytes as bnb
