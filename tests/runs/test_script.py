@@ -22,6 +22,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.accelerate import plugins  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.runs.explain.exceptions import exception_record  # noqa: E402
 
 LLAMA = ss.models["llama-3.1-8b"]
@@ -58,7 +59,7 @@ def test_on_cpu_anything_but_ddp_is_refused_in_words(layout: Any, engine: str) -
     )
     with pytest.raises(ValueError, match="silently becomes DDP") as refusal:
         ss.Script(nothing).check(plan)
-    trained = plugins.why_not_trained(plan) is None
+    trained = why_not_trained(plan) is None
     assert (engine if trained or "ddp" in engine else "Layout.ddp()") in str(refusal.value)
 
 
