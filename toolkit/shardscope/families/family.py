@@ -36,8 +36,8 @@ Support = Literal[
   and takes hidden states in the embedding's place.
 - ``fsdp2_tensor_parallel``: DTensor shards its projections, which are matrices of their own: a cut of a fused
   one would go across its parts.
-- ``fsdp2_context_parallel``: attention is transformers' SDPA and positions are arguments, so that torch's ring
-  can split sequences.
+- ``fsdp2_context_parallel``: attention is transformers' SDPA and positions are arguments, so that
+  torch's ring can split sequences.
 - ``autotp_rehearsal``: DeepSpeed's AutoTP shards it by transformers' own plan; it refuses plans with experts
   and with fused projections (Phi-3), and GPT-2 has none.
 - ``autotp_training``: AutoTP's training was compared with that of one process.
@@ -118,7 +118,7 @@ class Family:
     normalizes_top_k: bool = False
     """The weights of the chosen experts sum to 1 where ``norm_topk_prob`` is missing."""
     longrope_aliases: tuple[str, ...] = ()
-    """Older values of ``rope_type`` that mean ``longrope``."""
+    """What its configs called ``longrope`` once; transformers still reads them so."""
     model_type_with_layer_types: str | None = None
     """The ``model_type`` as which transformers reads a config.json with ``layer_types``; None: its own."""
     config_values: Callable[[Architecture], Mapping[str, Any]] | None = None
@@ -161,7 +161,7 @@ class Family:
     has_shared_expert_gate: bool = False
     """A sigmoid of one number for each token weighs the shared expert."""
     has_group_limited_routing: bool = False
-    """The router first chooses groups of experts (``n_group``)."""
+    """By default the router first chooses groups of experts (``n_group``)."""
     has_expert_intermediate_size: bool = True
     """config.json has a width of experts apart from ``intermediate_size``."""
     has_multi_token_prediction: bool = False
@@ -197,10 +197,11 @@ class Family:
     registers_router_last: bool = False
     """The router's parameters come behind the experts' in the module."""
     has_own_embedding_class: bool = False
-    """AutoTP leaves a tied embedding whole, for its class is not ``torch.nn.Embedding``."""
+    """Its embedding has a forward of its own, which no vocabulary-parallel embedding of AutoTP's replaces: a
+    tied one stays whole. Set where AutoTP was tried."""
 
     @property
-    def has_norms_behind(self) -> bool:
+    def is_post_norm(self) -> bool:
         """Whether attention and MLP read the residual stream itself, and are normalised behind."""
         return not self.norm_placement[0]
 

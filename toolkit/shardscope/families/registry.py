@@ -53,7 +53,7 @@ _UNKNOWN = Family(model_type="unknown", read=_has_no_adapter)
 
 def family_of(arch: Architecture) -> Family:
     """Return the record of an architecture's family; without formulas, one that supports nothing."""
-    return family_named(arch.model_type)
+    return FAMILIES.get(arch.model_type, _UNKNOWN)
 
 
 def family_named(model_type: object) -> Family:
