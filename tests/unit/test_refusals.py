@@ -10,7 +10,7 @@ from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.frameworks.megatron.families import OTHER_LAYERS
+from shardscope.families.registry import FAMILIES
 from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage, report_of
 
 TWO = ss.Cluster.parse("2xh100-sxm-80gb")
@@ -43,7 +43,8 @@ def test_what_megatron_has_no_layers_for_is_told_by_the_layout_that_is_named() -
         if error is not None:
             found[name] = error
     families = {ss.models[name].model_type for name in found}
-    assert families >= OTHER_LAYERS.keys() and "falcon" in families
+    other_layers = {name for name, family in FAMILIES.items() if family.unlike_megatron_core}
+    assert other_layers and families >= other_layers and "falcon" in families
     for name, error in found.items():
         assert "Nearest fix: layout=Layout.fsdp2()." in str(error), name
         mended = refusal(plan_of(name, ss.Layout.fsdp2()))

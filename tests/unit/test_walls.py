@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.families.registry import FAMILIES
 from shardscope.frameworks.registry import frameworks
 
 TOOLKIT = Path(ss.__file__).parent
@@ -58,6 +59,14 @@ MAY_NAME_A_FRAMEWORK = {
     "runs/launch/launch.py": "a package whose version run.json keeps",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
+
+MAY_NAME_A_FAMILY = {
+    "core/model_of_size.py": "Architecture.of_size() makes Llama-shaped models, which is its design",
+    "frameworks/megatron/files/read_architecture.py": "the family that Megatron-LM's arguments are read as: "
+    "their layers are Llama's",
+    "frameworks/accelerate/limits.py": "words of Accelerate's own MODEL_CONFIGS_TO_MEGATRON_PARSERS",
+}
+"""Modules outside families/ in which a family's ``model_type`` is a string of code, and why."""
 
 PLAN = """
 import json, sys
@@ -197,13 +206,40 @@ def test_only_its_folder_knows_a_framework() -> None:
     assert not gone, f"these no longer name one; take them off the list: {gone}"
 
 
-def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
-    """A framework's name compared, matched, looked up, chosen as a value or imported: anything but prose."""
-    prose = {
+def test_only_its_record_knows_a_family() -> None:
+    """Adding a family is adding a record: code elsewhere asks for a fact on it, not for the name."""
+    found = {}
+    for file in files_of(TOOLKIT):
+        place = file.relative_to(TOOLKIT)
+        lines = list(family_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
+        if lines and place.parts[0] != "families":
+            found[str(place)] = lines
+    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FAMILY}
+    assert not extra, f"a family is named outside of its record: {extra}"
+    gone = set(MAY_NAME_A_FAMILY) - set(found)
+    assert not gone, f"these no longer name one; take them off the list: {gone}"
+
+
+def family_names_in_code(tree: ast.AST) -> Iterator[str]:
+    """A family's ``model_type`` as a string anywhere but in a docstring."""
+    prose = prose_in(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in prose and node.value in FAMILIES:
+            yield f"line {node.lineno}: {node.value!r}"
+
+
+def prose_in(tree: ast.AST) -> set[int]:
+    """Docstrings, and the strings that describe the name before them."""
+    return {
         id(node.value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
+
+
+def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
+    """A framework's name compared, matched, looked up, chosen as a value or imported: anything but prose."""
+    prose = prose_in(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and _called(node.left) == "kernels":
             prose |= {id(operand) for operand in node.comparators}
@@ -284,5 +320,7 @@ def test_the_walls_see_through_a_hole() -> None:
     branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')
     assert list(framework_names_in_code(branch)) == ["line 2: 'megatron'"]
     assert not list(framework_names_in_code(ast.parse('x = recipe.kernels == "megatron"')))
+    family = ast.parse('"""falcon"""\nif arch.model_type in ("olmo2", "llama-like"):\n    pass\n')
+    assert list(family_names_in_code(family)) == ["line 2: 'olmo2'"]
     lazy: ModuleType = ss
     assert documented(lazy.launch)

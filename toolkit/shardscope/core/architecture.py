@@ -19,15 +19,12 @@ from shardscope.core.serialization import JsonNoun, part
 from shardscope.core.size_limits import LIMITS, limited, limited_field
 from shardscope.families import parameter_shapes
 from shardscope.families.parameter_shapes import LAYER_GROUPS, Parameter
+from shardscope.families.registry import FAMILIES, family_of
 from shardscope.families.rules import check_family
 
 __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
 
-MODEL_TYPES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
-    "qwen2_moe", "gemma", "gemma3_text", "phi", "deepseek_v2", "gpt_neox", "gpt_oss", "olmo2", "granite",
-    "glm", "glm4", "falcon", "starcoder2", "nemotron",
-)  # fmt: skip
+MODEL_TYPES = tuple(FAMILIES)
 """Hugging Face's ``model_type`` values whose layers are known exactly."""
 
 Tokens = int | npt.NDArray[Any]
@@ -371,8 +368,8 @@ class Architecture(JsonNoun):
         return _count(self._layer(False))
 
     def _linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
-        gpt2 = self.model_type == "gpt2"
-        found = (parameter_shapes.lora_target(parameter, gpt2) for parameter in self._layer(moe))
+        conv1d = family_of(self).projections == "conv1d"
+        found = (parameter_shapes.lora_target(parameter, conv1d) for parameter in self._layer(moe))
         return tuple(linear for linear in found if linear is not None)
 
     def _check_layer(self, layer_index: int) -> None:

@@ -1,1 +1,1 @@
-"""Model families: their config.json, parameter names and shapes, and the fields that each family allows."""
+"""Model families, one record each: config.json, parameter names and shapes, modules, allowed fields, support."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shardscope.core.errors import whole_number
 from shardscope.families.common import Fields, HfConfig, bias, even_heads, sizes
+from shardscope.families.family import Family
 
 
-def deepseek_v2(c: HfConfig) -> Fields:
+def _read_deepseek_v2(c: HfConfig) -> Fields:
     """DeepseekV2Config: latent attention and shared experts, as V3, with a softmax router."""
     fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c)}
     fields["mlp_bias"] = c.flag("mlp_bias", False)
@@ -14,7 +15,7 @@ def deepseek_v2(c: HfConfig) -> Fields:
     return _latent(c, fields, experts=64, chosen=chosen, inner=1_407, shared=2, dense=0)
 
 
-def deepseek_v3(c: HfConfig) -> Fields:
+def _read_deepseek_v3(c: HfConfig) -> Fields:
     """DeepseekV3Config: the multi-token-prediction module is not in ``ForCausalLM``."""
     fields = {**sizes(c, kv_heads=None, positions=4_096), **bias(c)}
     chosen = c.size("num_experts_per_tok", limit="num_experts", default=8)
@@ -47,3 +48,15 @@ def _latent(
         "first_k_dense_replace": first,
     }
     return {**fields, "head_dim": latent["qk_rope_head_dim"], "latent_attention": latent}
+
+
+DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_read_deepseek_v2, router="softmax_upcast")
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    read=_read_deepseek_v3,
+    supports=frozenset({"pipeline_stages"}),
+    has_group_limited_routing=True,
+    has_multi_token_prediction=True,
+    router="sigmoid",
+)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from shardscope.core.errors import Value, one_of, refuse
 from shardscope.families.common import Fields, HfConfig, even_heads, sizes, window
+from shardscope.families.family import Family, Names
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
 
 
-def falcon(c: HfConfig) -> Fields:
+def _read_falcon(c: HfConfig) -> Fields:
     """FalconConfig: its own spelling, three layouts of heads, parallel halves behind one norm or two."""
     hidden, heads = c.size("hidden_size", "n_embed", limit="hidden_size"), "num_attention_heads"
     fields: Fields = {
@@ -54,7 +60,7 @@ def falcon(c: HfConfig) -> Fields:
     }
 
 
-def starcoder2(c: HfConfig) -> Fields:
+def _read_starcoder2(c: HfConfig) -> Fields:
     """Starcoder2Config: grouped queries, a plain MLP, and ``use_bias`` for all projections."""
     fields = sizes(c, kv_heads=2, positions=4_096)
     has_bias = c.flag("use_bias", True)
@@ -62,3 +68,65 @@ def starcoder2(c: HfConfig) -> Fields:
     fields |= {"gated_mlp": False, "norm": "layernorm"}
     fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
     return window(c, fields, default=None, layers=lambda total: total)
+
+
+def _check_falcon(arch: Architecture) -> None:
+    kv_heads = arch.num_key_value_heads
+    if arch.new_decoder_architecture:
+        one_of(
+            "Architecture.parallel_residual of a new_decoder_architecture", arch.parallel_residual, (True,)
+        )
+        return
+    if kv_heads not in (1, arch.num_attention_heads):
+        allowed = f"1 or num_attention_heads={arch.num_attention_heads} without new_decoder_architecture"
+        refuse("Architecture.num_key_value_heads", kv_heads, allowed, {"num_key_value_heads": 1})
+    norms = 1 if arch.parallel_residual else 2
+    one_of("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))
+
+
+def _falcon_config_values(arch: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "multi_query": arch.num_key_value_heads == 1,
+        "alibi": arch.position_embedding == "alibi",
+    }
+    if arch.new_decoder_architecture:
+        values["num_ln_in_parallel_attn"] = arch.norms_per_layer
+    return values
+
+
+FALCON = Family(
+    model_type="falcon",
+    read=_read_falcon,
+    activation="gelu",
+    config_values=_falcon_config_values,
+    norms_per_layer=(1, 2),
+    parallel_residual=(True, False),
+    position_embeddings=("rope", "alibi"),
+    may_have_experts=False,
+    heads_fill_width=True,
+    has_new_decoder_architecture=True,
+    check=_check_falcon,
+    names=Names(  # BLOOM's
+        layers="transformer.h",
+        embedding="transformer.word_embeddings",
+        final_norm="transformer.ln_f",
+        attention="self_attention",
+        fused_qkv="query_key_value",
+        output="dense",
+        up="dense_h_to_4h",
+        down="dense_4h_to_h",
+        parallel_norms=("ln_attn", "ln_mlp"),
+    ),
+    projections="matmul",
+    always_passes_mask=True,
+    expands_key_heads=True,
+)
+
+STARCODER2 = Family(
+    model_type="starcoder2",
+    read=_read_starcoder2,
+    supports=frozenset({"pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel"}),
+    activation="gelu_pytorch_tanh",
+    may_have_experts=False,
+    names=Names(up="c_fc", down="c_proj"),
+)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from shardscope.core.errors import whole_number
 from shardscope.core.size_limits import LIMITS
 from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.family import Family, Names
 
 _BOTH_WAYS = "the model attends to later tokens too"
 
 
-def gemma(c: HfConfig) -> Fields:
+def _read_gemma(c: HfConfig) -> Fields:
     """GemmaConfig: tied by default, head_dim 256 unless given."""
     never(c, "use_bidirectional_attention", _BOTH_WAYS)
     fields = {**sizes(c, kv_heads=16, positions=8_192), **bias(c)}
@@ -18,7 +19,7 @@ def gemma(c: HfConfig) -> Fields:
     return fields
 
 
-def gemma2(c: HfConfig) -> Fields:
+def _read_gemma2(c: HfConfig) -> Fields:
     """Gemma2Config: four norms in each layer, tied by default, every other layer windowed from the first."""
     fields = {**even_heads(sizes(c, kv_heads=4, positions=8_192)), **bias(c), "norms_per_layer": 4}
     fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
@@ -26,7 +27,7 @@ def gemma2(c: HfConfig) -> Fields:
     return window(c, fields, default=4_096, layers=lambda total: (total + 1) // 2)
 
 
-def gemma3_text(c: HfConfig) -> Fields:
+def _read_gemma3_text(c: HfConfig) -> Fields:
     """Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, every sixth layer attends to all."""
     never(c, "use_bidirectional_attention", _BOTH_WAYS)
     fields = {**even_heads(sizes(c, kv_heads=4, positions=131_072)), **bias(c)}
@@ -38,3 +39,50 @@ def gemma3_text(c: HfConfig) -> Fields:
         "config.json sliding_window_pattern", every, low=1, high=LIMITS["num_hidden_layers"][1]
     )
     return window(c, fields, default=4_096, layers=lambda total: total - total // every)
+
+
+_FOUR_NORMS = Names(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+)
+
+GEMMA = Family(
+    model_type="gemma",
+    read=_read_gemma,
+    supports=frozenset({
+        "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
+        "autotp_training", "compiled_layers",
+    }),
+    activation="gelu_pytorch_tanh",
+    may_have_experts=False,
+    scales_before_cast=True,
+    has_own_embedding_class=True,
+)  # fmt: skip
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    read=_read_gemma2,
+    supports=frozenset({"pipeline_stages", "fsdp2_tensor_parallel", "autotp_rehearsal"}),
+    activation="gelu_pytorch_tanh",
+    norms_per_layer=(4,),
+    names=_FOUR_NORMS,
+    has_sdpa=False,
+    has_softcapping=True,
+    scales_before_cast=True,
+    has_own_embedding_class=True,
+)
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    read=_read_gemma3_text,
+    supports=frozenset({"fsdp2_tensor_parallel", "compiled_layers"}),
+    activation="gelu_pytorch_tanh",
+    norms_per_layer=(4,),
+    may_have_experts=False,
+    names=_FOUR_NORMS,
+    scales_before_cast=True,
+)

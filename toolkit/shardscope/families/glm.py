@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from shardscope.families.common import Fields, HfConfig, sizes
+from shardscope.families.family import Family, Names
 
 
-def glm(c: HfConfig) -> Fields:
+def _read_glm(c: HfConfig) -> Fields:
     """GlmConfig: gate and up projection are one matrix; query, key and value have biases."""
     fields = {**sizes(c, kv_heads=2, positions=131_072), "attention_bias": c.flag("attention_bias", True)}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
     return fields
 
 
-def glm4(c: HfConfig) -> Fields:
+def _read_glm4(c: HfConfig) -> Fields:
     """Glm4Config: GLM's layers with a norm after each half as well."""
-    return {**glm(c), "norms_per_layer": 4}
+    return {**_read_glm(c), "norms_per_layer": 4}
+
+
+GLM = Family(
+    model_type="glm",
+    read=_read_glm,
+    supports=frozenset({"compiled_layers"}),
+    may_have_experts=False,
+    names=Names(fused_gate_up="gate_up_proj"),
+    concatenates_query=True,
+)
+
+GLM4 = Family(
+    model_type="glm4",
+    read=_read_glm4,
+    supports=frozenset({"compiled_layers"}),
+    norms_per_layer=(4,),
+    may_have_experts=False,
+    names=Names(
+        fused_gate_up="gate_up_proj",
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "post_self_attn_layernorm",
+            "post_mlp_layernorm",
+        ),
+    ),
+    norm_placement=((0,), (2, 1), (3,)),
+    concatenates_query=True,
+)

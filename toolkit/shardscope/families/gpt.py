@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.family import Family, FileNames, Names
 
 _PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
 
 
-def gpt2(c: HfConfig) -> Fields:
+def _read_gpt2(c: HfConfig) -> Fields:
     """GPT2Config: its own spelling, fused and biased Conv1D projections, learned positions, tied."""
     never(c, "add_cross_attention", "a decoder alone")
     hidden = c.size("n_embd", "hidden_size", limit="hidden_size")
@@ -34,7 +35,7 @@ def gpt2(c: HfConfig) -> Fields:
     }
 
 
-def gpt_neox(c: HfConfig) -> Fields:
+def _read_gpt_neox(c: HfConfig) -> Fields:
     """GPTNeoXConfig: one biased projection for query, key and value of all heads; usually parallel halves."""
     fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c, default=True), **_PLAIN}
     heads = fields["num_attention_heads"]
@@ -42,7 +43,7 @@ def gpt_neox(c: HfConfig) -> Fields:
     return {**fields, "parallel_residual": c.flag("use_parallel_residual", True)}
 
 
-def gpt_oss(c: HfConfig) -> Fields:
+def _read_gpt_oss(c: HfConfig) -> Fields:
     """GptOssConfig: a sink for each head, biased experts in every layer, a window on every other layer."""
     fields = {**sizes(c, kv_heads=8, positions=131_072), **bias(c, default=True)}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=64)
@@ -52,3 +53,66 @@ def gpt_oss(c: HfConfig) -> Fields:
         "moe_intermediate_size": fields["intermediate_size"],
     }
     return window(c, fields, default=128, layers=lambda total: (total + 1) // 2)
+
+
+GPT2 = Family(
+    model_type="gpt2",
+    read=_read_gpt2,
+    supports=frozenset({"fsdp2_context_parallel", "megatron_weights", "dropout"}),
+    activation="gelu_new",
+    activation_key="activation_function",
+    may_have_experts=False,
+    has_grouped_queries=False,
+    heads_fill_width=True,
+    names=Names(
+        layers="transformer.h",
+        embedding="transformer.wte",
+        final_norm="transformer.ln_f",
+        attention="attn",
+        fused_qkv="c_attn",
+        output="c_proj",
+        up="c_fc",
+        down="c_proj",
+        norms=("ln_1", "ln_2"),
+    ),
+    projections="conv1d",
+    has_dropout_modules=True,
+)
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    read=_read_gpt_neox,
+    activation="gelu",
+    parallel_residual=(True, False),
+    may_have_experts=False,
+    has_grouped_queries=False,
+    heads_fill_width=True,
+    names=Names(
+        layers="gpt_neox.layers",
+        embedding="gpt_neox.embed_in",
+        final_norm="gpt_neox.final_layer_norm",
+        attention="attention",
+        fused_qkv="query_key_value",
+        output="dense",
+        up="dense_h_to_4h",
+        down="dense_4h_to_h",
+    ),
+    file_names=FileNames(renamed=("lm_head.", "embed_out.")),
+    concatenates_query=True,
+    values_are_views=True,
+    has_dropout_modules=True,
+)
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    read=_read_gpt_oss,
+    unlike_megatron_core="a sink for each head, and experts with biases and clamps",
+    names=Names(router="mlp.router"),
+    file_names=FileNames(experts_are_stacked=True),
+    has_attention_sinks=True,
+    has_clamped_experts=True,
+    has_expert_intermediate_size=False,
+    router="softmax_of_top_k",
+    has_sdpa=False,
+    scales_before_cast=True,
+)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json, from wherever it lies; ``registry.py`` has each family's adapter."""
+"""Hugging Face's config.json, from wherever it lies; the family's record knows what its keys mean."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = F
         _refuse_family(data, family)
     if not isinstance(called, str):
         refuse("config.json _name_or_path", called, "text", Value(family))
-    fields = {"name": called, "model_type": family, **FAMILIES[family](HfConfig(data))}
+    fields = {"name": called, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
     return Architecture.from_dict(fields)
 
 

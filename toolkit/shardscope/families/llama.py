@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 from shardscope.families.common import Fields, HfConfig, bias, even_heads, sizes
+from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
-def llama(c: HfConfig) -> Fields:
+def _read_llama(c: HfConfig) -> Fields:
     """LlamaConfig: Llama 1 to 3.3 and the many models that share its layers."""
     fields = even_heads(sizes(c, kv_heads=None, positions=2_048))
     return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
 
 
-def granite(c: HfConfig) -> Fields:
+def _read_granite(c: HfConfig) -> Fields:
     """GraniteConfig: Llama's layers, scaled by constants."""
     fields = sizes(c, kv_heads=None, positions=2_048)
     return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
 
 
-def olmo2(c: HfConfig) -> Fields:
+def _read_olmo2(c: HfConfig) -> Fields:
     """Olmo2Config: norms after each half of the layer, and over all query and all key heads together."""
     return {**sizes(c, kv_heads=None, positions=2_048), **bias(c), "qk_norm": True}
 
 
-def nemotron(c: HfConfig) -> Fields:
+def _read_nemotron(c: HfConfig) -> Fields:
     """NemotronConfig: LayerNorm1P, and an MLP of two matrices with a squared ReLU between them."""
     c.size("num_key_value_heads", limit="num_key_value_heads")  # without it transformers builds no model
     fields = {**sizes(c, kv_heads=None, positions=4_096), **bias(c)}
     return {**fields, "mlp_bias": c.flag("mlp_bias", False), "gated_mlp": False, "norm": "layernorm"}
+
+
+LLAMA = Family(model_type="llama", read=_read_llama, supports=LLAMA_SUPPORT)
+
+GRANITE = Family(
+    model_type="granite",
+    read=_read_granite,
+    supports=frozenset({
+        "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "autotp_rehearsal",
+        "autotp_training", "compiled_layers",
+    }),
+    may_have_experts=False,
+)  # fmt: skip
+
+OLMO2 = Family(
+    model_type="olmo2",
+    read=_read_olmo2,
+    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel", "compiled_layers"}),
+    may_have_experts=False,
+    unlike_megatron_core="norms behind attention and MLP, and one for all query heads together",
+    names=Names(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    norm_placement=((), (0,), (1,)),
+    qk_norm_over_all_heads=True,
+    scales_before_cast=True,
+)
+
+NEMOTRON = Family(
+    model_type="nemotron",
+    read=_read_nemotron,
+    activation="relu2",
+    may_have_experts=False,
+    concatenates_query=True,
+    has_layernorm_1p=True,
+)

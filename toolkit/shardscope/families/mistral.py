@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from shardscope.families.common import Fields, HfConfig, sizes, window
+from shardscope.families.family import LLAMA_SUPPORT, Family, FileNames
 
 
-def mistral(c: HfConfig) -> Fields:
+def _read_mistral(c: HfConfig) -> Fields:
     """MistralConfig: a window of 4096 unless the key says null."""
     fields = sizes(c, kv_heads=8, positions=131_072)
     return window(c, fields, default=4_096, layers=lambda total: total)
 
 
-def mixtral(c: HfConfig) -> Fields:
+def _read_mixtral(c: HfConfig) -> Fields:
     """MixtralConfig: ``intermediate_size`` is that of one expert; every layer is MoE."""
     fields = sizes(c, kv_heads=8, positions=131_072)
     fields["mixture_of_experts"] = {
@@ -20,3 +21,24 @@ def mixtral(c: HfConfig) -> Fields:
         "moe_intermediate_size": fields["intermediate_size"],
     }
     return window(c, fields, default=None, layers=lambda total: total)
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    read=_read_mistral,
+    supports=LLAMA_SUPPORT,
+    model_type_with_layer_types="ministral",
+)
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    read=_read_mixtral,
+    supports=frozenset({
+        "pipeline_stages", "fsdp2_context_parallel", "deepspeed_moe", "megatron_weights", "attention_choice",
+        "dropout",
+    }),
+    normalizes_top_k=True,
+    file_names=FileNames(gate="w1", up="w3", down="w2", renamed=(".mlp.", ".block_sparse_moe.")),
+    has_expert_intermediate_size=False,
+    is_zero3_leaf=True,
+)  # fmt: skip

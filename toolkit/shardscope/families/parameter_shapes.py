@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.families.parameter_names import mlp_inputs, names_of, norm_names
+from shardscope.families.registry import family_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -31,7 +32,7 @@ class Parameter(NamedTuple):
 
 def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
     """The parameters of one decoder layer, with routed experts if ``moe``."""
-    if arch.model_type == "gpt2":
+    if family_of(arch).projections == "conv1d":
         return (*_gpt2_attention(arch), *_gpt2_mlp(arch), *_norms(arch))
     attention = _latent_attention(arch) if arch.latent_attention else _attention(arch)
     feed_forward = _experts(arch) if moe else _mlp(arch, "mlp", "mlp", arch.intermediate_size)
@@ -48,12 +49,12 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     found += _norm(arch, names.final_norm, arch.hidden_size)
     if not arch.tie_word_embeddings:
         found.append(Parameter("lm_head", "lm_head.weight", wide))
-    if arch.model_type == "phi":  # a tied head still has a bias of its own
+    if family_of(arch).has_head_bias:  # a tied head still has a bias of its own
         found.append(Parameter("lm_head", "lm_head.bias", (arch.vocab_size,)))
     return tuple(found)
 
 
-def lora_target(parameter: Parameter, gpt2: bool) -> tuple[str, tuple[int, int]] | None:
+def lora_target(parameter: Parameter, conv1d: bool) -> tuple[str, tuple[int, int]] | None:
     """``(target, (out_features, in_features))`` if PEFT can wrap the parameter's Linear, else None.
 
     The router and the fused experts are bare parameters in transformers 5, not Linears.
@@ -61,7 +62,7 @@ def lora_target(parameter: Parameter, gpt2: bool) -> tuple[str, tuple[int, int]]
     if len(parameter.shape) != 2 or parameter.group == "router" or not parameter.name.endswith(".weight"):
         return None
     first, second = parameter.shape
-    return parameter.name.split(".")[-2], (second, first) if gpt2 else (first, second)
+    return parameter.name.split(".")[-2], (second, first) if conv1d else (first, second)
 
 
 def is_vector(parameter: Parameter) -> bool:
@@ -95,11 +96,10 @@ def _attention(arch: Architecture) -> list[Parameter]:
             found += _linear("attention", f"{prefix}.{name}", size, hidden, bias)
     found += _linear("attention", f"{prefix}.{names.output}", hidden, query, arch.attention_output_bias)
     if arch.qk_norm:
-        # OLMo 2 normalises all heads together, the others each head with one weight for all.
-        whole = arch.model_type == "olmo2"
+        whole = family_of(arch).qk_norm_over_all_heads
         for name, width in zip(names.query_key_norms, (query, key), strict=True):
             found += _norm(arch, f"{prefix}.{name}", width if whole else head_dim)
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_attention_sinks:
         found.append(Parameter("attention", f"{prefix}.sinks", (arch.num_attention_heads,)))
     return found
 
@@ -140,7 +140,7 @@ def _experts(arch: Architecture) -> list[Parameter]:
     assert moe is not None
     hidden, size, count = arch.hidden_size, moe.moe_intermediate_size, moe.num_experts
     found = [Parameter("router", f"{names.router}.weight", (count, hidden))]
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_clamped_experts:
         return [
             *found,
             Parameter("router", f"{names.router}.bias", (count,)),
@@ -156,7 +156,7 @@ def _experts(arch: Architecture) -> list[Parameter]:
     if moe.shared_expert_intermediate_size:
         shared = moe.shared_expert_intermediate_size
         found += _mlp(arch, "shared_experts", names.shared_experts, shared)
-    if arch.model_type == "qwen2_moe":
+    if family_of(arch).has_shared_expert_gate:
         found += _linear("shared_experts", "mlp.shared_expert_gate", 1, hidden, False)
     return found
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shardscope.core.errors import Value, refuse
 from shardscope.families.common import Fields, HfConfig, sizes, window
+from shardscope.families.family import Family, Names
 
 
-def phi(c: HfConfig) -> Fields:
+def _read_phi(c: HfConfig) -> Fields:
     """PhiConfig: attention and MLP side by side behind one LayerNorm, and biases everywhere, the head too."""
     fields = sizes(c, kv_heads=None, positions=2_048)
     fields["qk_norm"] = c.flag("qk_layernorm", False)
@@ -26,7 +27,39 @@ def phi(c: HfConfig) -> Fields:
     }
 
 
-def phi3(c: HfConfig) -> Fields:
+def _read_phi3(c: HfConfig) -> Fields:
     """Phi3Config: fused projections, no biases."""
     fields = sizes(c, kv_heads=None, positions=4_096)
     return window(c, fields, default=None, layers=lambda total: total)
+
+
+PHI = Family(
+    model_type="phi",
+    read=_read_phi,
+    activation="gelu_new",
+    norms_per_layer=(1,),
+    parallel_residual=(True,),
+    may_have_experts=False,
+    names=Names(
+        final_norm="model.final_layernorm",
+        output="dense",
+        up="fc1",
+        down="fc2",
+        query_key_norms=("q_layernorm", "k_layernorm"),
+    ),
+    has_head_bias=True,
+    concatenates_query=True,
+    has_dropout_modules=True,
+)
+
+PHI3 = Family(
+    model_type="phi3",
+    read=_read_phi3,
+    supports=frozenset({"pipeline_stages", "fsdp2_context_parallel"}),
+    longrope_aliases=("su", "yarn"),
+    may_have_experts=False,
+    names=Names(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
+    concatenates_query=True,
+    values_are_views=True,
+    has_dropout_modules=True,
+)

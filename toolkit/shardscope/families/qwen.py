@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardscope.core.errors import whole_number
 from shardscope.core.size_limits import LIMITS
 from shardscope.families.common import Fields, HfConfig, bias, sizes, window
+from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
 def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
@@ -18,20 +19,20 @@ def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
     )
 
 
-def qwen2(c: HfConfig) -> Fields:
+def _read_qwen2(c: HfConfig) -> Fields:
     """Qwen2Config (Qwen 2 and 2.5): query, key and value always have biases; head_dim may be overridden."""
     fields = {**sizes(c, kv_heads=32, positions=32_768), "attention_bias": True}
     return _window_from(c, fields, from_layer=True)
 
 
-def qwen3(c: HfConfig) -> Fields:
+def _read_qwen3(c: HfConfig) -> Fields:
     """Qwen3Config: head_dim is 128 unless given, whatever the width; queries and keys are normalised."""
     fields = {**sizes(c, kv_heads=32, positions=32_768), **bias(c), "qk_norm": True}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
     return _window_from(c, fields, from_layer=True)
 
 
-def qwen3_moe(c: HfConfig) -> Fields:
+def _read_qwen3_moe(c: HfConfig) -> Fields:
     """Qwen3MoeConfig: some layers may stay dense."""
     fields = {**sizes(c, kv_heads=4, positions=32_768), **bias(c), "qk_norm": True}
     fields["mixture_of_experts"] = {
@@ -44,7 +45,7 @@ def qwen3_moe(c: HfConfig) -> Fields:
     return _window_from(c, fields, from_layer=False)
 
 
-def qwen2_moe(c: HfConfig) -> Fields:
+def _read_qwen2_moe(c: HfConfig) -> Fields:
     """Qwen2MoeConfig: a shared expert behind a gate of its own; windows on every other layer, if used."""
     fields = sizes(c, kv_heads=16, positions=32_768)
     fields["attention_bias"] = c.flag("qkv_bias", True)
@@ -65,3 +66,29 @@ def qwen2_moe(c: HfConfig) -> Fields:
     last = c.get("max_window_layers", default=28)
     last = whole_number("config.json max_window_layers", last, low=0, high=LIMITS["num_hidden_layers"][1])
     return window(c, fields, default=4_096, layers=lambda total: (min(total, last) + 1) // 2)
+
+
+QWEN2 = Family(model_type="qwen2", read=_read_qwen2, supports=LLAMA_SUPPORT)
+
+QWEN3 = Family(model_type="qwen3", read=_read_qwen3, supports=LLAMA_SUPPORT)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    read=_read_qwen3_moe,
+    supports=frozenset({
+        "pipeline_stages", "fsdp2_context_parallel", "megatron_weights", "attention_choice", "dropout",
+    }),
+    router="softmax_cast",
+    is_zero3_leaf=True,
+    registers_router_last=True,
+)  # fmt: skip
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    read=_read_qwen2_moe,
+    unlike_megatron_core="a gate before its shared expert",
+    names=Names(shared_experts="mlp.shared_expert"),
+    has_shared_expert_gate=True,
+    router="softmax_cast",
+    is_zero3_leaf=True,
+)

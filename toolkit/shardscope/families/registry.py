@@ -1,32 +1,68 @@
-"""One small adapter for each ``model_type``: the fields that its config.json stands for.
-
-Each adapter gives what the family's own ``configuration_*.py`` and ``modeling_*.py`` in transformers 5 build
-parameters from; defaults are theirs, except for sizes, which must be given: a model made of default sizes is
-never the model that somebody meant.
-"""
+"""All model families by ``model_type``, and the record of an architecture's family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
 
-from shardscope.core.architecture import MODEL_TYPES
-from shardscope.families.common import Fields, HfConfig
-from shardscope.families.deepseek import deepseek_v2, deepseek_v3
-from shardscope.families.falcon import falcon, starcoder2
-from shardscope.families.gemma import gemma, gemma2, gemma3_text
-from shardscope.families.glm import glm, glm4
-from shardscope.families.gpt import gpt2, gpt_neox, gpt_oss
-from shardscope.families.llama import granite, llama, nemotron, olmo2
-from shardscope.families.mistral import mistral, mixtral
-from shardscope.families.phi import phi, phi3
-from shardscope.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from shardscope.families.common import HfConfig
+from shardscope.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from shardscope.families.falcon import FALCON, STARCODER2
+from shardscope.families.family import Family, Support
+from shardscope.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardscope.families.glm import GLM, GLM4
+from shardscope.families.gpt import GPT2, GPT_NEOX, GPT_OSS
+from shardscope.families.llama import GRANITE, LLAMA, NEMOTRON, OLMO2
+from shardscope.families.mistral import MISTRAL, MIXTRAL
+from shardscope.families.phi import PHI, PHI3
+from shardscope.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
-FAMILIES: Mapping[str, Callable[[HfConfig], Fields]] = {
-    adapter.__name__: adapter
-    for adapter in (
-        llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, phi3, deepseek_v3, gpt2,
-        qwen2_moe, gemma, gemma3_text, phi, deepseek_v2, gpt_neox, gpt_oss, olmo2, granite, glm, glm4,
-        falcon, starcoder2, nemotron,
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3, DEEPSEEK_V3, GPT2,
+        QWEN2_MOE, GEMMA, GEMMA3_TEXT, PHI, DEEPSEEK_V2, GPT_NEOX, GPT_OSS, OLMO2, GRANITE, GLM, GLM4,
+        FALCON, STARCODER2, NEMOTRON,
     )
 }  # fmt: skip
-assert tuple(FAMILIES) == MODEL_TYPES
+"""Every family whose layers are known exactly, by ``model_type``."""
+
+_LISTING = (
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3_TEXT, GRANITE, PHI3, GLM, GLM4,
+    OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, GPT_NEOX, GPT_OSS, QWEN2_MOE, PHI, FALCON, STARCODER2, NEMOTRON,
+)  # fmt: skip
+"""The families as error messages list them: Llama and what is most like it first."""
+
+_LISTED_FIRST: Mapping[Support, tuple[Family, ...]] = {
+    "dropout": (GPT2,),
+    "megatron_weights": (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2),
+    "compiled_layers": (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE),
+}
+"""Families that one list names before all others: that with dropout everywhere, the dense, the Llama-like."""
+
+
+def _has_no_adapter(config: HfConfig) -> NoReturn:
+    raise LookupError(f"no adapter reads a config.json of {config.get('model_type')!r}")
+
+
+_UNKNOWN = Family(model_type="unknown", read=_has_no_adapter)
+
+
+def family_of(arch: Architecture) -> Family:
+    """Return the record of an architecture's family; without formulas, one that supports nothing."""
+    return FAMILIES.get(arch.model_type, _UNKNOWN)
+
+
+def family_named(model_type: object) -> Family:
+    """Return the record of a ``model_type``; without formulas, one that supports nothing."""
+    return FAMILIES.get(model_type, _UNKNOWN) if isinstance(model_type, str) else _UNKNOWN
+
+
+def families_with(support: Support) -> tuple[str, ...]:
+    """Return the names of the families that support something, in the order in which messages list them."""
+    first = _LISTED_FIRST.get(support, ())
+    ordered = dict.fromkeys((*first, *_LISTING))
+    return tuple(family.model_type for family in ordered if support in family.supports)

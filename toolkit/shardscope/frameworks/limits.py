@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import families_with
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -35,10 +36,7 @@ def check_adapters(recipe: Recipe) -> None:
         )
 
 
-STAGED_FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "granite"),
-    *("phi3", "olmo2", "deepseek_v3", "starcoder2"),
-)
+STAGED_FAMILIES = families_with("pipeline_stages")
 """Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
 take hidden states in the embedding's place."""
 

@@ -13,6 +13,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import largest_divisor
 from shardscope.core.number_format import count
 from shardscope.core.plan import Plan
+from shardscope.families.registry import family_of
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ HEADS = 4
 HEAD_DIM = 32
 LAYERS = 4
 EXPERTS = 4
-DEEPSEEK_EXPERTS = 16
+GROUPED_EXPERTS = 16
 """Two in each of the eight groups between which DeepSeek-V3's router first chooses."""
 VOCABULARY = 2048
 """That of the tokenizer that ships with the text."""
@@ -87,12 +88,11 @@ def _small_architecture(arch: Architecture) -> Architecture:
         changes["sliding_window_layers"] = LAYERS // 2
     if arch.mixture_of_experts is not None:
         shared = bool(arch.mixture_of_experts.shared_expert_intermediate_size)
-        # Mixtral and gpt-oss have one width for both.
-        one_width = arch.model_type in ("mixtral", "gpt_oss")
-        width = changes["intermediate_size"] if one_width else HIDDEN_SIZE
+        family = family_of(arch)
+        width = HIDDEN_SIZE if family.has_expert_intermediate_size else changes["intermediate_size"]
         changes["mixture_of_experts"] = replace(
             arch.mixture_of_experts,
-            num_experts=DEEPSEEK_EXPERTS if arch.model_type == "deepseek_v3" else EXPERTS,
+            num_experts=GROUPED_EXPERTS if family.has_group_limited_routing else EXPERTS,
             num_experts_per_tok=min(2, arch.mixture_of_experts.num_experts_per_tok),
             moe_intermediate_size=width,
             shared_expert_intermediate_size=width * shared,
@@ -112,11 +112,11 @@ def _small_architecture(arch: Architecture) -> Architecture:
 
 
 def _small_groups(arch: Architecture) -> int:
-    """Key and value heads: as many as query heads, fewer, or the one of an older Falcon."""
+    """Key and value heads: as many as query heads, fewer, or a lone one that is broadcast."""
     if arch.num_key_value_heads == arch.num_attention_heads:
         return HEADS
-    older_falcon = arch.model_type == "falcon" and not arch.new_decoder_architecture
-    return 1 if older_falcon else HEADS // 2
+    broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
+    return 1 if broadcasts else HEADS // 2
 
 
 def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recipe:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Fix, nearest, refuse
+from shardscope.families.registry import families_with, family_of
 from shardscope.memory.activations.head import loss_in_force
-from shardscope.memory.activations.modules.attention import CHOOSABLE, EAGER
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
 
@@ -31,9 +31,8 @@ SUPPORT = {
 }
 """Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
 
-DROPOUT_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""GPT-2 has dropout everywhere; the others in attention alone. Each is checked against transformers."""
-
+DROPOUT_FAMILIES = families_with("dropout")
+CHOOSABLE = families_with("attention_choice")
 
 FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
@@ -274,7 +273,7 @@ def _check_attention(plan: Plan) -> None:
     attention, arch = plan.recipe.attention, plan.architecture
     if attention is None or plan.kernels == "megatron":
         return
-    own = "eager" if arch.model_type in EAGER else "sdpa"
+    own = "sdpa" if family_of(arch).has_sdpa else "eager"
     if attention != own and arch.model_type not in CHOOSABLE:
         refuse(
             "Recipe.attention",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import ceil_div, looked_up, smallest
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, loss_in_force
 from shardscope.memory.activations.logits import logits_per_token
 from shardscope.memory.state.stages import vocab_rows
@@ -62,7 +63,7 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
         rows,
         modules.kernels,
         modules.compute,
-        arch.model_type == "gemma2",
+        family_of(arch).has_softcapping,
         parallel=plan.layout.splits_sequence,
     )
     # Each tensor is written and read once.

@@ -22,6 +22,7 @@ from shardscope.core.layout import (
     largest_divisor,
     left_over_ranks,
 )
+from shardscope.families.registry import family_of
 from shardscope.families.unknown import UnknownFamily
 from shardscope.frameworks.deepspeed.communication import check_communication
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
@@ -319,7 +320,7 @@ class ZeroLayout(Layout):
         why = None
         if architecture.num_moe_layers:
             why = "it cuts no experts"
-        elif architecture.model_type == "gpt2":
+        elif family_of(architecture).projections == "conv1d":
             why = "it has no plan for GPT-2"
         elif recipe.method != "full":
             why = "it loses peft's adapters"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import families_with
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
@@ -25,7 +26,7 @@ OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; Adam on the host is its own."""
 
 
-AUTOTP_TRAINED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite")
+AUTOTP_TRAINED = families_with("autotp_training")
 """Families that AutoTP cuts by transformers' own plan for them, and that were held against one process."""
 
 AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
@@ -128,8 +129,12 @@ def check_experts(plan: Plan) -> None:
     """Raise ``ValueError`` for what DeepSpeed's MoE layers, in transformers' place, do not run here."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
-    if arch.model_type != "mixtral":
-        why = "mixtral with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; megatron runs others"
+    routed_alike = families_with("deepspeed_moe")
+    if arch.model_type not in routed_alike:
+        why = (
+            f"{', '.join(routed_alike)} with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; "
+            "megatron runs others"
+        )
         refuse("Architecture.model_type", arch.model_type, why, {"ep": 1})
     if experts is not None and experts.num_experts_per_tok < 2:
         refuse(

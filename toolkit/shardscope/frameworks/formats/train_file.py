@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from shardscope.families.registry import family_of
 from shardscope.frameworks.formats.exported import Absent, Exported
 from shardscope.memory.activations.head import loss_in_force
 
@@ -86,7 +87,7 @@ def written_config(plan: Plan) -> dict[str, Any]:
     Raises ``ModuleNotFoundError`` without transformers, which spells them.
     """
     from shardscope.families.unknown import UnknownFamily
-    from shardscope.training.model.model import DROPOUTS, WITHOUT_SDPA, config_values
+    from shardscope.training.model.model import DROPOUTS, config_values
 
     arch, recipe = plan.architecture, plan.recipe
     if isinstance(arch, UnknownFamily):
@@ -99,6 +100,6 @@ def written_config(plan: Plan) -> dict[str, Any]:
         config = {"model_type": arch.model_type, **config_values(arch)}
         config |= {name: value for name, value in own.items() if hasattr(known, name)}
     attention = ATTENTION.get(recipe.attention or "")
-    if attention is None and arch.model_type in WITHOUT_SDPA:
+    if attention is None and not family_of(arch).has_sdpa:
         attention = "eager"
     return config if attention is None else {**config, "attn_implementation": attention}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import families_with, family_named
 from shardscope.frameworks.limits import (
     PACKED_TRAINED,
     TRAINED,
@@ -19,21 +20,14 @@ from shardscope.memory.activations.modules.attention import fused_attention
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-CUT_FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2"),
-)
+CUT_FAMILIES = families_with("fsdp2_tensor_parallel")
 """Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
 
-RING_FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "granite", "phi3", "olmo2"),
-    *("gpt2", "starcoder2"),
-)
+RING_FAMILIES = families_with("fsdp2_context_parallel")
 """Families whose attention is transformers' SDPA, at positions that they are told: so they can be split."""
 
 MOVING_ROPES = ("dynamic", "longrope")
 """Types whose frequencies depend on the positions that are asked for."""
-OLD_LONGROPES = ("su", "yarn")
-"""What Phi-3's configs called longrope once; transformers still reads them so."""
 
 WHOLE_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """What is trained of a recipe without stages and tensor-parallel parts."""
@@ -70,7 +64,7 @@ def check_rope(config: Mapping[str, Any]) -> None:
     """
     for said in _ropes(config):
         kind = str(said.get("rope_type", said.get("type")))
-        is_old_name = config.get("model_type") == "phi3" and kind in OLD_LONGROPES
+        is_old_name = kind in family_named(config.get("model_type")).longrope_aliases
         if any(name in kind for name in MOVING_ROPES) or is_old_name:
             refuse(
                 "config.rope_parameters rope_type",

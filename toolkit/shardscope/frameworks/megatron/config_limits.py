@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import family_named
 
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
@@ -48,8 +49,7 @@ def check_computed(config: Mapping[str, Any]) -> None:
 
 
 def _check_routing(config: Mapping[str, Any]) -> None:
-    # Mixtral has no such field, and always makes the weights of the chosen ones sum to 1.
-    normalised = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
+    normalised = config.get("norm_topk_prob", family_named(config.get("model_type")).normalizes_top_k)
     if normalised and config.get("num_experts_per_tok") == 1:
         refuse(
             "config.num_experts_per_tok",
@@ -62,7 +62,7 @@ def _check_routing(config: Mapping[str, Any]) -> None:
 
 def activation_name(config: Mapping[str, Any]) -> Any:
     """What the MLP's activation is called; None where the family's own is not said."""
-    return config.get("activation_function" if config.get("model_type") == "gpt2" else "hidden_act")
+    return config.get(family_named(config.get("model_type")).activation_key)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:

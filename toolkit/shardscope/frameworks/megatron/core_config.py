@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.errors import refuse
+from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
 
@@ -71,7 +72,7 @@ def check_rehearsed(plan: Plan) -> None:
 def transformer_config(plan: Plan) -> dict[str, Any]:
     """Arguments of ``TransformerConfig`` (``MLATransformerConfig`` with latent attention), but dtypes."""
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
-    biases = arch.attention_output_bias or arch.mlp_bias or arch.model_type == "gpt2"
+    biases = arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
     config: dict[str, Any] = {
         "num_layers": arch.num_hidden_layers,
         "hidden_size": arch.hidden_size,

@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import family_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-OTHER_LAYERS = {
-    "olmo2": "norms behind attention and MLP, and one for all query heads together",
-    "gpt_oss": "a sink for each head, and experts with biases and clamps",
-    "qwen2_moe": "a gate before its shared expert",
-}
-"""What a family has that megatron-core 0.16's GPT layers do not, or that no formula here counts."""
-
 
 def check_family(arch: Architecture) -> None:
     """Raise ``ValueError`` for an architecture that megatron-core would build as another one."""
-    why = OTHER_LAYERS.get(arch.model_type)
+    why = family_of(arch).unlike_megatron_core
     if arch.parallel_residual:
         why = "attention and MLP side by side"
     if arch.position_embedding == "alibi":

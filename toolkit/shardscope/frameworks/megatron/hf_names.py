@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.errors import refuse
-from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_names import names_of, norm_names
+from shardscope.families.registry import families_with, family_of
 from shardscope.frameworks.megatron.families import check_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-MAPPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+MAPPED_FAMILIES = families_with("megatron_weights")
 """Families whose weights go into a ``GPTModel`` and come back."""
 
 Cut = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
@@ -88,19 +89,13 @@ def outer_pairs(arch: Architecture, *, embedding: bool, head: bool) -> list[Pair
 
 def layer_pairs(arch: Architecture, layer: int) -> list[Pair]:
     """Parameters of one decoder layer (counted from 0), but its experts'."""
-    attention = _gpt2_attention() if arch.model_type == "gpt2" else _attention(arch)
+    is_conv1d = family_of(arch).projections == "conv1d"
+    attention = _gpt2_attention() if is_conv1d else _attention(arch)
     if arch.is_moe_layer(layer):
         mlp = [Pair("mlp.router.weight", (f"{names_of(arch).router}.weight",), "whole")]
     else:
-        mlp = _gpt2_mlp() if arch.model_type == "gpt2" else _mlp(arch)
-    first, second = (
-        ("ln_1", "ln_2")
-        if arch.model_type == "gpt2"
-        else (
-            "input_layernorm",
-            "post_attention_layernorm",
-        )
-    )
+        mlp = _gpt2_mlp() if is_conv1d else _mlp(arch)
+    first, second = norm_names(arch)
     norms = _norm(arch, "input_layernorm", first) + _norm(arch, "pre_mlp_layernorm", second)
     return [*norms, *attention, *mlp]
 

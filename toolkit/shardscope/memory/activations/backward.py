@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.arrays.arithmetic import is_array, smallest
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import (
     has_one_key_head,
     is_eager,
     scores_per_token,
     widths,
 )
-from shardscope.memory.activations.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
+from shardscope.memory.activations.modules.decoder import mlp_copies
 from shardscope.memory.activations.modules.experts import expert_tensors
 from shardscope.memory.activations.modules.saved import stream_readers
 from shardscope.memory.report import Phase, Term
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.memory.activations.modules.saved import Modules
     from shardscope.memory.layer_order import Order
-
-
-GELU_IN_PLAIN_OPERATIONS = ("gpt2", "phi")
-"""Families whose activation is no kernel: 0.5 x (1 + tanh(...)), operator by operator."""
 
 
 class LayerBackward(NamedTuple):
@@ -180,11 +177,12 @@ def inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
     if not arch.gated_mlp:
         product = modules.inner_copies(names_of(arch).down)
-        if arch.model_type in GELU_IN_PLAIN_OPERATIONS:
+        activation = family_of(arch).activation
+        if activation == "gelu_new":
             # CUDA's autocast takes its cube in fp32, and so the gradients of both factors.
             return (6 if modules.autocast and modules.on_gpu else 3) - product
-        # One kernel's gradients of its output and input; Nemotron's square has a factor more.
-        return (4 if arch.model_type == "nemotron" else 2) - product
+        # One kernel's gradients of its output and input; a square has a factor more.
+        return (4 if activation == "relu2" else 2) - product
     if modules.kernels == "liger":
         # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
         return 1
@@ -215,7 +213,7 @@ def _score_gradients(arch: Architecture, modules: Modules) -> int:
     if not scores_per_token(arch, modules):
         return 0
     each = arch.num_attention_heads * modules.seq_len
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_attention_sinks:
         # The softmax's, and with the sink's place again, where the maximum's is added.
         return 2 * each * modules.stream
     return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
@@ -224,7 +222,7 @@ def _score_gradients(arch: Architecture, modules: Modules) -> int:
 def _behind_attention(arch: Architecture, modules: Modules) -> int:
     """What a dense layer's feed-forward, its norms and the output projection have let go of by then."""
     c, hidden = modules.compute, arch.hidden_size
-    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.stream
+    normed = FP32 if family_of(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
     copies = modules.stream_copies(*stream_readers(arch)[1]) * hidden * c
     output = modules.inner_copies(names_of(arch).output) * widths(arch).output * c
@@ -248,5 +246,5 @@ def norm_before_head(arch: Architecture, modules: Modules, head_input: int) -> i
         return final_norm(arch, modules)
     if arch.norm == "layernorm":
         return arch.hidden_size * 2 * modules.stream - head_input
-    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.stream
+    normed = FP32 if family_of(arch).scales_before_cast else modules.stream
     return arch.hidden_size * (5 * FP32 - normed) - head_input

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.arrays.arithmetic import holds
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
     fused_attention,
@@ -20,7 +21,7 @@ from shardscope.memory.activations.modules.attention import (
     masked,
 )
 from shardscope.memory.activations.modules.compiled import compiled_again, compiled_layer
-from shardscope.memory.activations.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
+from shardscope.memory.activations.modules.decoder import decoder_layer
 from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import gpt2_layer
 from shardscope.memory.activations.modules.known import check_known
@@ -56,6 +57,8 @@ def modules_of(plan: Plan) -> Modules:
     recipe = plan.recipe
     lora = recipe.has_adapters
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
+    # DeepSpeed takes the place of torch.nn.functional.linear, not of products that are written out.
+    uses_linear = family_of(plan.architecture).projections == "linear"
     return Modules(
         kernels=plan.kernels,
         autocast=autocast,
@@ -74,13 +77,8 @@ def modules_of(plan: Plan) -> Modules:
         int8_base=recipe.base_quantization == "int8",
         eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
         upcasts_norms=autocast and plan.on_gpu and norms_are_upcast(plan.architecture),
-        keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs and _uses_linear(plan.architecture),
+        keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs and uses_linear,
     )
-
-
-def _uses_linear(architecture: Architecture) -> bool:
-    """Whether products are ``torch.nn.functional.linear``: GPT-2's and Falcon's are written out."""
-    return architecture.model_type not in ("gpt2", "falcon")
 
 
 @lru_cache(maxsize=4096)
@@ -164,12 +162,13 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
         return compiled_again(arch, modules)
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
-    if arch.model_type == "olmo2":  # whose projections read the input without a norm
+    if family_of(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
     apart = stream if casts else 0
     experts = arch.mixture_of_experts
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
-    if recompute == "selective" and ends_dense and arch.norms_per_layer <= 2 and arch.model_type != "olmo2":
+    only_before = arch.norms_per_layer <= 2 and not family_of(arch).is_post_norm
+    if recompute == "selective" and ends_dense and only_before:
         apart += arch.hidden_size * modules.compute
     return apart + held_by_products(arch, moe, modules, recompute)
 
@@ -192,7 +191,7 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
         tensors = liger_layer(architecture, modules)
     elif modules.kernels == "compiled":
         tensors = compiled_layer(architecture, modules)
-    elif architecture.model_type == "gpt2":
+    elif family_of(architecture).projections == "conv1d":
         tensors = gpt2_layer(architecture, modules)
     elif architecture.norm == "layernorm":
         tensors = layernorm_layer(architecture, modules)
@@ -273,7 +272,7 @@ def edge_activations(architecture: Architecture, modules: Modules) -> int:
     if architecture.norm == "layernorm":
         number = modules.compute if casts_norms(architecture, modules) else modules.normed
         return hidden * number + 2 * FP32
-    normed = FP32 if architecture.model_type in SCALES_BEFORE_CAST else modules.stream
+    normed = FP32 if family_of(architecture).scales_before_cast else modules.stream
     return hidden * FP32 + FP32 + hidden * normed * modules.trained
 
 

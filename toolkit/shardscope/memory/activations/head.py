@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.core.number_format import count
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.logits import Logits, logits_per_token
 from shardscope.memory.report import Term
 
@@ -69,7 +70,7 @@ def head_terms(
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
     loss, hidden = loss_in_force(plan), plan.architecture.hidden_size
-    capped = plan.architecture.model_type == "gemma2"
+    capped = family_of(plan.architecture).has_softcapping
     if loss == "full":
         each = logits_per_token(
             vocab, modules.kernels, modules.compute, capped, parallel=plan.layout.splits_sequence

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
 from shardscope.core.number_format import count, gib, kib
 from shardscope.families.parameter_names import attention_inputs
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.backward import (
     Backward,
     FullestLayer,
@@ -220,7 +221,7 @@ class StageStep:
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
             masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
-            if not is_eager(arch, modules) and arch.model_type != "falcon":
+            if not is_eager(arch, modules) and not family_of(arch).always_passes_mask:
                 # Flags of a window are the same for all sequences, and there once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.arrays.arithmetic import by_value, ceil_div, is_array, largest, looked_up
 from shardscope.core.arrays.column import remembering
+from shardscope.families.registry import family_of
 from shardscope.memory.state.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def outer_tensors(
         has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
         if _any(has_head):
             found.append(("lm_head", has_head * rows, hidden))
-        if arch.model_type == "phi":
+        if family_of(arch).has_head_bias:
             found.append(("lm_head", is_last * rows, 1))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardscope.families.registry import family_named, family_of
 from shardscope.memory.activations.modules.attention import layers_with_windows
 
 OTHER_SPELLINGS = {
@@ -20,10 +21,6 @@ OTHER_SPELLINGS = {
     "attention_bias": ("qkv_bias", "use_bias", "bias"),
 }
 """What some families call a field of ``Architecture``."""
-
-WITHOUT_SDPA = frozenset({"gemma2", "gpt_oss"})
-"""Families whose attention, soft-capped or with sinks, transformers runs in plain operations only."""
-
 
 DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
@@ -75,9 +72,10 @@ def _read_as_transformers_does(said: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     family = said["model_type"]
-    # Its own exception: a Mistral some of whose layers have no window is another class there.
-    alternates = family == "mistral" and "layer_types" in said
-    kind = CONFIG_MAPPING["ministral" if alternates else family]
+    if "layer_types" in said:
+        # Its own exception: a Mistral some of whose layers have no window is another class there.
+        family = family_named(family).model_type_with_layer_types or family
+    kind = CONFIG_MAPPING[family]
     return kind.from_dict(copy.deepcopy(dict(said)))
 
 
@@ -85,7 +83,7 @@ def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Mo
     """The model of a config of transformers'; ``RuntimeError`` if it is not ``architecture``'s in size."""
     from transformers import AutoModelForCausalLM
 
-    own = attention or ("eager" if architecture.model_type in WITHOUT_SDPA else "sdpa")
+    own = attention or ("sdpa" if family_of(architecture).has_sdpa else "eager")
     spelled = "flash_attention_2" if own == "flash" else own
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, attn_implementation=spelled, dtype=torch.float32
@@ -128,12 +126,8 @@ def config_values(architecture: Any) -> dict[str, Any]:
 
 def _special(architecture: Any, family: Any) -> dict[str, Any]:
     """What a family's config has and no other's."""
-    values: dict[str, Any] = {}
-    if architecture.model_type == "falcon":
-        values["multi_query"] = architecture.num_key_value_heads == 1
-        values["alibi"] = architecture.position_embedding == "alibi"
-        if architecture.new_decoder_architecture:
-            values["num_ln_in_parallel_attn"] = architecture.norms_per_layer
+    own = family_of(architecture).config_values
+    values: dict[str, Any] = dict(own(architecture)) if own else {}
     if architecture.latent_attention is not None:
         # None means no compression, which the family's default is not.
         values["q_lora_rank"] = architecture.latent_attention.q_lora_rank

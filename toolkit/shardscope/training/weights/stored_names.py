@@ -12,15 +12,12 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 HEAD = "lm_head.weight"
-MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-OTHER_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-STACKED_IN_FILES = ("gpt_oss",)
-"""Families whose files have experts stacked too."""
 UNUSED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|gpt_neox\..*\.attention\.(masked_)?bias)$"
 )
@@ -68,8 +65,7 @@ def is_unused(arch: Architecture, name: str) -> bool:
     """Whether a stored tensor may be there without being read."""
     if arch.tie_word_embeddings and name == _outer(arch, HEAD):
         return True
-    # DeepSeek-V3 has a layer more, which predicts a second token; transformers has no place for it.
-    second = arch.model_type == "deepseek_v3" and f"model.layers.{arch.num_hidden_layers}." in name
+    second = family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
     return second or bool(UNUSED.search(name))
 
 
@@ -79,7 +75,7 @@ def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
     for layer in range(arch.num_hidden_layers):
         prefix = f"{names_of(arch).layers}.{layer}."
         yield from ((prefix + parameter.name, parameter.shape) for parameter in arch.layer_shapes(layer))
-        if arch.model_type == "deepseek_v3" and arch.is_moe_layer(layer):
+        if family_of(arch).router == "sigmoid" and arch.is_moe_layer(layer):
             assert arch.mixture_of_experts is not None
             # The router's, by which experts are kept in balance without a loss.
             yield f"{prefix}mlp.gate.e_score_correction_bias", (arch.mixture_of_experts.num_experts,)
@@ -87,23 +83,20 @@ def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Source:
     before, _, leaf = name.rpartition(".")
-    stacked = before.endswith(".mlp.experts") and arch.model_type not in STACKED_IN_FILES
+    files = family_of(arch).file_names
+    stacked = before.endswith(".mlp.experts") and not files.experts_are_stacked
     if not stacked:
         return Source(shape, ((_outer(arch, name),),))
-    spelled = MIXTRAL_EXPERT if arch.model_type == "mixtral" else OTHER_EXPERT
-    kinds = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
+    modules = (files.gate, files.up) if leaf == "gate_up_proj" else (files.down,)
     inside = _outer(arch, before)
-    names = (tuple(f"{inside}.{row}.{spelled[kind]}.weight" for kind in kinds) for row in range(shape[0]))
+    names = (tuple(f"{inside}.{row}.{module}.weight" for module in modules) for row in range(shape[0]))
     return Source(shape, tuple(names), is_stack=True)
 
 
 def _outer(arch: Architecture, name: str) -> str:
     """The file's spelling of a name that is one tensor, or one module, there too."""
-    if arch.model_type == "mixtral":
-        return name.replace(".mlp.", ".block_sparse_moe.")
-    if arch.model_type == "gpt_neox":
-        return name.replace("lm_head.", "embed_out.")
-    return name
+    renamed = family_of(arch).file_names.renamed
+    return name.replace(*renamed) if renamed else name
 
 
 def _without(prefix: str, source: Source) -> Source:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.families.parameter_names import attention_inputs, names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.state.lora import adapter_targets, first_layer
 from shardscope.memory.state.stages import rank_shapes
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from shardscope.core.architecture import Architecture
     from shardscope.core.recipe import Recipe
-
-DROPOUTS = frozenset({"gpt2", "gpt_neox", "phi3", "phi"})
-"""Families with a dropout module behind attention and another behind the feed-forward."""
 
 
 class Call(NamedTuple):
@@ -46,9 +44,6 @@ class Call(NamedTuple):
     deepspeed/runtime/zero/leaf_module_config.py); its gradients wait until all are there."""
 
 
-LEAVES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
-"""Families whose feed-forward with experts is such a leaf."""
-
 NOTHING = Call()
 """A module without tensors: an activation, a dropout, or one that makes positions' angles."""
 
@@ -71,11 +66,11 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
         make(path)._replace(in_attention=True) for path in modules if path.startswith(f"{names.attention}.")
     ]
     inner = [path for path in modules if path.startswith("mlp.")]
-    if moe and arch.model_type in LEAVES:
+    if moe and family_of(arch).is_zero3_leaf:
         return _with_leaf(arch, adapted, norms, attention, [modules[path] for path in inner])
     shared = [path for path in inner if path.startswith(f"{names.shared_experts}.")]
     plain = [make(path) for path in inner if path not in shared]
-    dropout = [NOTHING] * (arch.model_type in DROPOUTS)
+    dropout = [NOTHING] * family_of(arch).has_dropout_modules
     if not moe:
         plain.insert(1, NOTHING)
     elif shared:
@@ -96,7 +91,7 @@ def _with_leaf(
     inner: list[list[int]],
 ) -> Call:
     """A layer whose feed-forward has no hooks inside."""
-    if arch.model_type == "qwen3_moe":
+    if family_of(arch).registers_router_last:
         # Its router is made behind its experts, and so gathered.
         inner = [*inner[1:], *inner[:1]]
     own = tuple(size for sizes in inner for size in sizes)
@@ -123,11 +118,11 @@ def _maker(
         large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts as the products read them; all others through a transposed view.
-            in_pairs = arch.model_type == "gpt_oss"
+            in_pairs = family_of(arch).has_clamped_experts
             both = () if in_pairs else (0, 1)
             return Call(own, (NOTHING,), adapted is None, both, not waiting, large, in_pairs=in_pairs)
         # Falcon multiplies by a transposed view itself, where others' products are DeepSpeed's own.
-        viewed = (0,) if arch.model_type == "falcon" and name in linears else ()
+        viewed = (0,) if family_of(arch).projections == "matmul" and name in linears else ()
         if adapted is None or name not in targets:
             return Call(own, (), adapted is None, viewed, not waiting, large)
         out, inner = linears[name]
@@ -145,8 +140,7 @@ Norm = TypeVar("Norm")
 def around(arch: Architecture, norms: list[Norm]) -> tuple[list[Norm], list[Norm], list[Norm]]:
     """Of ``norms`` as a layer registers them those before attention, between it and the feed-forward, and
     behind that."""
-    if arch.model_type == "olmo2":
-        return [], norms[:1], norms[1:]
-    if arch.model_type == "glm4":
-        return norms[:1], [norms[2], norms[1]], norms[3:]
-    return norms[:1], norms[1:3], norms[3:]
+    before, between, behind = (
+        [norms[place] for place in places if place < len(norms)] for places in family_of(arch).norm_placement
+    )
+    return before, between, behind

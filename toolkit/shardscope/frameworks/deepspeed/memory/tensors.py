@@ -14,6 +14,7 @@ import numpy as np
 from shardscope.core.arrays.arithmetic import ceil_div, largest
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.memory.calls import around
 from shardscope.memory.state.lora import adapter_targets, first_layer
 from shardscope.memory.state.stages import INPUTS, outer_tensors, rank_shapes
@@ -84,17 +85,13 @@ class Tensors(NamedTuple):
     """Places in ``trained``, in the order in which their gradients come."""
 
 
-_SCALED_EMBEDDINGS = frozenset({"gemma", "gemma2"})
-"""Families whose embedding has a forward of its own, which no vocabulary-parallel embedding replaces."""
-
-
 def cuts_tied_head(arch: Architecture) -> bool:
     """Whether AutoTP cuts an embedding that is the head too; else every rank has all of it.
 
     ``VocabParallelEmbedding.validate_embedding`` (deepspeed/module_inject/layers.py), upon whose refusal the
     engine keeps both replicated (``_apply_autotp_partitioning``, deepspeed/runtime/engine.py).
     """
-    return arch.tie_word_embeddings and arch.model_type not in _SCALED_EMBEDDINGS
+    return arch.tie_word_embeddings and not family_of(arch).has_own_embedding_class
 
 
 def tensors_of(plan: Plan, stage: Stage) -> Tensors:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.rehearsal.experts import in_groups_of_experts, routed, spread
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
@@ -18,7 +19,7 @@ from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.loss import apply_chunked_loss
-from shardscope.training.model.model import DROPOUTS, WITHOUT_SDPA, config_values
+from shardscope.training.model.model import DROPOUTS, config_values
 from shardscope.training.model.recompute import apply_recompute
 from shardscope.training.optimizers.optimizers import build_optimizer
 
@@ -126,7 +127,7 @@ def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracke
 
     kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
-    eager = arch.model_type in WITHOUT_SDPA or plan.recipe.attention == "eager"
+    eager = not family_of(arch).has_sdpa or plan.recipe.attention == "eager"
     attention = "eager" if eager else "sdpa"
     known = AutoConfig.for_model(arch.model_type).to_dict()
     # GPT-2's probabilities are 0.1 by themselves, and then masks stay.

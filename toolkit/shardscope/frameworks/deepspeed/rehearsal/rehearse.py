@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardscope.core.errors import one_of, refuse
+from shardscope.families.registry import families_with
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.tensors import fullest_rank
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
@@ -52,9 +53,8 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
         return [_play(plan, deepspeed, tracker, note_progress, device, files)]
 
 
-AUTOTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite")
-"""Families that AutoTP cuts by the plan that transformers has for them. It refuses plans with experts and
-with fused projections (Phi-3), and GPT-2 has none."""
+AUTOTP_FAMILIES = families_with("autotp_rehearsal")
+"""Families that AutoTP cuts by the plan that transformers has for them."""
 
 
 def check_plan(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardscope.families.registry import families_with
 from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
 
 COVERED: Covered = {
@@ -16,7 +17,7 @@ COVERED: Covered = {
     "Layout.ep": (1,),
     "Layout.use_precision_aware_optimizer": (False,),
     "Layout.tp_comm_overlap": (False,),
-    "Architecture.model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "Architecture.model_type": families_with("megatron_script"),
     "Architecture.attention_output_bias": (False,),
     "Architecture.mlp_bias": (False,),
 }

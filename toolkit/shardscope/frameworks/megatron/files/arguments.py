@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
 from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -69,7 +70,7 @@ def architecture_flags(arch: Architecture) -> Flags:
 
 def has_biases(arch: Architecture) -> bool:
     """Whether all linear layers have them, of which Megatron has one switch."""
-    return arch.attention_output_bias or arch.mlp_bias or arch.model_type == "gpt2"
+    return arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
 
 
 def _latent(arch: Architecture) -> Flags:

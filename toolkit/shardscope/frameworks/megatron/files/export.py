@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardscope.families.registry import family_of
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.accelerate_config import none_of_it
 from shardscope.frameworks.formats.commands import commands, started
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 FLAGS_FILE = "megatron_arguments.txt"
-GATES = ("gemma", "gemma2", "gemma3_text", "phi", "falcon", "gpt_neox", "starcoder2", "nemotron")
-"""Families whose MLP has another activation than SiLU behind a gate, or GELU without one."""
+ACTIVATIONS = ("silu", "gelu_new")
+"""What --swiglu is behind a gate, and Megatron-LM's GELU without one."""
 
 READ_FLAGS = f"""set -f  # --moe-layer-freq has stars in it
 mapfile -t lines < <(grep -v '^#' {FLAGS_FILE})
@@ -119,7 +120,7 @@ def _text(plan: Plan) -> str:
             "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
             "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
         )
-    if plan.architecture.model_type in GATES:
+    if family_of(plan.architecture).activation not in ACTIVATIONS:
         notes.append(
             f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
             "and without it Megatron-LM has GELU."

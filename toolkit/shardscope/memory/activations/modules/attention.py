@@ -6,29 +6,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
 
-EAGER = frozenset({"gemma2", "gpt_oss"})
-"""Families that transformers runs without a fused kernel: SDPA can neither cap scores nor add sinks."""
-
-CONCATENATED = frozenset({"phi3", "glm", "glm4", "gpt_neox", "phi", "nemotron"})
-"""Families that put rotated and other numbers of the query together with ``cat``, which lays it by heads."""
-
-FUSED_VALUES = frozenset({"phi3", "gpt_neox"})
-"""Families whose values are a view of the fused projection's output, which so stays whole."""
-
-
-CHOOSABLE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Families in which ``Recipe.attention`` may differ from what they use by themselves, and is counted."""
-
 
 def is_eager(arch: Architecture, modules: Modules) -> bool:
     """Whether attention runs in plain operations."""
-    return arch.model_type in EAGER or modules.attention == "eager"
+    return not family_of(arch).has_sdpa or modules.attention == "eager"
 
 
 class Widths(NamedTuple):
@@ -66,11 +54,8 @@ def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
 
 
 def masked(arch: Architecture, modules: Modules) -> bool:
-    """Whether transformers passes a mask, which the kernel keeps: a sliding window in force, or Falcon.
-
-    Falcon always makes its mask (``allow_is_causal_skip=False``).
-    """
-    if arch.model_type == "falcon":
+    """Whether transformers passes a mask, which the kernel keeps: always, or for a window in force."""
+    if family_of(arch).always_passes_mask:
         return True
     if modules.attention == "flash":
         # FlashAttention knows windows, and documents that were packed, by numbers of its own.
@@ -86,13 +71,13 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
     if modules.kernels == "megatron":
         return 0
     cast = modules.compute if modules.compute < FP32 else 0
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_attention_sinks:
         # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
         softmax = heads * (modules.seq_len + 1) * modules.stream
         return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
     if is_eager(arch, modules):
         # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
-        tanh = modules.compute if arch.model_type in EAGER else 0
+        tanh = modules.compute if family_of(arch).has_softcapping else 0
         return each_key * (tanh + FP32 + cast)
     if in_plain_math(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
@@ -110,19 +95,17 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     key, value = width.key, width.value
     has_mask = masked(arch, modules)
     tensors = [Saved("attention", FP32 * heads, "tp")]
-    if arch.model_type == "falcon":
-        key, value = _falcon_operands(arch, modules)
+    if family_of(arch).expands_key_heads:
+        key, value = _expanded_operands(arch, modules)
     elif has_mask and width.key < width.query:
         # With a mask SDPA wants as many keys as queries.
         key = value = width.query
-    elif arch.model_type in FUSED_VALUES and not (modules.quantized and modules.normed > c):
+    elif family_of(arch).values_are_views and not (modules.quantized and modules.normed > c):
         # A base in few bits puts out the type of its input, of which autocast makes copies.
         value = width.query + 2 * width.key
     if has_mask:
         # The kernel keeps the mask in the operands' type.
         tensors.append(Saved("attention", modules.seq_len * c, "whole"))
-    if arch.model_type == "gpt2":
-        key = value = width.query
     latent = arch.latent_attention
     if latent is not None:
         value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
@@ -144,13 +127,13 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
         return 3 * width.query * FP32
     if modules.broadcasts_views:
         return width.inputs * FP32
-    repeats = arch.model_type == "falcon" or (modules.on_gpu and only_plain_math(arch, modules))
+    repeats = family_of(arch).expands_key_heads or (modules.on_gpu and only_plain_math(arch, modules))
     if repeats and arch.latent_attention is None:
         return 3 * width.query * FP32
     return width.inputs * FP32
 
 
-def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
+def _expanded_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
     """Numbers that key and value keep: newer Falcons repeat both to all heads, older ones' are views.
 
     Values are a view of the fused output; biases in fp32 make that fp32 under autocast, and the kernel has a
@@ -177,8 +160,8 @@ def in_plain_math(arch: Architecture, modules: Modules) -> bool:
 
 def has_one_key_head(arch: Architecture) -> bool:
     """Whether SDPA is to broadcast a lone key head, which only plain math does (older Falcons)."""
-    older = arch.model_type == "falcon" and not arch.new_decoder_architecture
-    return older and arch.num_key_value_heads < arch.num_attention_heads
+    broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
+    return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 
 
 def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
@@ -203,7 +186,7 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
         return True
     flash = modules.fused_attention == "flash" and modules.compute < FP32
     by_tokens = modules.on_gpu and (has_mask or not flash)
-    return arch.model_type in CONCATENATED and not by_tokens
+    return family_of(arch).concatenates_query and not by_tokens
 
 
 def fused_attention(plan: Plan) -> str:
@@ -224,7 +207,7 @@ def only_plain_math(arch: Architecture, modules: Modules) -> bool:
     Flash attention is half precision; the memory-efficient kernel has no grouped queries (torch's
     ``sdp_utils.cpp``, ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
     """
-    if arch.model_type in EAGER:
+    if not family_of(arch).has_sdpa:
         return False
     if modules.fused_attention == "none":
         return True

@@ -12,16 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import families_with, family_of
 from shardscope.memory.activations.modules.attention import kernel_tensors, widths
 from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-COMPILED_FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "granite"),
-    *("gemma", "gemma3_text", "glm", "glm4", "olmo2"),
-)
+COMPILED_FAMILIES = families_with("compiled_layers")
 """Families whose compiled layers were counted: RMSNorm, a gated MLP, SDPA.
 
 Not Phi-3: it depends on how much of a head is rotated, which an ``Architecture`` does not say, for without a
@@ -52,7 +50,7 @@ def _norms(arch: Architecture, modules: Modules) -> int:
     attention, mlp = (any(map(modules.feeds, readers)) for readers in stream_readers(arch))
     normed = (attention + mlp) * hidden * c
     saved = arch.norms_per_layer * FP32 + normed
-    if arch.model_type == "olmo2":
+    if family_of(arch).is_post_norm:
         return saved + hidden * c
     behind = arch.norms_per_layer > 2
     return saved + hidden * (modules.stream + behind * c)
@@ -63,7 +61,7 @@ def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-    statistics = FP32 * (2 if arch.model_type == "olmo2" else heads)
+    statistics = FP32 * (2 if family_of(arch).qk_norm_over_all_heads else heads)
     return [Saved("attention", (width.query + width.key) * modules.compute + statistics, "tp")]
 
 
@@ -72,7 +70,7 @@ def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int
 
     Without norms behind, the stream between attention and the MLP stays instead of attention's output.
     """
-    if arch.model_type == "olmo2":
+    if family_of(arch).is_post_norm:
         return 0
     return FP32 + (arch.hidden_size * modules.compute if arch.norms_per_layer == 2 else 0)
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import kernel_tensors, widths
 from shardscope.memory.activations.modules.experts import expert_tensors
 from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-
-
-SCALES_BEFORE_CAST = frozenset({"gemma", "gemma2", "gemma3_text", "olmo2", "gpt_oss"})
-"""Families whose RMSNorm multiplies with its weight before it casts back, and so keeps fp32 numbers."""
 
 
 def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
@@ -47,7 +44,7 @@ def _norms(arch: Architecture, modules: Modules) -> int:
     saved = count * (hidden * FP32 + FP32)
     if not modules.trained:
         return saved
-    if arch.model_type in SCALES_BEFORE_CAST:
+    if family_of(arch).scales_before_cast:
         return saved + count * hidden * FP32
     # Norms behind a projection (GLM-4) cast back to what it puts out.
     behind = count - 2 if count > 2 else 0
@@ -59,10 +56,10 @@ def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.compute
+    normed = FP32 if family_of(arch).scales_before_cast else modules.compute
     saved = (width.query + width.key) * (FP32 + normed * modules.trained)
-    # OLMo 2 normalises all query heads together, and all key heads.
-    return [Saved("attention", saved + FP32 * (2 if arch.model_type == "olmo2" else heads), "tp")]
+    norms = 2 if family_of(arch).qk_norm_over_all_heads else heads
+    return [Saved("attention", saved + FP32 * norms, "tp")]
 
 
 def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
     # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
     routed = 2 * hidden * width if modules.trained else hidden * width
     # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.
-    copies = (6 if arch.model_type == "gpt_oss" else 3) + modules.trained
+    copies = (6 if family_of(arch).has_clamped_experts else 3) + modules.trained
     inner = copies * experts.moe_intermediate_size * width
     readers = ("router",) + (("gate_proj", "up_proj") if shared else ())
-    gated = arch.model_type == "qwen2_moe"
+    gated = family_of(arch).has_shared_expert_gate
     readers += ("shared_expert_gate",) if gated else ()
     tensors = [
         Saved("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
@@ -49,16 +50,16 @@ def _router(arch: Architecture, modules: Modules) -> int:
     assert experts is not None
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     places = 4 * INT64 * top_k
-    reads = modules.feeds("router")
-    if arch.model_type == "gpt_oss":
+    reads, router = modules.feeds("router"), family_of(arch).router
+    if router == "softmax_of_top_k":
         # Experts in sorted order choose the biases that get gradients.
         return 2 * top_k * c + places + INT64 * top_k * modules.trained
-    if arch.model_type == "deepseek_v2":
+    if router == "softmax_upcast":
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
         return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + places + upcast
-    if arch.model_type in ("qwen2_moe", "qwen3_moe"):
+    if router == "softmax_cast":
         return count * FP32 + top_k * c + places
-    if arch.model_type == "deepseek_v3":
+    if router == "sigmoid":
         score = c if modules.autocast else FP32
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
         # Measured: with everything in fp32 one more tensor of scores stays.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import is_eager, kernel_tensors, scores_per_token, widths
 from shardscope.memory.activations.modules.compiled import unsaved_in_first_compiled_layer
 from shardscope.memory.activations.modules.decoder import latent_ranks, query_key_norms
@@ -25,7 +26,7 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     if modules.kernels == "compiled" and not modules.trained:
         return (Saved("norms", unsaved_in_first_compiled_layer(arch, modules), "sequence"),)
     other_modules = modules.kernels != "transformers"
-    if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
+    if modules.trained or other_modules or family_of(arch).is_post_norm:
         return ()
     if modules.keeps_frozen_inputs:
         plain = modules._replace(keeps_frozen_inputs=False)

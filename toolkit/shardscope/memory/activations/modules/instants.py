@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.precision import FP32, HALF
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.backward import final_norm, inner_gradients
 from shardscope.memory.activations.forward import kept_apart, kept_by_selective, masks_kept, saved_tensors
-from shardscope.memory.activations.modules.attention import EAGER, is_eager, masked, scores_per_token, widths
+from shardscope.memory.activations.modules.attention import is_eager, masked, scores_per_token, widths
 from shardscope.memory.activations.modules.experts import expert_tensors
 from shardscope.memory.activations.modules.layer_weights import layer_weights
 from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
@@ -23,10 +24,6 @@ from shardscope.memory.activations.modules.selective import held_by_products
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-
-
-CAST_WEIGHTS = ("qwen2_moe", "qwen3_moe", "gpt_oss")
-"""Families whose router hands out its weights in the type of its input."""
 
 
 class Instant(NamedTuple):
@@ -272,7 +269,7 @@ class _Layer:
         if recompute == "selective":
             kept = kept_by_selective(self.arch, self.moe, self.modules)
             later = self.parts.part([one for one in kept if one.operator in ("mlp", "experts")])
-            if self.arch.model_type != "gpt_oss":  # whose sinks make three more of the product that is kept
+            if not family_of(self.arch).has_attention_sinks:  # which make three more of the kept product
                 scores -= each * self.modules.compute
         on_rank: int = ceil_div(scores, self.parts.tp) - later
         return on_rank
@@ -389,20 +386,20 @@ def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
     Grouped products are not autocast: they run in the weights' own type.
     """
     width = modules.stream
-    return width, width if arch.model_type in CAST_WEIGHTS else FP32
+    return width, width if family_of(arch).casts_router_weights else FP32
 
 
 def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
     """Scores at once in forward, what is saved of them included."""
     c = modules.compute
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_attention_sinks:
         return 3 * each * modules.stream
-    return each * (c + FP32 + (c if arch.model_type in EAGER else 0) + (c if c < FP32 else 0))
+    return each * (c + FP32 + (c if family_of(arch).has_softcapping else 0) + (c if c < FP32 else 0))
 
 
 def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
     """Gradients of probabilities and of the softmax, less the probabilities' cast that is gone."""
-    if arch.model_type == "gpt_oss":
+    if family_of(arch).has_attention_sinks:
         # The softmax's, and with the sink's place again, where the maximum's is added.
         return 2 * each * modules.stream
     return each * (modules.compute + FP32)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-KNOWN = frozenset({
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
-    "qwen2_moe", "gemma", "gemma3_text", "phi", "deepseek_v2", "gpt_neox", "gpt_oss", "olmo2", "granite",
-    "glm", "glm4", "falcon", "starcoder2", "nemotron",
-})  # fmt: skip
+KNOWN = frozenset(FAMILIES)
 """Checked tensor by tensor against transformers' own modules (tests/runs/test_saved_tensors.py)."""
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import kernel_tensors, widths
 from shardscope.memory.activations.modules.gpt2 import gelu_in_plain_operations
 from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
@@ -54,12 +55,12 @@ def statistics(modules: Modules) -> int:
 
 def norms_are_upcast(arch: Architecture) -> bool:
     """Whether the family's norms are ``layer_norm``, of which CUDA's autocast makes fp32."""
-    return arch.norm == "layernorm" and arch.model_type != "nemotron"
+    return arch.norm == "layernorm" and not family_of(arch).has_layernorm_1p
 
 
 def casts_norms(arch: Architecture, modules: Modules) -> bool:
     """Nemotron's LayerNorm1P casts its input itself, but asks for CUDA's autocast only."""
-    return arch.model_type == "nemotron" and modules.autocast and modules.on_gpu
+    return family_of(arch).has_layernorm_1p and modules.autocast and modules.on_gpu
 
 
 def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
@@ -76,11 +77,12 @@ def inner_bytes(arch: Architecture, modules: Modules) -> int:
     """Bytes for each number of the inner width: what the activation keeps, and the second product's input."""
     c, down = modules.compute, names_of(arch).down
     product = modules.inner_copies(down) * c
-    if arch.model_type == "phi":
+    family = family_of(arch)
+    if family.activation == "gelu_new":
         return gelu_in_plain_operations(modules) + product
-    if arch.model_type == "nemotron" and modules.autocast and modules.on_gpu:
+    if family.activation == "relu2" and modules.autocast and modules.on_gpu:
         # The squared ReLU: its result for ReLU, and upcast for the power.
         return c + FP32 + product
-    if arch.model_type == "falcon" and arch.mlp_bias:
-        return modules.stream + product  # FalconLinear adds its bias outside of autocast
+    if family.projections == "matmul" and arch.mlp_bias:
+        return modules.stream + product  # the bias is added outside of autocast
     return c + product

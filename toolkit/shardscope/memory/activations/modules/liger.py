@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import families_with
 from shardscope.memory.activations.modules.attention import kernel_tensors, widths
 from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LIGER_FAMILIES = families_with("liger_kernels")
 """Families for which ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import in_plain_math, is_eager, widths
 from shardscope.memory.activations.modules.saved import Modules, Saved
 from shardscope.memory.state.lora import first_layer
@@ -35,7 +36,7 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
         score = FP32 if arch.latent_attention is not None and not modules.autocast else c
         tensors.append(Saved("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
-        if arch.model_type == "qwen2_moe":  # the shared expert's gate
+        if family_of(arch).has_shared_expert_gate:
             tensors.append(Saved("experts", c, "sequence"))
     if width and plain:
         tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
