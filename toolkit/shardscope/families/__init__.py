@@ -1,1 +1,1 @@
-"""Model families, one record each: config.json, parameter names and shapes, modules, allowed fields, support."""
+"""Model families, one record each: config.json, parameter names and shapes, modules, fields, support."""
