@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, holds, largest, smallest, where
-from shardscope.core.number_format import gib
+from shardscope.core.arrays.arithmetic import ceil_div, holds, largest, looked_up, smallest, where
+from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.memory.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.memory.counted import Counted, counted, is_late
-from shardscope.frameworks.deepspeed.memory.head import logits
 from shardscope.frameworks.deepspeed.memory.offload import Pieces, offloaded
 from shardscope.frameworks.deepspeed.memory.pipeline import in_stages
-from shardscope.frameworks.deepspeed.memory.second_parts import second_parts
 from shardscope.frameworks.deepspeed.memory.swapping import swapped
-from shardscope.frameworks.deepspeed.memory.tensors import FP64, working
+from shardscope.frameworks.deepspeed.memory.tensors import FP64, cut_each, cuts_tied_head, tensors_on, working
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
+from shardscope.memory.activations.head import head_terms, loss_in_force
 from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.state.optimizers import flat_state, flat_working
 from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
+    from shardscope.memory.activations.step import StageStep
+
 
 _IN_TWO_GROUPS = ("adamw_8bit", "adafactor")
 """Client optimizers, whose matrices decay and vectors do not; DeepSpeed's own take all as one group."""
@@ -368,3 +369,80 @@ def _parameters_term(n: _Numbers, num_bytes: int, words: Callable[[], str]) -> T
 def _each(num_bytes: int, numbers: int) -> str:
     """Bytes of each number; not always a whole one, for 8-bit moments have scales."""
     return f"{num_bytes / max(1, numbers):.4g}"
+
+
+# ---- The head under DeepSpeed's AutoTP: cut over tp, but for what transformers' own plan gathers again
+#
+# AutoTP follows the plan that transformers has for a model: an untied head's logits are gathered, so that
+# every rank has the whole vocabulary; a head that is the embedding too stays cut, and DeepSpeed's own loss
+# goes over the cut logits (``deepspeed/sequence/cross_entropy.py``, ``_VocabParallelCrossEntropy``).
+
+
+def logits(step: StageStep) -> tuple[Term, Term]:
+    """Logits and loss at the end of forward, and as backward starts."""
+    plan, arch = step.plan, step.plan.architecture
+    usual = head_terms(plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size)
+    if not cuts_tied_head(arch) or loss_in_force(plan) != "full":
+        return usual
+    tp, width = plan.degrees.tp, step.modules.compute
+    vocab = ceil_div(arch.vocab_size, tp)
+    # Of several sequences the logits without each one's last are a copy.
+    shifted = where(plan.recipe.micro_batch_size > 1, width, 0)
+    copy = FP32 if width < FP32 else 0
+    # The copy in fp32, less its largest, and e to that; then that, its gradient, and the gradient's cast.
+    forward = width + shifted + copy + 2 * FP32
+    backward = 2 * FP32 + (width if copy else 0) + shifted
+    parallel = _terms(step, vocab, forward), _terms(step, vocab, backward)
+    return chosen(tp > 1, parallel[0], usual[0]), chosen(tp > 1, parallel[1], usual[1])
+
+
+def _terms(step: StageStep, vocab: Any, each: Any) -> Term:
+    return Term(
+        step.stage.is_last * step.tokens * vocab * each,
+        lambda: (
+            f"{count(step.tokens, 'token')} × {vocab:,} of the vocabulary × {each} bytes · DeepSpeed's "
+            "vocabulary-parallel cross entropy"
+        ),
+    )
+
+
+# ---- Second partitions of stage 3's weights (ZeRO++'s hpZ, Wang et al. 2023, section 3.2)
+#
+# Read off ``deepspeed/runtime/zero/partition_parameters.py`` (``_partition_param_sec``) and ``stage3.py``
+# (``_post_step``, which forgets those of what was trained) of DeepSpeed 0.19.
+
+
+class SecondParts(NamedTuple):
+    """Elements of one rank's second partitions (hpZ), each tensor cut over ``zero_hpz_partition_size``."""
+
+    trained: Any = 0
+    """Of what is not always gathered: from its release in forward until the optimizer has stepped."""
+    frozen: Any = 0
+    """Of what is frozen, all along."""
+    at_first: Any = 0
+    """Of all tensors: ``zero.Init`` makes them all."""
+
+    @property
+    def all(self) -> Any:
+        """Most that there is in a step."""
+        return self.trained + self.frozen
+
+
+def second_parts(plan: Plan) -> SecondParts:
+    """Second partitions of one rank; none unless the layout asks for them."""
+    layout: Any = plan.layout
+    group = layout.zero_hpz_partition_size
+    if group == 1:
+        return SecondParts()
+    arch, ranks = plan.architecture, plan.degrees.data_parallel
+    adapted = plan.recipe if plan.recipe.has_adapters else None
+    moe = arch.num_moe_layers
+    tensors = tensors_on(arch, adapted, 1, 1, arch.num_hidden_layers - moe, moe, 1, 1)
+    threshold = layout.stage3_param_persistence_threshold
+    cut = tuple(size for size in tensors.trained if size > threshold)
+
+    def each(sizes: tuple[int, ...]) -> Any:
+        # Padded for all ranks first, then cut among the fewer.
+        return looked_up(lambda number: cut_each(sizes, number), ranks) * ranks // group
+
+    return SecondParts(each(cut), each(tensors.frozen), each((*tensors.trained, *tensors.frozen)))
