@@ -242,7 +242,7 @@ def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
     assert found.plan is not None
     assert found.plan.degrees.data_parallel <= 64
     assert "global_batch_size" in found.path[1].answer
-    assert any(turn.answer == "It cannot run, for the same reason." for turn in found.path)
+    assert any("same reason" in turn.answer for turn in found.path)
 
 
 def test_a_batch_that_the_gpus_do_not_divide_gets_the_nearest_that_they_do() -> None:

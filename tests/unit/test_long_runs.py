@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from test_run_view import until
 
 import shardscope as ss
 from shardscope.records import files as records
@@ -63,9 +64,8 @@ def long_run(folder: RunFolder) -> Run:
             for step in range(NUM_LINES)
         ],
     )
-    plan = ss.Plan(
-        ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
-    )
+    recipe = ss.Recipe(seq_len=512, global_batch_size=64)
+    plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
     write_json(folder.run_json, {"world_size": 1, "created": 1.0, "plan": json.loads(plan.to_json())})
     append_line(folder.status, {"time": 1.0, "status": "finished", "reason": "done"})
     phases = {"forward": {"parameters": 2**20, "activations": 2**24}}
@@ -82,7 +82,7 @@ def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest
 
     monkeypatch.setattr(records, "parse_object", parse_object)
     tracemalloc.start()
-    (memory,) = long_run._logged_memory()
+    (memory,) = LoggedMemory(RunFolder(long_run.folder), 1).read()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert memory["peak_memory_bytes"] == 2006 and memory["step"] == NUM_LINES - 1
@@ -99,8 +99,14 @@ def test_the_studio_reads_no_more_of_it_than_it_shows(long_run: Run, monkeypatch
         raise AssertionError("all records at once")
 
     monkeypatch.setattr(Run, "metrics", all_of_them)
+    status = RunFolder(long_run.folder).status
+    append_line(status, {"time": 2.0, "status": "running", "reason": "goes on"})
     studio = Studio()
-    studio._run_ended(long_run)
-    ((_, steps),) = studio._measured
-    assert steps.seconds == 0.25
-    assert 1000 < steps.num_steps < NUM_LINES
+    studio.apply(long_run.plan)
+    studio.tabs.value = "Time"
+    studio.runs.open(long_run)
+    append_line(status, {"time": 3.0, "status": "finished", "reason": "done"})
+    assert until(lambda: studio.time.shown is not None and studio.time.shown.measured is not None, 60)
+    num_steps, seconds = studio.time.shown.measured
+    assert seconds == 0.25 and 1000 < num_steps < NUM_LINES
+    studio.close()
