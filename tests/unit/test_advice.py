@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import CLUSTERS, EVERY_FAMILY
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.catalog import links
@@ -307,7 +308,7 @@ def test_what_is_no_noun_is_refused(position: int) -> None:
 # ------------------------------------------------------------------------------------------ properties
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     arch=st.sampled_from(EVERY_FAMILY),
     cluster=st.sampled_from(CLUSTERS),
@@ -348,7 +349,7 @@ def test_any_model_anywhere_gets_advice(
     assert all(other.layout is not None and words.endswith(".") for other, words in found.alternatives)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(arch=st.sampled_from(EVERY_FAMILY), cluster=st.sampled_from(CLUSTERS))
 def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cluster: ss.Cluster) -> None:
     recipe = ss.Recipe(seq_len=2048)

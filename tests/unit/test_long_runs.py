@@ -7,7 +7,6 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from test_run_view import until
 
 import shardscope as ss
 from shardscope.records import files as records
@@ -16,6 +15,8 @@ from shardscope.records.files import append_line, encode, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.run import Run
 from shardscope.runs.watch.logged_memory import LoggedMemory
+from shardscope_widgets import StepView
+from shardscope_widgets.time.rows import RunSteps
 
 NUM_LINES = 60_000
 
@@ -91,22 +92,18 @@ def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest
     assert peak < 6 * records.PIECE_BYTES
 
 
-def test_the_studio_reads_no_more_of_it_than_it_shows(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_view_reads_no_more_of_it_than_it_shows(
+    long_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of a run, beside a kernel that has other things to do."""
-    from shardscope_widgets import Studio
 
     def all_of_them(run: Run) -> Any:
         raise AssertionError("all records at once")
 
     monkeypatch.setattr(Run, "metrics", all_of_them)
-    status = RunFolder(long_run.folder).status
-    append_line(status, {"time": 2.0, "status": "running", "reason": "goes on"})
-    studio = Studio()
-    studio.apply(long_run.plan)
-    studio.tabs.value = "Time"
-    studio.runs.open(long_run)
-    append_line(status, {"time": 3.0, "status": "finished", "reason": "done"})
-    assert until(lambda: studio.time.shown is not None and studio.time.shown.measured is not None, 60)
-    num_steps, seconds = studio.time.shown.measured
-    assert seconds == 0.25 and 1000 < num_steps < NUM_LINES
-    studio.close()
+    steps = RunSteps.of(long_run)
+    assert steps is not None
+    view = StepView(long_run.plan)
+    view.add(long_run.plan, steps)
+    assert view.shown is not None and view.shown.measured == (steps.num_steps, 0.25)
+    assert 1000 < steps.num_steps < NUM_LINES

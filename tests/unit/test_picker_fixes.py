@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from test_run_view import until
+from tests.needs import few
 from tests.weights_folders import write_folder
 
 import shardscope as ss
@@ -58,7 +59,7 @@ ONE_CLICK: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "deepspeed", "megatron"], ["fsdp2"]))
 @pytest.mark.parametrize("typed", ONE_CLICK, ids=str)
 def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
     """Micro-batch 128 offered "Use 128" for the batch, which then did not divide over 8 GPUs."""

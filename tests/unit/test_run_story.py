@@ -182,10 +182,12 @@ def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     # None at all where somebody else sent the signal.
     folder = run_folder(tmp_path, on_cpus, trains_the_plan=True)
     append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9})
+    counted = [OomKills(0, 0)]
+    monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
     host, failures = HostWatch(folder, 2), all_failures(folder, 2)
     description = read_json(folder.run_json) or {}
     for number in (1, 0):
-        monkeypatch.setattr(host, "_oom_kills", lambda number=number: OomKills(number, number))
+        counted.append(OomKills(number, number))
         assert (words in tell(failures, description, host).text) == bool(number)
     # After the supervisor's own death nobody knows: then nothing is said of memory.
     unwatched = tell(failures, description)

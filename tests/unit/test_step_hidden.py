@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.timing.report import StepReport
 from shardscope.timing.traffic import Beneath
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ARITHMETIC = ("matrices", "attention", "elementwise", "loss", "recomputation")
 WINDOWS: tuple[Beneath, ...] = ("forward", "backward", "last_backward", "first_forward", "attention")
 

@@ -67,7 +67,9 @@ def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
     assert studio.memory.figure is figure
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40])
+@pytest.mark.parametrize(
+    "text", few(["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40], ["nan", "0"])
+)
 @pytest.mark.parametrize("box", ["seq_len", "micro", "global_batch"])
 def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
     studio: Studio, box: str, text: str
@@ -112,7 +114,7 @@ def test_a_size_is_a_model(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
-@pytest.mark.parametrize("model", ["gpt2", "llama-3.1-405b", "mixtral-8x7b"])
+@pytest.mark.parametrize("model", few(["gpt2", "llama-3.1-405b", "mixtral-8x7b"], ["gpt2"]))
 def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: str) -> None:
     if model == "gpt2":
         studio.recipe.seq_len.value = "1024"
