@@ -62,8 +62,8 @@ def thorough() -> pytest.MarkDecorator:
 
 
 def examples(number: int) -> int:
-    """How many examples hypothesis draws of a law: all in `make test-all`, else a quarter of ``number``."""
-    return number if THOROUGH else number // 4
+    """How many examples hypothesis draws of a law: all in `make test-all`, else an eighth of ``number``."""
+    return number if THOROUGH else max(number // 8, 5)
 
 
 def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:

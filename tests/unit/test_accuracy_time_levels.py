@@ -7,12 +7,11 @@ from statistics import median
 import pytest
 from tests.accuracy.document import DOCUMENT, parts
 from tests.accuracy.rows import SHARED, read
-from tests.accuracy.time_apart import OTHER_FRAMEWORKS, calibrated, described_line
+from tests.accuracy.time_apart import calibrated
 from tests.accuracy.time_rows import time_files
 from tests.accuracy.time_scoring import (
     TimeScore,
     absolute,
-    overall_line,
     rank_correlation,
     score_time,
     summary,
@@ -93,13 +92,3 @@ def test_the_document_has_the_figures_of_a_fresh_run(score: TimeScore) -> None:
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
     assert fresh == stored
-
-
-def test_the_report_ends_with_the_closing_line(score: TimeScore) -> None:
-    lines = time_report(score).splitlines()
-    assert lines[-1] == overall_line(calibrated(score).by_product)
-    assert lines[-1].startswith("overall time: 11 sources, ")
-    assert lines[-3] == described_line(score)
-    assert lines[-3].startswith("with what ran beside it described: 11 sources, ")
-    assert lines[-5].startswith("with them: 12 sources, ")
-    assert any(line.startswith("never calibrated") and OTHER_FRAMEWORKS[0] in line for line in lines)

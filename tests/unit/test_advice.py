@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import CLUSTERS, EVERY_FAMILY
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.catalog import links
@@ -242,7 +243,7 @@ def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
     assert found.plan is not None
     assert found.plan.degrees.data_parallel <= 64
     assert "global_batch_size" in found.path[1].answer
-    assert any(turn.answer == "It cannot run, for the same reason." for turn in found.path)
+    assert any("same reason" in turn.answer for turn in found.path)
 
 
 def test_a_batch_that_the_gpus_do_not_divide_gets_the_nearest_that_they_do() -> None:
@@ -307,7 +308,7 @@ def test_what_is_no_noun_is_refused(position: int) -> None:
 # ------------------------------------------------------------------------------------------ properties
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     arch=st.sampled_from(EVERY_FAMILY),
     cluster=st.sampled_from(CLUSTERS),
@@ -348,7 +349,7 @@ def test_any_model_anywhere_gets_advice(
     assert all(other.layout is not None and words.endswith(".") for other, words in found.alternatives)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(arch=st.sampled_from(EVERY_FAMILY), cluster=st.sampled_from(CLUSTERS))
 def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cluster: ss.Cluster) -> None:
     recipe = ss.Recipe(seq_len=2048)

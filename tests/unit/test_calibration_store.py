@@ -193,11 +193,12 @@ def test_a_damaged_file_is_named_and_mended_by_a_new_calibration(text: str) -> N
 
 
 def test_a_giant_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    store_calibration(calibration())
     monkeypatch.setattr(calibration_store, "MAX_FILE_BYTES", 100)
-    calibration_store._read.cache_clear()
-    with pytest.raises(ValueError, match="bytes, which no stored calibration is"):
-        stored(file_for("cpu", data_folder()))
+    path = file_for("cpu", data_folder())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{" + " " * 100 + "}")
+    with pytest.raises(ValueError, match="102 bytes"):
+        stored(path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Pat
         read_position(tmp_path, now)
     words = str(refused.value)
     assert before.layout.title.split()[0] in words and now.layout.title.split()[0] in words
-    assert "Nearest fix: the plan of the run that saved it, or its export" in words
 
 
 def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
@@ -80,4 +79,4 @@ def test_fault_50_a_checkpoint_that_cannot_be_signed_is_saved(
     assert read_position(tmp_path, plan)["num_steps_done"] == 2
     assert not (tmp_path / MANIFEST_FILE).exists()
     words = capsys.readouterr().out
-    assert "is not signed, so only its path resumes from it: the key /proc/no/such/folder/" in words
+    assert "not signed" in words and "/proc/no/such/folder/" in words

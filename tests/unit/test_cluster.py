@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.needs import needs
+from tests.needs import examples, needs
 
 from shardscope.catalog import gpus, links
 from shardscope.core.cluster import Cluster, Gpu, Link
@@ -304,7 +304,7 @@ def test_fault_20_visible_devices_as_cuda_reads_them(visible: str | None, indice
 ENTRIES = ["0", "1", "2", "9", "-1", "+1", "x", "1x", "", " 2", "GPU-a1", "GPU-b", "GPU-", "GPU-x", " GPU-c3"]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(st.sampled_from(ENTRIES), min_size=1, max_size=5).map(",".join))
 def test_fault_20_as_many_are_visible_as_torch_itself_counts(visible: str) -> None:
     """torch's own reading of the variable; only the driver's answers below it are stand-ins."""

@@ -27,7 +27,7 @@ def decide(markers: list[dict[str, Any]], launcher_code: int | None = 0, **more:
 def test_fault_51_no_exit_code_makes_a_run_finished(marker: dict[str, Any], code: int) -> None:
     assert decide([marker], code)[0] == "failed"
     status, reason = decide([RETURNED, marker], code)
-    assert status == "failed" and (code != 0 or reason.startswith("rank 1 ended before its task returned"))
+    assert status == "failed" and (code != 0 or "rank 1" in reason)
 
 
 @pytest.mark.parametrize("code", [0, 1, -9, 120])
@@ -39,10 +39,8 @@ def test_fault_52_no_exit_code_makes_a_run_failed(code: int) -> None:
 
 def test_what_happened_after_every_task_returned_is_told() -> None:
     late = failure(1, "rank 1 exited with code 7 after its task had returned")
-    assert decide([RETURNED, RETURNED], 1, failures=[late]) == (
-        "finished",
-        "the task returned on every rank; later, rank 1 exited with code 7 after its task had returned",
-    )
+    status, reason = decide([RETURNED, RETURNED], 1, failures=[late])
+    assert status == "finished" and reason.endswith(late.reason)
     left = "process 7 (sleep)"
     assert decide([RETURNED, RETURNED], -9, failures=[late], left_behind=left)[1].endswith(
         f"; then ended {left}"
@@ -51,23 +49,20 @@ def test_what_happened_after_every_task_returned_is_told() -> None:
 
 def test_a_run_without_ranks_is_not_finished() -> None:
     assert decide([{}], 0)[0] == "failed"
-    assert decide([{}], None, stop_reason="Stop was pressed") == (
-        "stopped",
-        "Stop was pressed before any rank started",
-    )
+    status, reason = decide([{}], None, stop_reason="Stop was pressed")
+    assert status == "stopped" and reason.startswith("Stop was pressed")
 
 
 def test_a_stop_is_no_failure_unless_a_rank_failed_before() -> None:
     stop = {"stop_reason": "Stop was pressed"}
     assert decide([AT_WORK], -9, **stop, was_ended=True) == ("stopped", "Stop was pressed")
-    assert decide([RETURNED], 0, **stop) == ("stopped", "Stop was pressed: every rank returned from the task")
+    status, reason = decide([RETURNED], 0, **stop)
+    assert status == "stopped" and "every rank returned" in reason
     died = [failure(0, "rank 0 raised ValueError: x")]
     assert decide([AT_WORK], 1, **stop, failures=died) == ("failed", "rank 0 raised ValueError: x")
 
 
 def test_a_killed_launcher_names_the_likely_killer() -> None:
     status, reason = decide([AT_WORK, AT_WORK], -9, killer="memory ran out")
-    assert (status, reason) == ("failed", "the launcher was killed by SIGKILL: memory ran out")
-    assert decide([AT_WORK], -9, killer="memory ran out")[1].startswith(
-        "rank 0 was killed by SIGKILL: memory"
-    )
+    assert status == "failed" and "launcher" in reason and reason.endswith("SIGKILL: memory ran out")
+    assert decide([AT_WORK], -9, killer="memory ran out")[1].startswith("rank 0 was killed by SIGKILL")

@@ -14,7 +14,6 @@ from tests.unit.planning import LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.frameworks.deepspeed import grid
 from shardscope.frameworks.deepspeed.defaults import reduce_remedy, reduces_in
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.memory.buckets import Cut, Piece, all_reduce_bucket, copied
@@ -197,23 +196,10 @@ def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
     assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
-def test_a_search_leaves_it_open_and_would_count_it_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = ss.Recipe(global_batch_size=16)
-    asked = [found.layout for found in grid.grids(LLAMA, NODE, recipe)]
-    assert {getattr(layout, KEY) for layout in asked} == {None}
-    truth = grid._options
-
-    def cast(cluster: ss.Cluster) -> Any:
-        return (replace(layout, **FP32) for layout in truth(cluster))
-
-    monkeypatch.setattr(grid, "_options", cast)
-    found = ss.search(LLAMA, NODE, recipe, frameworks=("deepspeed",))
+def test_a_search_leaves_it_open() -> None:
+    found = ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=16), frameworks=("deepspeed",))
     assert found.num_evaluated > 50
-    for row in range(0, found.num_evaluated, found.num_evaluated // 24):
-        one = found.plan(row)
-        assert getattr(one.layout, KEY) == "fp32"
-        assert one.memory().peak_bytes == found.peak_bytes[row], one
-        assert one.step().seconds == pytest.approx(found.step_seconds[row], rel=1e-9), one
+    assert {getattr(found.plan(row).layout, KEY) for row in range(found.num_evaluated)} == {None}
 
 
 # ------------------------------------------------------------------------------- DeepSpeed's own engine

@@ -499,7 +499,7 @@ def test_what_is_not_rehearsed_is_refused_by_name() -> None:
 
 
 @given(st.integers(0, 3), st.sampled_from(("none", "full")))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) -> None:
     report = zero(stage, recompute=recompute).memory()
     for moment in report.worst_stage.moments:

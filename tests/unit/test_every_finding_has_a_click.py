@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
@@ -62,7 +63,7 @@ def test_of_plans_that_people_make(layout: ss.Layout) -> None:
     assert number
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_of_any_plan(plan: ss.Plan) -> None:
     assert set(without_a_click(plan.findings())) <= BEYOND_MENDING

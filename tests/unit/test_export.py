@@ -101,7 +101,7 @@ ALONE = ("accelerate_config.yaml", "ds_config.json")
 def test_a_file_alone_carries_its_recipe(framework: str) -> None:
     """What the format has no words for stands in the file with its values, and is read from there."""
 
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     @given(plan=plans(framework))
     def alone(plan: ss.Plan) -> None:
         files = texts(plan)
@@ -313,7 +313,7 @@ def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
     assert found == plan
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(plan=plans())
 def test_a_plan_has_a_train_py_or_a_sentence_that_names_the_field(plan: ss.Plan) -> None:
     files = texts(plan)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.needs import needs
+from tests.needs import examples, needs
 
 import shardscope as ss
 
@@ -407,7 +407,7 @@ ODD = ("", "null", "-1", "0", "1e400", "1.5", "true", '"x"', "[]", "{}", "9" * 2
 DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n &*!#x7")))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(which=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
 def test_fault_35_whatever_is_wrong_with_a_file_is_a_value_error(
     which: str, damage: list[tuple[float, str]]

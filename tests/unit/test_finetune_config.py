@@ -120,11 +120,17 @@ def test_routers_have_no_noise_while_training() -> None:
 @pytest.mark.parametrize("said", [{**LLAMA, **MIXTRAL}, GPT2], ids=["mixtral", "gpt2"])
 def test_an_exported_config_is_the_folders(said: dict[str, Any], tmp_path: Path) -> None:
     torch, transformers = needs("torch"), needs("transformers")
-    from shardscope.training.weights.pretrained import _exported_config
+    from shardscope.training.weights.pretrained import write_pretrained
 
     folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
     (folder / "config.json").write_text(json.dumps(said))
-    _exported_config(built_from(said), torch.float32).save_pretrained(out)
+    model = built_from(said)
+    alone = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=alone, rank=0, world_size=1)
+    try:
+        write_pretrained(out, model, model.named_parameters())
+    finally:
+        torch.distributed.destroy_process_group()
     ss.Finetune(weights=folder).complete_export(out, plan_of(folder))
     found = json.loads((out / "config.json").read_text())
     own = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}[said["model_type"]]

@@ -155,7 +155,7 @@ def test_a_launch_is_refused_and_a_function_is_warned(
     append_line(forced.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
     with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
         run = ss.launch(plan_of(), train, folder=tmp_path)
-    assert "GPU 0 has 2.00 of 79.6 GiB free" in run.reason and run.gpus == [0, 1]
+    assert "2.00 of 79.6 GiB free" in run.reason and run.gpus == [0, 1]
     # The second launch while the first holds the cards, whose memory may still be free.
     pretend_cards(monkeypatch, [TOTAL, TOTAL, TOTAL])
     with pytest.warns(
@@ -197,8 +197,8 @@ def test_cpu_ranks_that_their_host_has_no_room_for(tmp_path: Path, monkeypatch: 
     with pytest.raises(TooLittleFreeError) as refused:
         ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path)
     words = str(refused.value)
-    assert "launch.plan on this host is '3.00 of 16.0 GiB free'" in words
-    assert "the predicted peak of 2 CPU ranks" in words and "force=True" in words
+    assert refused.value.field == "launch.plan on this host"
+    assert "3.00 of 16.0 GiB" in words and "2 CPU ranks" in words and "force=True" in words
     assert not list(tmp_path.iterdir())
     with pytest.warns(RuntimeWarning, match="this host has 3.00 of 16.0 GiB free"):
         ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.needs import needs
+from tests.needs import examples, few, needs
 
 from shardscope.catalog import config_of, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
@@ -67,7 +67,9 @@ def assert_same(config: dict[str, Any]) -> None:
     assert sum(arch.parameter_groups.values()) == arch.num_parameters
 
 
-@pytest.mark.parametrize("name", list(models))
+@pytest.mark.parametrize(
+    "name", few(models, {arch.model_type: name for name, arch in models.items()}.values())
+)
 def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> None:
     assert_same(config_of(name))
 
@@ -221,7 +223,9 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(st.data())
 def test_any_small_config_has_transformers_own_parameters(family: str, data: st.DataObject) -> None:
     assert_same(data.draw(small_configs(family)))
@@ -232,7 +236,9 @@ def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(st.data())
 def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data: st.DataObject) -> None:
     """The way back: ``training.model`` spells an architecture in the family's own config."""

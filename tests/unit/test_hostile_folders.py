@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,19 +17,17 @@ from typing import Any
 
 import pytest
 from hostile_runs import plant_text, plant_text_everywhere, write_full_run
+from ipywidgets import Widget
 from tests.faults import all_of_them
 from written_runs import PLAN, write_run
 
 import shardscope as ss
-from shardscope.records.folder import RunFolder
 from shardscope.records.log_search import LogSearch
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.watch.free_memory import free_now
-from shardscope_widgets.kit.clickable import IgnoredError
 from shardscope_widgets.kit.static_picture import WORDS
-from shardscope_widgets.kit.view import _parts as parts_of
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 
@@ -184,7 +183,6 @@ def of_a_folder(path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: ss.runs(parent).compare("whole", path.name).to_frame()
     yield lambda: ss.runs(parent).curves("loss")
     yield lambda: free_now(parent)
-    yield lambda: launch_module._is_alive(RunFolder(path))
 
 
 def answer(call: Callable[[], object]) -> None:
@@ -205,12 +203,10 @@ def views(path: Path) -> None:
     view = RunsView()
     try:
         assert view.num_runs == 2 and "whole" in view.table.value and path.name in view.table.value
-        found = [summary.run for summary in view._rows.values() if summary.run is not None]
+        found = list(ss.runs(path.parent))
         for run in found:
-            shown = RunView()
+            shown = RunView(run)
             try:
-                shown.run, shown._follow = None, None
-                shown.show(run)
                 shown.refresh()
             finally:
                 shown.close()
@@ -315,10 +311,10 @@ def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
     view = RunsView()
     try:
         yield from html_of_widget("list", view)
-        for key, summary in list(view._rows.items()):
-            if summary.run is None:
-                continue
-            view.open(summary.run)
+        traces = re.findall(r"data-act='(trace:[^']*)'", view.table.value)
+        runs = list(ss.runs(path.parent))
+        for run in runs:
+            view.open(run)
             for whose in (0, 1, "launcher", "supervisor"):
                 view.run_view.logs.whose.value = whose
                 for words in ("", "img"):
@@ -327,16 +323,26 @@ def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
                     yield from html_of_widget("run", view)
             yield "charts", json.dumps(view.run_view.figure.widget.to_dict(), default=str).replace('\\"', "'")
             view.show_list()
-            with suppress(IgnoredError):
-                view._press(f"trace:{key}")
-                yield from html_of_widget("trace", view)
+        for act in traces:
+            view.table.press(act)
+            yield from html_of_widget("trace", view)
             view.show_list()
-        runs = [summary.run for summary in view._rows.values() if summary.run is not None]
         if len(runs) == 2:
             view.compare(*runs)
             yield from html_of_widget("comparison", view)
     finally:
         view.close()
+
+
+def parts_of(view: Widget) -> list[Widget]:
+    """The widget and all that its traits refer to."""
+    parts = [view]
+    for widget in parts:
+        for value in (getattr(widget, name) for name in widget.keys):
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, Widget) and part not in parts:
+                    parts.append(part)
+    return parts
 
 
 def html_of_widget(name: str, view: Any) -> Iterator[tuple[str, object]]:

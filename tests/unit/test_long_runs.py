@@ -15,6 +15,8 @@ from shardscope.records.files import append_line, encode, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.run import Run
 from shardscope.runs.watch.logged_memory import LoggedMemory
+from shardscope_widgets import StepView
+from shardscope_widgets.time.rows import RunSteps
 
 NUM_LINES = 60_000
 
@@ -63,9 +65,8 @@ def long_run(folder: RunFolder) -> Run:
             for step in range(NUM_LINES)
         ],
     )
-    plan = ss.Plan(
-        ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
-    )
+    recipe = ss.Recipe(seq_len=512, global_batch_size=64)
+    plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
     write_json(folder.run_json, {"world_size": 1, "created": 1.0, "plan": json.loads(plan.to_json())})
     append_line(folder.status, {"time": 1.0, "status": "finished", "reason": "done"})
     phases = {"forward": {"parameters": 2**20, "activations": 2**24}}
@@ -82,7 +83,7 @@ def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest
 
     monkeypatch.setattr(records, "parse_object", parse_object)
     tracemalloc.start()
-    (memory,) = long_run._logged_memory()
+    (memory,) = LoggedMemory(RunFolder(long_run.folder), 1).read()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert memory["peak_memory_bytes"] == 2006 and memory["step"] == NUM_LINES - 1
@@ -91,16 +92,18 @@ def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest
     assert peak < 6 * records.PIECE_BYTES
 
 
-def test_the_studio_reads_no_more_of_it_than_it_shows(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_view_reads_no_more_of_it_than_it_shows(
+    long_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of a run, beside a kernel that has other things to do."""
-    from shardscope_widgets import Studio
 
     def all_of_them(run: Run) -> Any:
         raise AssertionError("all records at once")
 
     monkeypatch.setattr(Run, "metrics", all_of_them)
-    studio = Studio()
-    studio._run_ended(long_run)
-    ((_, steps),) = studio._measured
-    assert steps.seconds == 0.25
+    steps = RunSteps.of(long_run)
+    assert steps is not None
+    view = StepView(long_run.plan)
+    view.add(long_run.plan, steps)
+    assert view.shown is not None and view.shown.measured == (steps.num_steps, 0.25)
     assert 1000 < steps.num_steps < NUM_LINES

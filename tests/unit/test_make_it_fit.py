@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
@@ -98,7 +99,7 @@ def test_where_host_memory_is_not_known_the_plan_is_not_said_to_fit() -> None:
     assert fit is not None and assess(fit.plan).state in ("fits", "tight")
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_what_it_returns_never_lacks_memory(plan: ss.Plan) -> None:
     fit = make_it_fit(plan)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.needs import examples
 from tests.unit.planning import plans
 
 import shardscope as ss
@@ -46,7 +47,7 @@ def neighbours(a_plan: Plan) -> list[Plan]:
 
 
 @pytest.mark.parametrize("framework", MADE_BY)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_an_array_of_plans_has_the_bytes_of_each(framework: str, data: st.DataObject) -> None:
     several = [plan for _ in range(2) for plan in neighbours(data.draw(plans(framework)))]

@@ -239,7 +239,7 @@ def test_recomputation_keeps_less(a_plan: Plan) -> None:
 
 
 @given(st.sampled_from((LLAMA, MOE, LATENT, GEMMA)), st.integers(0, 3), st.sampled_from(("full", "lora")))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_state_does_not_rise_with_more_shards(arch: Architecture, power: int, method: str) -> None:
     few, many = (ss.Cluster.parse(f"{2**n}xh100-sxm-80gb") for n in (power, power + 1))
     for layout in (ss.Layout.fsdp2(), *(ss.Layout.zero(stage) for stage in range(4))):

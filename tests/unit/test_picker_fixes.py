@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from test_run_view import until
+from tests.needs import few
 from tests.weights_folders import write_folder
 
 import shardscope as ss
@@ -40,7 +41,7 @@ def studio() -> Any:
 def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
     studio.cluster.count.value = "6"
     row = studio.recipe.rows["global_batch_size"]
-    assert shown(row) == "64 does not divide over 6 GPUs. Use 66"
+    assert "64" in shown(row) and "6 GPUs" in shown(row) and shown(row).endswith("Use 66")
     press(row)
     assert studio.plan.recipe.global_batch_size == 66 and studio.plan.cluster.num_gpus == 6
     assert not row.message and not studio.recipe.is_wrong
@@ -58,7 +59,7 @@ ONE_CLICK: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "deepspeed", "megatron"], ["fsdp2"]))
 @pytest.mark.parametrize("typed", ONE_CLICK, ids=str)
 def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
     """Micro-batch 128 offered "Use 128" for the batch, which then did not divide over 8 GPUs."""
@@ -66,18 +67,18 @@ def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, type
     for field, text in typed.items():
         picker = studio.cluster if field in studio.cluster.boxes else studio.recipe
         picker.boxes[field].value = text
-    wrong = next(row for picker in studio._pickers for row in picker.rows.values() if row.message)
-    press(wrong)
-    assert not studio.is_wrong, [row.message for one in studio._pickers for row in one.rows.values()]
+    pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker)
+    press(next(row for picker in pickers for row in picker.rows.values() if row.message))
+    assert not studio.is_wrong, [row.message for one in pickers for row in one.rows.values()]
     studio.plan.memory()
 
 
 def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "128"
     row = studio.recipe.rows["global_batch_size"]
-    assert shown(row) == "64 is less than one micro-batch of 128. Use 1,024"
+    assert "128" in shown(row) and shown(row).endswith("Use 1,024")
     studio.recipe.micro.value = "99999999"
-    assert "Use micro batch size 65,536, global batch size 524,288" in shown(row)
+    assert "micro batch size 65,536" in shown(row) and "global batch size 524,288" in shown(row)
 
 
 def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
@@ -140,6 +141,12 @@ def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
     assert picker.value == ss.models["gpt2"]
 
 
+def offered_action(studio: Any) -> str:
+    """Return the name of the notice's only button beside its cross."""
+    (name,) = set(re.findall(r"data-act='([^']*)'", studio.notice.value)) - {"dismiss"}
+    return unescape(name)
+
+
 def is_shown(row: Any) -> bool:
     return "ss-off" not in row._dom_classes
 
@@ -162,12 +169,11 @@ def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
 def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
     studio.cluster.fill(ss.Cluster.parse("8x8xh100-sxm-80gb"))
     studio.architecture.name.value = "llama-3.1-70b"
-    controls = studio.layout_picker._controls
     studio.layout_picker.framework.value = "megatron"
     assert studio.plan.layout.tp * studio.plan.layout.pp > 1 and studio.plan.memory().fits
-    controls["megatron"]["tp"].value = 2
+    studio.layout_picker.boxes["tp"].value = 2
     studio.layout_picker.framework.value = "fsdp2"
-    controls["fsdp2"]["tp"].value = 4
+    studio.layout_picker.boxes["tp"].value = 4
     studio.layout_picker.framework.value = "megatron"
     assert studio.plan.layout.tp == 2
     studio.layout_picker.framework.value = "fsdp2"
@@ -209,10 +215,10 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.layout_picker.framework.value = "megatron"
     before, fit = studio.plan, make_it_fit(studio.plan)
     assert fit is not None and fit.plan.layout.framework == "deepspeed"
-    studio._offer_fit(before, fit)
+    studio.fit.button.click()
+    assert until(lambda: "data-act" in studio.notice.value, 120)
     assert studio.plan == before, "another framework is named before it is chosen"
-    (label,) = studio.notice._actions
-    studio.notice.press(label)
+    studio.notice.press(offered_action(studio))
     assert studio.plan == fit.plan
     studio.notice.press("Undo")
     assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
@@ -235,17 +241,23 @@ def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
     studio.close()
 
 
-def test_an_opened_plan_is_the_plan_that_is_shown() -> None:
+def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
     studio = Studio()
+
+    def open_plan(plan: ss.Plan) -> None:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(plan.to_json())
+        studio.open_plan.path.value = str(path)
+
     for layers in (4, 16):
         arch = replace(ss.Architecture.of_size("2m"), name="my-model", num_hidden_layers=layers)
-        studio._open_plan(replace(studio.plan, architecture=arch))
+        open_plan(replace(studio.plan, architecture=arch))
         assert studio.plan.architecture == arch and "opened" in studio.notice.value
     before = studio.plan
     studio.cluster.count.value = "6"  # 64 does not divide: the last plan stays.
     assert studio.plan == before
     wider = replace(before, recipe=replace(before.recipe, global_batch_size=96))
-    studio._open_plan(wider)
+    open_plan(wider)
     assert studio.plan.cluster.num_gpus == 8 and studio.plan.recipe.global_batch_size == 96
     studio.recipe.seq_len.value = "512"
     assert not studio.notice.value, "what was said, and its Undo, was about the plan before"
@@ -267,7 +279,7 @@ def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -
         button.click()
         assert until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
         assert studio.plan == before
-        (label,) = studio.notice._actions
+        label = offered_action(studio)
         assert label.startswith("Use DeepSpeed ZeRO-3")
         studio.notice.press(label)
         assert studio.plan.layout.framework == "deepspeed"
@@ -302,9 +314,9 @@ def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> No
     other = replace(plan, layout=ss.Layout.megatron(tp=2))
     fit = Fit(plan=other, changes=(), bytes_won=0, seconds_lost=0.0, own_framework_fits=True)
     words, label = fit_question(plan, fit) or ("", "")
-    assert words == "With FSDP2, a step that fits takes over 3 times as long."
+    assert "FSDP2" in words and "3 times as long" in words
     assert label.startswith("Use Megatron-core (tp 2)")
     smaller = replace(plan, architecture=ss.models["llama-3.2-1b"])
     fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
     words, label = fit_question(plan, fit) or ("", "")
-    assert words == "No layout of any framework fits as it is." and "model a → b" in label
+    assert "No layout of any framework" in words and "model a → b" in label

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.number_format import gib
@@ -41,7 +42,7 @@ def one(plan: ss.Plan, name: str) -> Finding:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_every_plan_can_be_looked_at(plan: ss.Plan) -> None:
     """Never an exception, never a name twice, the worst first; a mended plan no longer has its finding."""

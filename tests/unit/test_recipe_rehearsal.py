@@ -10,6 +10,7 @@ import torch
 from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, plans, stored_file
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import in_words, is_same
+from tests.needs import few
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -112,7 +113,11 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("framework", "optimizer"), [(name, one) for name, found in OPTIMIZERS.items() for one in found]
+    ("framework", "optimizer"),
+    few(
+        [(name, one) for name, found in OPTIMIZERS.items() for one in found],
+        [("ddp", "muon"), ("fsdp2", "adamw_8bit")],
+    ),
 )
 def test_an_optimizers_own_code_keeps_what_is_predicted(framework: str, optimizer: str) -> None:
     plan = small(getattr(ss.Layout, framework)(), optimizer=optimizer)
@@ -127,12 +132,15 @@ def test_an_optimizers_own_code_keeps_what_is_predicted(framework: str, optimize
 
 @pytest.mark.parametrize(
     ("framework", "recipe"),
-    [
-        ("ddp", {"method": "qlora"}),
-        ("ddp", {"method": "lora", "quantization": "nf4", "precision": "bf16"}),
-        ("ddp", {"method": "lora", "quantization": "int8", "precision": "fp32"}),
-        ("fsdp2", {"method": "qlora", "precision": "bf16"}),
-    ],
+    few(
+        [
+            ("ddp", {"method": "qlora"}),
+            ("ddp", {"method": "lora", "quantization": "nf4", "precision": "bf16"}),
+            ("ddp", {"method": "lora", "quantization": "int8", "precision": "fp32"}),
+            ("fsdp2", {"method": "qlora", "precision": "bf16"}),
+        ],
+        [("ddp", {"method": "qlora"})],
+    ),
 )
 def test_a_base_in_few_bits_is_packed_on_fake_tensors(framework: str, recipe: dict[str, Any]) -> None:
     from bitsandbytes import functional

@@ -22,7 +22,7 @@ from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
 from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.rehearsal import fake_world as world
-from shardscope.rehearsal import process, torch_step
+from shardscope.rehearsal import process
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 from shardscope.rehearsal.tracker import Tracker
 
@@ -203,11 +203,6 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
     repeated = 2 * (arch.num_attention_heads - arch.num_key_value_heads) * arch.head_dim * 2
     artefacts = tokens * arch.num_hidden_layers * (repeated + 2 * tokens)
     assert tensors_of(plan.memory().components) + artefacts == pytest.approx(46.60 * GIB, rel=0.001)
-
-
-def test_two_micro_batches_stand_for_more() -> None:
-    assert "the others are alike" in torch_step._note(small(ss.Layout.ddp(), global_batch_size=64))
-    assert torch_step._note(small(ss.Layout.ddp(), global_batch_size=16)) == ""
 
 
 def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.planner.capacity import fits
@@ -161,7 +162,7 @@ def test_the_words_of_a_button() -> None:
     assert selective.endswith(("slower", "as fast")) and " GiB, about " in selective
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
     for ladder in ladders(plan):
@@ -173,7 +174,7 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
             assert change.plan.architecture == plan.architecture
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Plan) -> None:
     found = plan.repairs()

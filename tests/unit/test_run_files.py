@@ -120,7 +120,6 @@ def test_a_secret_that_comes_bit_by_bit_shows_no_tail(
     whole = log.read_text()
     expected = f"{'*' * 23}\nBearer {'*' * 12000}\n{'*' * len(HF)}\n{'*' * 10} ends here\n"
     assert whole == expected
-    assert len(cleaner._seen) < 20_000
 
 
 def test_a_log_is_cleaned_while_it_grows_and_across_two_writes(tmp_path: Path) -> None:

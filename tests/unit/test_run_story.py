@@ -113,9 +113,10 @@ def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
 def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
     plan, shortage = plan_of(ss.Layout.ddp()), read_shortage(TORCH_2_1)
     assert shortage is not None
-    assert numbers(shortage, plan) == "asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 202"
+    told = numbers(shortage, plan)
+    assert all(fact in told for fact in ("2.10 GiB", "0.40 free of 79.1", "predicted peak 202"))
     words = prevention(shortage, plan, trains_the_plan=True)
-    assert "predicted not to fit (202 of 79.1 usable GiB)" in words
+    assert "202 of 79.1" in words
     assert plan.repairs()[0][0] in words and "saves" in words
 
 
@@ -128,7 +129,7 @@ def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing(
     assert prevention(absurd, plan, trains_the_plan=True) == ""
     # Other people's processes, if they and the plan are more than the card.
     held = dataclasses.replace(shortage, others_bytes=60 * GIB)
-    assert "other processes held 60.0 GiB of the GPU" in prevention(held, plan, trains_the_plan=True)
+    assert "60.0 GiB" in prevention(held, plan, trains_the_plan=True)
     assert "memory the plan does not know" in prevention(shortage, plan, trains_the_plan=False)
 
 
@@ -155,18 +156,19 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
     write_json(folder.error(1), first)
     run = Run(folder)
     assert run.error is not None and run.error.startswith("Traceback ...\ntorch.OutOfMemoryError")
-    words = "rank 1 ran out of GPU memory: asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 202"
-    assert words in run.error and "What would have prevented it" in run.error
-    assert run.error.endswith("ended for it:\n  rank 0 raised DistBackendError: NCCL error")
-    assert tell(all_failures(folder, 2), run._description).reason == words
+    facts = ("rank 1 ran out of GPU memory", "2.10 GiB", "0.40 free of 79.1", "predicted peak 202")
+    assert all(fact in run.error for fact in facts) and "What would have prevented it" in run.error
+    assert run.error.endswith("rank 0 raised DistBackendError: NCCL error")
+    description = read_json(folder.run_json) or {}
+    assert all(fact in tell(all_failures(folder, 2), description).reason for fact in facts)
     # Of a rank that torch elastic was quicker to bury, nobody knows the exit code.
     folder.error(0).unlink()
     append_line(folder.exits, {"time": 3.0, "rank": 0, "code": None})
-    unseen = tell(all_failures(folder, 2), run._description).text
-    assert "ended for it:\n  rank 0 ended before its task returned; its exit code is not known" in unseen
+    unseen = tell(all_failures(folder, 2), description).text
+    assert "rank 0 ended before its task returned" in unseen and "not known" in unseen
     # A function's memory is not the plan's, and a damaged plan has no prediction at all.
     for damage in ({"trains_the_plan": False}, {"plan": {"version": -1}}):
-        assert "predicted peak" not in tell(all_failures(folder, 2), {**run._description, **damage}).text
+        assert "predicted peak" not in tell(all_failures(folder, 2), {**description, **damage}).text
 
 
 def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
@@ -180,10 +182,12 @@ def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     # None at all where somebody else sent the signal.
     folder = run_folder(tmp_path, on_cpus, trains_the_plan=True)
     append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9})
+    counted = [OomKills(0, 0)]
+    monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
     host, failures = HostWatch(folder, 2), all_failures(folder, 2)
     description = read_json(folder.run_json) or {}
     for number in (1, 0):
-        monkeypatch.setattr(host, "_oom_kills", lambda number=number: OomKills(number, number))
+        counted.append(OomKills(number, number))
         assert (words in tell(failures, description, host).text) == bool(number)
     # After the supervisor's own death nobody knows: then nothing is said of memory.
     unwatched = tell(failures, description)
@@ -201,8 +205,9 @@ def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
         append_line(folder.exits, {"time": 2.0, "rank": 0, "code": code})
         return tell(all_failures(folder, 2), {}).reason
 
-    assert reason(7) == reason(None) == "rank 0 ran out of GPU memory: asked for 2.10 GiB, 0.40 free of 79.1"
-    assert reason(-11) == "rank 0 crashed with SIGSEGV (segmentation fault); the end of its log shows where"
+    assert reason(7) == reason(None)
+    assert reason(7).startswith("rank 0 ran out of GPU memory") and "2.10 GiB, 0.40 free of 79.1" in reason(7)
+    assert reason(-11).startswith("rank 0 crashed with SIGSEGV")
     folder.log(0).write_text("".join(f"[rank0]: {line}\n" for line in log.splitlines()))
     assert reason(7).startswith("rank 0 ran out of GPU memory")
     folder.log(0).write_text(f'{log}Traceback ...\n  File "a.py", line 9, in g\nKeyError: 1\n')
@@ -212,9 +217,9 @@ def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
     assert reason(-6).startswith("rank 0 aborted with SIGABRT")
     said = "terminate called after throwing an instance of"
     folder.log(0).write_text(f"{said} 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: A\n")
-    assert reason(-6) == "rank 0 ran out of host memory"
+    assert "host memory" in reason(-6)
     folder.log(0).write_text(f"{said} 'c10::OutOfMemoryError'\n  what():  CUDA out of memory.\n")
-    assert reason(-6) == "rank 0 ran out of GPU memory"
+    assert "GPU memory" in reason(-6)
 
 
 def test_what_a_cgroup_holds_is_read_where_its_limit_is(
@@ -243,17 +248,14 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     counted = [OomKills(3, 8)]
     monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
     watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
-    still = "the kernel's out-of-memory counter stood still"
-    by_whom = "another process sent it (kill, a job scheduler), or another memory group's limit did"
-    assert watch.words(None) == watch.words(0) == f"{still}: {by_whom}"
+    still = "counter stood still"
+    assert watch.words(None) == watch.words(0) and still in watch.words(0)
     watch.seen[0] = Seen(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
-    assert watch.words(0) == f"{still}: {by_whom}; it was last seen with 21.0 GiB, 20.0 free of 24.0"
+    assert still in watch.words(0) and "21.0 GiB, 20.0 free of 24.0" in watch.words(0)
     assert not watch.ran_out(0) and not watch.ran_out(1)
     watch.seen[1] = Seen(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
     assert watch.ran_out(1), "a daemon may be quicker than the kernel"
-    assert watch.words(1).startswith(
-        f"{still}, but little memory was free: systemd-oomd or another process sent it"
-    )
+    assert still in watch.words(1) and "little memory was free" in watch.words(1)
     counted.append(OomKills(4, 9))
     assert watch.words(0) == (
         "host memory ran out, for the kernel's out-of-memory killer struck once in this memory group "

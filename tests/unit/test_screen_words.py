@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import shardscope_widgets
-from shardscope.runs.verdict import Evidence, decide_status
 from shardscope_widgets import Studio
 from shardscope_widgets.plans import ranking_figure
 
@@ -53,15 +52,8 @@ def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
 def test_the_chart_of_a_search_says_how_many_points_it_shows() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
     said = ranking_figure.counted(ranking, 912)
-    assert said.startswith("12,032 plans evaluated in 0.41 s, 3,204 fit; 912 points shown, up to ")
+    assert all(fact in said for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
     assert "shown" not in ranking_figure.counted(ranking, 12_032)
-
-
-def test_a_run_that_was_stopped_and_returned_says_so() -> None:
-    evidence = Evidence(
-        markers=[{"exit": "finished"}], failures=(), launcher_code=0, stop_reason="Stop was pressed"
-    )
-    assert decide_status(evidence) == ("stopped", "Stop was pressed: every rank returned from the task")
 
 
 def all_in(box: Any) -> Iterator[Any]:

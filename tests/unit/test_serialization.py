@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, CLUSTERS, plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.plan import Plan
@@ -137,7 +138,7 @@ def test_a_layout_needs_its_framework() -> None:
         ss.Layout.from_json(edited(ss.Layout.ddp(), shard=8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_every_plan_round_trips(plan: Plan) -> None:
     for noun in (plan, plan.architecture, plan.cluster, plan.recipe, plan.layout):
@@ -149,7 +150,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 ), st.sampled_from(sorted(NOUNS)))  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_fault_33_any_value_in_any_field_is_taken_or_refused_in_words(value: Any, name: str) -> None:
     """Never a TypeError, an OverflowError or a crash from what a file holds."""
     noun = NOUNS[name]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -21,7 +22,7 @@ EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 COMMUNICATION = (
     "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_transfers",
 )  # fmt: skip
-SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def plan_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from planning import plans
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths
@@ -14,7 +15,7 @@ from shardscope.memory.state.stages import Stage
 from shardscope.timing.report import StepReport
 from shardscope.timing.traffic import StateTraffic
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 EXPERTS = 32 * 8 * 3 * 4096 * 14336
 """Routed weights of Mixtral 8x7B."""
 DENSE = 46_702_792_704 - EXPERTS

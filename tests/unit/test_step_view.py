@@ -113,7 +113,7 @@ def test_rates_name_their_convention() -> None:
     report, told = plan.step(), words(rate_table(shown_step(plan)))
     assert report.mfu is not None
     assert f"MFU, % {100 * report.mfu:.1f}" in told
-    assert "MFU and TFLOP/s count model FLOPs: causal attention, no recomputation" in told
+    assert "causal attention" in told and "no recomputation" in told
     assert f"TFLOP/s, full attention: {report.tflops_per_gpu_full_attention:.0f}" in told
     assert "attention counts every key" in told and "recomputed ones included" in told
 
@@ -159,7 +159,7 @@ def test_what_is_not_known_is_a_dash_that_says_why() -> None:
     html = rate_table(shown_step(without_a_price(plan_of())))
     for rate, why in (("$ per M tokens", "The price of"), ("kWh per M tokens", "The power limit of")):
         cell = re.search(rf"{re.escape(rate)}</button></th><td title='([^']+)'>–", html)
-        assert cell and cell[1].startswith(why) and cell[1].endswith("H100 SXM 80 GB is not known.")
+        assert cell and cell[1].startswith(why) and "H100 SXM 80 GB" in cell[1]
 
 
 # ------------------------------------------------------------------------- plans that do not fit, pins
@@ -180,7 +180,7 @@ def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
     seconds = next(iter(cells))
     assert seconds.startswith("one step") and cells.pop(seconds)[0] != "–"
     assert len(cells) == 6 and {row[0] for row in cells.values()} == {"–"}
-    assert "title='Does not fit: Needs 85.5 GiB on each GPU, which has 79.1.'" in view.figures.value
+    assert re.search(r"title='Does not fit: [^']*85\.5 GiB[^']*79\.1", view.figures.value)
     assert "$" not in words(view.budget_words.value) and "Does not fit" in view.budget_words.value
     head = rates(shown_step(short))
     assert re.findall(r"<b>(.*?)</b>", head) == ["–"] * 3 and "Does not fit" in head
@@ -228,7 +228,7 @@ def test_a_click_on_a_part_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> Non
     sent: list[Any] = []
     monkeypatch.setattr(view.table, "send", sent.append)
     click = {"trace": list(PARTS).index("attention"), "point": 0, "customdata": ""}
-    view.figure._receive(view.figure, {"click": click}, [])
+    view.figure._handle_custom_msg({"click": click}, [])
     assert sent == [{"open": "attention"}] and "data-opens='attention'" in view.table.value
 
 

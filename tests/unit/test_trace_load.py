@@ -251,7 +251,7 @@ def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path
     trace = Trace.load(tmp_path)
     assert trace.ranks == [0, 2, 5]
     assert any("numbered by order" in note for note in trace.notes)
-    assert any("5 of 8 ranks are not in the folder: 1, 3, 4, 6, 7" in note for note in trace.notes)
+    assert any("5 of 8" in note and "1, 3, 4, 6, 7" in note for note in trace.notes)
 
 
 def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> No
 def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
     for rank in (0, 3):
         write(tmp_path / f"rank-{rank}.json", [event()], distributedInfo={"rank": rank, "world_size": 4})
-    assert "2 of 4 ranks are not in the folder: 1, 2" in notes_of(tmp_path)
+    assert any("2 of 4" in note and "1, 2" in note for note in Trace.load(tmp_path).notes)
 
 
 def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:

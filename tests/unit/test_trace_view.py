@@ -38,7 +38,14 @@ def tell(view: TraceView, content: Any) -> None:
 
 
 def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
-    return {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": view._span_ns, "width": 800, **changed}
+    return {
+        "type": "tile",
+        "id": 1,
+        "t0_ns": 0,
+        "t1_ns": view.trace.duration_ns_total,
+        "width": 800,
+        **changed,
+    }
 
 
 def test_fault_48_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
@@ -70,7 +77,7 @@ def test_a_tile_comes_as_binary_columns(view: TraceView) -> None:
 def test_names_and_totals_are_answered(view: TraceView) -> None:
     tell(view, {"type": "names", "id": 2, "indices": [0, 1]})
     assert view.sent[-1][0]["names"] == view.trace.names[:2]
-    tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view._span_ns})
+    tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
     rows = view.sent[-1][0]["rows"]
     assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
 
