@@ -68,7 +68,7 @@ def ablation_report(rows: Sequence[Scored]) -> str:
         "Kernels, hooks and options that no plan says, counted from the sources of what ran "
         "(`tests/accuracy/own_code.py`): the median of absolute errors with each piece and without it. "
         "Checks of the pieces read rows of role `calibration` only "
-        "(`tests/unit/test_accuracy_own_code.py`). When they were written they also read "
+        "(`tests/unit/accuracy/test_accuracy_own_code.py`). When they were written they also read "
         f"{len(SEEN)} rows of role `judge`, which are apart here: for these pieces they are not fresh.",
         "",
         "The last column says whether users would want it as an option of a plan: those are gaps of the "

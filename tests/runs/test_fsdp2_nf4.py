@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.needs import needs
-from tests.unit.test_quantization import SMALL
+from tests.unit.memory.test_quantization import SMALL
 from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss

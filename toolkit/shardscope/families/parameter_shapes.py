@@ -2,7 +2,7 @@
 
 This list is the only place that knows what a layer holds. Counts, FLOPs, LoRA targets and FSDP padding
 are all read off it, so they cannot disagree. Checked against ``transformers`` on the meta device in
-``tests/unit/test_hf_config.py``.
+``tests/unit/families/test_hf_config.py``.
 """
 
 from __future__ import annotations

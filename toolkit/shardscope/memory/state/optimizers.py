@@ -2,7 +2,7 @@
 
 Read off ``torch.optim`` 2.13 (``_adafactor.py``, ``_muon.py``, ``sgd.py``), bitsandbytes 0.50
 (``optim/optimizer.py``) and torchao 0.18 (``optim/adam.py``), and counted against them in
-``tests/unit/test_optimizers.py``. AdamW is the fused one, which needs nothing beside its moments.
+``tests/unit/memory/test_optimizers.py``. AdamW is the fused one, which needs nothing beside its moments.
 """
 
 from __future__ import annotations

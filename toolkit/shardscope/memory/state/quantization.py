@@ -3,7 +3,7 @@
 NF4 is Dettmers et al. 2023, section 3; int8 Dettmers et al. 2022 (LLM.int8). Every Linear inside the layers
 is quantised; embeddings, norms, the head, routers and fused experts are not. Read off bitsandbytes 0.50
 (``nn.Params4bit``, ``nn.Int8Params``, ``functional.quantize_4bit``, ``int8_vectorwise_quant``) and counted
-against it in ``tests/unit/test_quantization.py``.
+against it in ``tests/unit/memory/test_quantization.py``.
 """
 
 from __future__ import annotations

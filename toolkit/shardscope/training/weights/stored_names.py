@@ -2,7 +2,7 @@
 
 Most families store what the module in memory has. Experts, which transformers stacks in memory, lie one by
 one in a file, and some modules have older names there (transformers 5, ``conversion_mapping.py``);
-``tests/unit/test_weights_folder.py`` compares with what transformers writes. Imports no torch.
+``tests/unit/training/test_weights_folder.py`` compares with what transformers writes. Imports no torch.
 """
 
 from __future__ import annotations

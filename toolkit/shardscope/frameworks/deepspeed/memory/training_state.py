@@ -2,7 +2,8 @@
 
 Read off ``deepspeed/runtime``: which optimizer really wraps which stage and precision
 (``engine.py: _do_optimizer_sanity_check``), flat buffers and their padding, buckets, gathers and what each of
-them copies. Checked against DeepSpeed's own engine in ``tests/unit/test_deepspeed_memory.py``.
+them copies. Checked against DeepSpeed's own engine in
+``tests/unit/frameworks/deepspeed/test_deepspeed_memory.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""Runs without processes, as a view reads them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import shardscope as ss
+from shardscope.runs.explain.expected import Expected
+
+PLAN = ss.Plan(
+    ss.Architecture.of_size("2m"),
+    ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=64, global_batch_size=2),
+    ss.Layout.ddp(),
+)
+
+HOME = tempfile.TemporaryDirectory(prefix="shardscope-fake-runs-")
+
+
+class FakeFollow:
+    """New records of a list, each once."""
+
+    is_behind = False
+    num_read_bytes = 1
+    num_skipped_bytes = 0
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records, self.place = records, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        new = self.records[self.place :]
+        self.place += len(new)
+        return new
+
+
+class FakeRun:
+    """What the view asks of a run, without processes; its logs are real files."""
+
+    name, reason, error, note = "fake", "because", None, ""
+    world_size = 2
+    trains_the_plan = False
+    has_looked = False
+    num_steps: int | None = None
+    prediction: Expected | None = None
+    history: tuple[dict[str, Any], ...] = ()
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+        self.samples: list[dict[str, Any]] = []
+        self.recorded: dict[int, Any] = {}
+        self.asked: list[str] = []
+        self.status = "running"
+        self.folder = Path(tempfile.mkdtemp(dir=HOME.name))
+        (self.folder / "logs").mkdir()
+        self.plan = PLAN
+
+    def write(self, text: str | bytes, rank: int = 0) -> None:
+        data = text if isinstance(text, bytes) else text.encode()
+        (self.folder / "logs" / f"rank-{rank}.log").write_bytes(data)
+
+    def follow(self) -> FakeFollow:
+        self.follower = FakeFollow(self.records)
+        return self.follower
+
+    def expected(self) -> Expected | None:
+        return self.prediction
+
+    def cards(self) -> list[dict[str, Any]]:
+        return list(self.samples)
+
+    def what_it_was(self) -> dict[int, Any]:
+        return self.recorded
+
+    @property
+    def looks_for_stop(self) -> bool:
+        return self.trains_the_plan or self.has_looked
+
+    def press(self, button: str) -> None:
+        self.asked.append(button)
+        self.status = "stopping" if button == "Save and stop" else "stopped"
+
+
+def until(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def record(step: Any = 0, rank: Any = 0, **values: Any) -> dict[str, Any]:
+    return {"step": step, "rank": rank, "time": 0.0, **values}

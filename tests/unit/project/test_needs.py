@@ -1,0 +1,52 @@
+"""Every skip says what would run the test, and names an extra that brings the missing package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests import needs
+
+TESTS = Path(__file__).parents[2]
+PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WITH = {"huggingface_hub": "transformers", "jupyter_client": "jupyterlab", "megatron": "megatron-core"}
+"""Packages that come with another, or by another name."""
+
+
+def test_every_skip_says_what_to_do() -> None:
+    wrong = []
+    for path in sorted(path for path in TESTS.rglob("*.py") if path.name != "needs.py"):
+        text = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(text)) if re.search(r"pytest.*(skip|xfail)", text) else ():
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if name == "pytest.importorskip":
+                wrong.append(f"{path}:{call.lineno}: tests.needs.needs() says which line brings the package")
+            elif re.fullmatch(r"pytest\.(mark\.)?(skip|skipif|xfail)", name):
+                said = [item.value for item in call.keywords if item.arg == "reason"] or call.args[:1]
+                words = "".join(part.value for part in ast.walk(said[0]) if isinstance(part, ast.Constant))
+                if not re.search(r"install|run|set ", words):
+                    wrong.append(f"{path}:{call.lineno}: {words!r}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", needs.EXTRAS)
+def test_the_extra_that_is_named_brings_it(package: str) -> None:
+    wanted, reached = WITH.get(package, package), [needs.EXTRAS[package]]
+    for name in reached:
+        for line in PROJECT["optional-dependencies"][name]:
+            if found := re.fullmatch(r"shardscope\[(.+)\]", line):
+                reached += found[1].split(",")
+    lines = [line for name in reached for line in PROJECT["optional-dependencies"][name]]
+    assert any(re.split(r"[>=<]", line)[0] == wanted for line in lines), lines
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("no_such_package", "packaging"):
+        monkeypatch.setitem(needs.EXTRAS, package, "test")
+    with pytest.raises(pytest.skip.Exception, match="no_such_package: pip install"):
+        needs.needs("no_such_package.inside")
+    with pytest.raises(pytest.skip.Exception, match="packaging 99"):
+        needs.needs("packaging", minversion="99.0")

@@ -1,0 +1,106 @@
+"""Plans, run folders and a calibration of earlier versions are still read; the public interface is as stored.
+
+``tests/fixtures/make_formats.py`` made the files, once: they are not made again when a format changes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit import public_signatures
+
+import shardscope as ss
+from shardscope.runs.resume import why_not_resumable
+from shardscope.timing.calibration.store import FOLDER_VARIABLE, MachineRecord
+from shardscope.training.checkpoints.choice import newest_checkpoint
+
+FORMATS = Path(__file__).parents[2] / "fixtures" / "formats"
+PLANS = sorted((FORMATS / "plans").glob("*.json"), key=str)
+RUNS = {"fsdp2": ("finished", 24), "zero": ("stopped", None), "megatron": ("stopped", None)}
+
+
+def missing(stored: Any, read: Any, path: str = "") -> list[str]:
+    """Return what of ``stored`` is not in ``read``, which may have more fields."""
+    if isinstance(stored, Mapping) and isinstance(read, Mapping):
+        return [text for key in stored for text in missing(stored[key], read.get(key), f"{path}.{key}")]
+    return [] if stored == read else [f"{path}: {stored!r} became {read!r}"]
+
+
+@pytest.fixture(params=RUNS)
+def stored_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = tmp_path / str(request.param)
+    shutil.copytree(FORMATS / "stored_runs" / str(request.param), folder)
+    folder.chmod(0o700)
+    return folder
+
+
+def test_there_is_a_plan_of_each_framework() -> None:
+    assert [path.stem for path in PLANS] == ["ddp", "fsdp2", "megatron", "zero"]
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_a_stored_plan_is_read_and_keeps_its_fields(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    plan = ss.Plan.from_json(text)
+    assert missing(json.loads(text), json.loads(plan.to_json())) == []
+    assert plan.memory().peak_bytes > 0
+
+
+def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) -> None:
+    run = ss.Run.attach(stored_run)
+    status, num_steps = RUNS[stored_run.name]
+    assert run.status == status and run.reason
+    assert isinstance(run.plan, ss.Plan) and run.world_size == 2
+    lines = [line for line in run.metrics() if line["rank"] == 0]
+    assert [line["step"] for line in lines] == list(range(len(lines))) and len(lines) >= 6
+    assert num_steps in (None, len(lines))
+    assert all(line["loss"] > 0 for line in lines)
+    assert run.memory().peak_bytes > 0
+    assert "step 1 of" in run.logs(0)
+    assert set(run.what_it_was()) == {0, 1}
+    assert newest_checkpoint(stored_run) is not None
+
+
+def test_a_stored_run_says_how_it_is_resumed(stored_run: Path) -> None:
+    """Its checkpoint is older than manifests: the button does not take it, and names the path that does."""
+    refusal = str(why_not_resumable(ss.Run.attach(stored_run)))
+    if RUNS[stored_run.name][0] == "stopped":
+        assert "it has no manifest.json" in refusal and f"resume='{newest_checkpoint(stored_run)}'" in refusal
+    else:
+        assert "finished" in refusal
+
+
+def test_the_stored_trace_has_both_ranks() -> None:
+    trace = ss.Trace.load(FORMATS / "stored_runs" / "fsdp2" / "traces")
+    assert trace.duration_seconds > 0
+    assert trace.ranks == [0, 1]
+
+
+def test_the_stored_calibration_is_used_for_cpu_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.accuracy.same_numbers import use_stored_calibration
+
+    record = MachineRecord.from_json((FORMATS / "example-host--cpu.json").read_text(encoding="utf-8"))
+    assert len(record.calibrations) == 1 and record.steps[0].run == "fsdp2"
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    plan = ss.Run.attach(FORMATS / "stored_runs" / "fsdp2").plan
+    with pytest.raises(ValueError, match="calibrat"):
+        plan.step()
+    use_stored_calibration(tmp_path)
+    assert "2 ranks of cpu" in plan.step().calibration
+
+
+def test_the_public_interface_is_the_stored_one() -> None:
+    stored = public_signatures.STORED.read_text(encoding="utf-8").splitlines()
+    today = public_signatures.describe_interface().splitlines()
+    gone, new = [one for one in stored if one not in today], [one for one in today if one not in stored]
+    assert not (gone or new), (
+        "the public interface changed; if that is meant: python -m tests.unit.public_signatures --write\n"
+        + "\n".join([*(f"- {one}" for one in gone), *(f"+ {one}" for one in new)])
+    )

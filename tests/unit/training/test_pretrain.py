@@ -1,0 +1,169 @@
+"""``Pretrain`` as a noun: made in a kernel without torch, refusing in words."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.core.plan import Plan
+from shardscope.frameworks.registry import frameworks, why_not_trained
+from shardscope.training.tasks.pretrain import Pretrain
+
+
+def test_making_one_imports_no_torch() -> None:
+    code = (
+        "import sys; from shardscope.training.tasks.pretrain import Pretrain; "
+        "import shardscope.frameworks.fsdp2; "
+        "import shardscope.frameworks.ddp, shardscope.training.engine; Pretrain(num_steps=3); "
+        "import shardscope as ss; from shardscope.frameworks.registry import why_not_trained; "
+        "plan = ss.Plan(ss.Architecture.of_size('2m'), ss.Cluster.parse('2xcpu'), ss.Recipe(seq_len=64), "
+        "ss.Layout.fsdp2()); Pretrain().check(plan); assert why_not_trained(plan) is None; "
+        "heavy = {'torch', 'transformers', 'tokenizers'} & set(sys.modules); sys.exit(bool(heavy))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [
+        ("num_steps", 0, "1"),
+        ("num_steps", True, "1"),
+        ("num_steps", "50", "50"),
+        ("learning_rate", float("nan"), "10"),
+        ("learning_rate", -1.0, "0"),
+        ("learning_rate", float("inf"), "10"),
+        ("warmup_steps", 51, "50"),
+        ("weight_decay", 2.0, "1"),
+        ("seed", -1, "0"),
+        ("profile", 1, "True"),
+        ("log_every", 0, "1"),
+        ("save_checkpoint", "yes", "True"),
+        ("text", "/no/such/file", "None"),
+        ("text", 7, "None"),
+        ("resume", "/no/such/folder", "resume=True, which starts anew if there is none"),
+    ],
+)
+def test_a_bad_value_is_refused_in_words(field: str, value: Any, fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"^Pretrain\.{field} is .*; allowed: .*Nearest fix: {fix}"):
+        Pretrain(**{field: value})
+
+
+def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("whale")
+    monkeypatch.chdir(tmp_path)
+    assert Pretrain(text="text.txt").text == tmp_path / "text.txt"  # type: ignore[arg-type]
+
+
+def test_it_crosses_to_the_ranks() -> None:
+    task = Pretrain(num_steps=7, learning_rate=1e-4)
+    assert pickle.loads(pickle.dumps(task)) == task
+
+
+@pytest.mark.parametrize(
+    ("num_left", "expected"),
+    [(1, (0, 0, 1)), (2, (0, 1, 1)), (3, (0, 1, 2)), (4, (0, 1, 3)), (5, (1, 1, 3)), (6, (2, 1, 3))],
+)
+def test_a_short_run_is_recorded_too(num_left: int, expected: tuple[int, int, int]) -> None:
+    from shardscope.training.recording import fit
+
+    assert fit(num_left, 3, 2) == expected
+    assert fit(1000, 3, 2) == (2, 1, 3)
+
+
+def plan_of(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
+    arch = replace(ss.Architecture.of_size("2m"), vocab_size=vocab_size, num_hidden_layers=4)
+    fields = {"seq_len": 64, "global_batch_size": 64, **recipe}
+    return Plan(arch, ss.Cluster.parse(cluster), ss.Recipe(**fields), layout or ss.Layout.ddp())
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
+    Pretrain().check(plan_of())
+    Pretrain().check(plan_of(vocab_size=128_256))
+    with pytest.raises(ValueError, match=r"Architecture.vocab_size is 512; allowed: at least 2,048"):
+        Pretrain().check(plan_of(vocab_size=512))
+    with pytest.raises(ValueError, match=r"Recipe.seq_len is 1; allowed: at least 2"):
+        Pretrain().check(plan_of(seq_len=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            ss.Layout.zero(stage=1, tp=2, offload_optimizer="cpu"),
+            "Layout.offload_optimizer is 'cpu'; allowed: None with tp > 1: the two were never run together",
+        ),
+        (ss.Layout.megatron(cp=2), "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: "),
+        (
+            ss.Layout.fsdp2(cp=2, tp=2),
+            "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2: the two were never run together",
+        ),
+    ],
+    ids=repr,
+)
+def test_what_no_engine_runs_is_refused_before_a_rank_starts(layout: Any, words: str, tmp_path: Path) -> None:
+    plan = plan_of(layout)
+    why = why_not_trained(plan)
+    assert why is not None and why.startswith(words)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ss.launch(plan, Pretrain(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_engines_run_is_let_through() -> None:
+    for layout in (ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(replicate=2, offload="cpu")):
+        assert why_not_trained(plan_of(layout)) is None
+    for name in frameworks:
+        why = why_not_trained(plan_of(frameworks[name].layout_class()))
+        assert why is None or "installed" in why
+
+
+def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
+        why = why_not_trained(plan_of(layout, method="lora"))
+        assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
+
+    assert "peft" in extra("train")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        ({"method": "qlora"}, "Recipe.method is 'qlora'"),
+        ({"method": "lora", "quantization": "nf4"}, "Recipe.quantization is 'nf4'"),
+        ({"method": "lora", "quantization": "int8", "precision": "bf16"}, "Recipe.quantization is 'int8'"),
+    ],
+)
+def test_a_base_in_few_bits_asks_for_bitsandbytes(
+    recipe: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In words, before a rank starts, with the line that brings it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+    )
+    plan = plan_of(**recipe)
+    why = why_not_trained(plan)
+    assert why is not None and why.startswith(field)
+    assert why.endswith('Nearest fix: pip install "shardscope[qlora]".')
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ss.launch(plan, Pretrain(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "bitsandbytes" in extra("qlora")
+
+
+def extra(name: str) -> set[str]:
+    """The packages that an extra of this project brings."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    found = project["project"]["optional-dependencies"][name]
+    return {requirement.partition(">=")[0] for requirement in found}

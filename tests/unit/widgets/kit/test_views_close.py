@@ -1,0 +1,127 @@
+"""Views come and go all day: a closed one leaves nothing in the kernel, and a run outlives its views."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_runs import FakeRun, record, until
+from ipywidgets import Widget
+from ipywidgets.widgets.widget import _instances
+from tests.faults import all_of_them
+
+import shardscope as ss
+from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio
+from shardscope_widgets.run.runs_view import RunsView
+
+PLAN = ss.Plan(
+    ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()
+)
+
+
+def run_view() -> RunView:
+    return RunView(FakeRun([record(loss=1.0)]))
+
+
+def runs_view() -> RunsView:
+    """With a living run opened, and awaited."""
+    made = RunsView()
+    made.open(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
+    return made
+
+
+def studio() -> Studio:
+    """With all but the pages that ask a question in the background."""
+    made = Studio()
+    for tab in ("Time", "Checks", "Runs", "Trace", "Memory"):
+        made.tabs.value = tab
+    return made
+
+
+VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
+    "memory": (lambda: MemoryView(PLAN), 2),
+    "time": (lambda: StepView(PLAN), 2),
+    "ranking": (RankingView, 10),
+    "advice": (AdviceView, 10),
+    "run": (run_view, 2),
+    "runs": (runs_view, 2),
+    "studio": (studio, 1),
+}
+"""How each is made, and how many `make test` makes: a hundred take a minute."""
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
+    make, count = VIEWS[name]
+    threads = set(threading.enumerate())  # Those of earlier tests may end meanwhile.
+    make().close()  # What views share stays.
+    gc.collect()
+    registered = len(_instances)
+    alive = []
+    for _ in range(100 if all_of_them() else count):
+        view = make()
+        alive.append(weakref.ref(view))
+        assert len(_instances) > registered
+        view.close()
+        del view
+    assert until(lambda: threads.issuperset(threading.enumerate())), threading.enumerate()
+    gc.collect()
+    assert len(_instances) == registered
+    assert not [ref for ref in alive if ref() is not None]
+
+
+def test_fault_26_a_second_view_and_a_closed_one_change_nothing_for_the_run() -> None:
+    run = FakeRun([record(loss=1.0)])
+    first, second = RunView(run), RunView(run)
+    assert until(lambda: first.num_steps == second.num_steps == 1)
+    first.close()
+    run.records.append(record(step=1, loss=0.5))
+    assert until(lambda: second.num_steps == 2)
+    assert run.status == "running", "a closed view stops nothing"
+    third = RunView(run)
+    assert until(lambda: third.num_steps == 2), "a later one sees everything from the beginning"
+    third.stop_button.click()
+    assert until(lambda: second.status == third.status == "stopped")
+
+
+def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
+    run = FakeRun([record(loss=9.0)])
+    view = RunView(run)
+    assert until(lambda: view.num_steps == 1)
+    drawn: list[int] = []
+    real = view.figure.extend
+
+    def count(records: list[dict[str, Any]]) -> None:
+        drawn.append(len(records))
+        real(records)
+
+    view.figure.extend = count
+    began = time.monotonic()
+    for step in range(1, 1001):
+        run.records.append(record(step=step, loss=float(step)))
+        time.sleep(max(0.0, began + step / 1000 - time.monotonic()))
+    assert until(lambda: view.num_steps == 1001)
+    run.status = "finished"
+    assert sum(drawn) == 1000 and len(drawn) <= 4 * (time.monotonic() - began) + 2, drawn
+    assert "1,000.000" in view.table.value, "the last one wins"
+
+
+def test_a_closed_view_leaves_the_others_whole() -> None:
+    """What they share has widgets of its own, which a page that is loaded anew looks for."""
+    left, closed = MemoryView(PLAN), MemoryView(PLAN)
+    closed.close()
+    waiting, seen = [left], {left.model_id}
+    while waiting:
+        widget = waiting.pop()
+        assert widget.comm is not None, widget
+        values = [getattr(widget, name) for name in widget.keys]
+        parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+        new = [part for part in parts if isinstance(part, Widget) and part._model_id not in seen]
+        seen.update(part._model_id for part in new)
+        waiting += new
+    left.close()

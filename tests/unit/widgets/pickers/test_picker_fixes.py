@@ -1,0 +1,322 @@
+"""Errors at an input come with a button that fixes them, and each picker says its value in a few words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import until
+from tests.needs import few
+from tests.weights_folders import write_folder
+
+import shardscope as ss
+from shardscope.core.number_format import gib
+from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
+from shardscope_widgets import Studio
+from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.studio.fit_question import fit_question
+
+
+def shown(row: Any) -> str:
+    """What stands under the row's input."""
+    return unescape(re.sub("<[^>]+>", "", row.children[-1].value))
+
+
+def press(row: Any) -> None:
+    """Press the button of the message under the row's input."""
+    assert "data-act='fix'" in row.children[-1].value, shown(row)
+    row.children[-1].press("fix")
+
+
+@pytest.fixture
+def studio() -> Any:
+    return Studio()
+
+
+def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
+    studio.cluster.count.value = "6"
+    row = studio.recipe.rows["global_batch_size"]
+    assert "64" in shown(row) and "6 GPUs" in shown(row) and shown(row).endswith("Use 66")
+    press(row)
+    assert studio.plan.recipe.global_batch_size == 66 and studio.plan.cluster.num_gpus == 6
+    assert not row.message and not studio.recipe.is_wrong
+
+
+ONE_CLICK: list[dict[str, str]] = [
+    {"micro_batch_size": "128"},
+    {"micro_batch_size": "99999999"},
+    {"global_batch_size": "-5"},
+    {"micro_batch_size": "-5"},
+    {"gpus_per_node": "6", "micro_batch_size": "128"},
+    {"gpus_per_node": "5000"},
+    {"gpus_per_node": "-5"},
+    {"num_nodes": "3", "global_batch_size": "1"},
+]
+
+
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2", "deepspeed", "megatron"], ["fsdp2"]))
+@pytest.mark.parametrize("typed", ONE_CLICK, ids=str)
+def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, typed: dict[str, str]) -> None:
+    """Micro-batch 128 offered "Use 128" for the batch, which then did not divide over 8 GPUs."""
+    studio.layout_picker.framework.value = framework
+    for field, text in typed.items():
+        picker = studio.cluster if field in studio.cluster.boxes else studio.recipe
+        picker.boxes[field].value = text
+    pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker)
+    press(next(row for picker in pickers for row in picker.rows.values() if row.message))
+    assert not studio.is_wrong, [row.message for one in pickers for row in one.rows.values()]
+    studio.plan.memory()
+
+
+def test_a_fix_names_all_that_it_changes(studio: Any) -> None:
+    studio.recipe.micro.value = "128"
+    row = studio.recipe.rows["global_batch_size"]
+    assert "128" in shown(row) and shown(row).endswith("Use 1,024")
+    studio.recipe.micro.value = "99999999"
+    assert "micro batch size 65,536" in shown(row) and "global batch size 524,288" in shown(row)
+
+
+def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
+    studio.recipe.seq_len.value = "many"
+    press(studio.recipe.rows["seq_len"])
+    assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == 1
+    studio.options.steps.value = "0"
+    row = studio.options.rows["num_steps"]
+    press(row)
+    assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
+
+
+def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass\n")
+    studio.task.menu.value = "own"
+    studio.task.code.value = "trian.py"
+    press(studio.task.rows["code"])
+    assert studio.task.code.value == "train.py" and not studio.task.rows["code"].message
+    studio.task.code.value = "something else"
+    assert "data-act" not in studio.task.rows["code"].children[-1].value
+
+
+def test_a_fix_may_be_in_another_picker(studio: Any) -> None:
+    """Falcon has no formulas in Megatron-core: the error is the model's, the fix another framework."""
+    studio.architecture.name.value = "falcon-7b"
+    studio.layout_picker.framework.value = "megatron"
+    row = studio.architecture.rows["model"]
+    assert "Use FSDP2" in shown(row)
+    press(row)
+    assert not row.message and studio.plan.layout.framework == "fsdp2"
+    assert studio.plan.architecture.name == "falcon-7b"
+
+
+def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
+    picker = ArchitecturePicker()
+    row = picker.rows["model"]
+    picker.name.value = "lama-3.1-8b"
+    press(row)
+    assert picker.name.value == "llama-3.1-8b" and not picker.is_wrong
+    for name in ("nonsense", "meta-llama/Llama-9-8B", "/nowhere/config.json", "<b>x</b>"):
+        picker.name.value = name
+        assert f"'{name}' is not in the catalogue" in shown(row)
+        assert "data-act" not in row.children[-1].value and "<b>" not in row.children[-1].value
+        assert not any(model in row.message for model in ss.models)
+
+
+def test_a_folder_without_a_model(tmp_path: Any) -> None:
+    picker = ArchitecturePicker()
+    picker.name.value = str(tmp_path)
+    assert "no config.json" in shown(picker.rows["model"]) and picker.weights_folder is None
+
+
+def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
+    picker = ArchitecturePicker()
+    other = ss.Architecture.from_dict({**ss.models["gpt2"].to_dict(), "num_hidden_layers": 6})
+    picker.take(other)
+    assert picker.value == other
+    picker.name.value = "gpt2"
+    assert picker.value == ss.models["gpt2"]
+
+
+def offered_action(studio: Any) -> str:
+    """Return the name of the notice's only button beside its cross."""
+    (name,) = set(re.findall(r"data-act='([^']*)'", studio.notice.value)) - {"dismiss"}
+    return unescape(name)
+
+
+def is_shown(row: Any) -> bool:
+    return "ss-off" not in row._dom_classes
+
+
+def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    host = picker.rows["host_memory_bytes"]
+    assert not is_shown(host) and not is_shown(picker.host_hint)
+    picker.type.value = "mi300x-192gb"
+    assert is_shown(host) and is_shown(picker.host_hint) and "not known" in picker.host_hint.value
+    picker.host.value = "1,024"
+    assert picker.value.host_memory_bytes == 2**40 and not is_shown(picker.host_hint)
+    picker.more.click()
+    assert is_shown(host) and is_shown(picker.rows["nvme_bytes"])
+    picker.nvme.value = "lots"
+    picker.more.click()
+    assert is_shown(picker.rows["nvme_bytes"]), "its message is seen"
+
+
+def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
+    studio.cluster.fill(ss.Cluster.parse("8x8xh100-sxm-80gb"))
+    studio.architecture.name.value = "llama-3.1-70b"
+    studio.layout_picker.framework.value = "megatron"
+    assert studio.plan.layout.tp * studio.plan.layout.pp > 1 and studio.plan.memory().fits
+    studio.layout_picker.boxes["tp"].value = 2
+    studio.layout_picker.framework.value = "fsdp2"
+    studio.layout_picker.boxes["tp"].value = 4
+    studio.layout_picker.framework.value = "megatron"
+    assert studio.plan.layout.tp == 2
+    studio.layout_picker.framework.value = "fsdp2"
+    assert studio.plan.layout.tp == 4
+
+
+def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
+    pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
+    answers = [picker.answer for picker in (*pickers, studio.task)]
+    assert answers == [
+        "8.03B, 32 layers",
+        "8 × H100 80 GB, NVLink 4",
+        "full, bf16-mixed, 4,096 tokens",
+        "FSDP2, shard 8",
+        "40 steps, traced",
+        "Pretrain",
+    ]
+    for alone in (ArchitecturePicker(), ClusterPicker(), RecipePicker(), LayoutPicker()):
+        assert alone.value is not None
+
+
+def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
+    picker, recipe = LayoutPicker(), ss.Recipe()
+    eight = ss.Cluster.parse("8xh100-sxm-80gb")
+    picker.offer(ss.models["llama-3.1-8b"], eight, recipe)
+    picker.framework.value = "megatron"
+    nodes = ss.Cluster.parse("8x8xh100-sxm-80gb")
+    picker.offer(ss.models["llama-3.1-405b"], nodes, recipe)
+    assert picker.value == first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
+    picker.boxes["pp"].value = 2
+    picker.offer(ss.models["llama-3.1-70b"], nodes, recipe)
+    assert picker.value.pp == 2, "what the user set stays"
+
+
+def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
+    studio = Studio()
+    studio.cluster.nodes.value = "8"
+    studio.architecture.name.value = "llama-3.1-405b"
+    studio.layout_picker.framework.value = "megatron"
+    before, fit = studio.plan, make_it_fit(studio.plan)
+    assert fit is not None and fit.plan.layout.framework == "deepspeed"
+    studio.fit.button.click()
+    assert until(lambda: "data-act" in studio.notice.value, 120)
+    assert studio.plan == before, "another framework is named before it is chosen"
+    studio.notice.press(offered_action(studio))
+    assert studio.plan == fit.plan
+    studio.notice.press("Undo")
+    assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
+    studio.layout_picker.framework.value = "deepspeed"
+    expected = first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
+    assert studio.layout_picker.value == expected
+    studio.close()
+
+
+def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
+    """Two folders of one name whose models are the same: the plan does not change, the weights do."""
+    first, second = (write_folder(tmp_path / name / "m") for name in ("x", "y"))
+    studio = Studio()
+    studio.recipe.seq_len.value = "32"
+    for folder in (first, second):
+        studio.architecture.name.value = str(folder)
+        assert studio.task.task(studio.plan).weights == folder
+    studio.apply(studio.plan)
+    assert studio.task.task(studio.plan).weights == second
+    studio.close()
+
+
+def test_an_opened_plan_is_the_plan_that_is_shown(tmp_path: Path) -> None:
+    studio = Studio()
+
+    def open_plan(plan: ss.Plan) -> None:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(plan.to_json())
+        studio.open_plan.path.value = str(path)
+
+    for layers in (4, 16):
+        arch = replace(ss.Architecture.of_size("2m"), name="my-model", num_hidden_layers=layers)
+        open_plan(replace(studio.plan, architecture=arch))
+        assert studio.plan.architecture == arch and "opened" in studio.notice.value
+    before = studio.plan
+    studio.cluster.count.value = "6"  # 64 does not divide: the last plan stays.
+    assert studio.plan == before
+    wider = replace(before, recipe=replace(before.recipe, global_batch_size=96))
+    open_plan(wider)
+    assert studio.plan.cluster.num_gpus == 8 and studio.plan.recipe.global_batch_size == 96
+    studio.recipe.seq_len.value = "512"
+    assert not studio.notice.value, "what was said, and its Undo, was about the plan before"
+    studio.close()
+
+
+def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -> None:
+    """The head's button changed the framework and said so only then; the Memory tab's had no Undo."""
+    studio = Studio()
+    studio.cluster.nodes.value = "8"
+    studio.architecture.name.value = "llama-3.1-405b"
+    studio.layout_picker.framework.value = "megatron"
+    before = studio.plan
+    panel = studio.memory.repairs
+    for button in (studio.fit.button, panel.make_it_fit):
+        if button is panel.make_it_fit:
+            panel.offer(studio.plan, studio.plan.memory())
+            assert until(lambda: panel.make_it_fit.layout.display == "", 120)
+        button.click()
+        assert until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
+        assert studio.plan == before
+        label = offered_action(studio)
+        assert label.startswith("Use DeepSpeed ZeRO-3")
+        studio.notice.press(label)
+        assert studio.plan.layout.framework == "deepspeed"
+        assert gib(studio.plan.memory().peak_bytes) in label
+        assert "Made it fit" in studio.notice.value
+        studio.notice.press("Undo")
+        assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
+        before = studio.plan
+    studio.close()
+
+
+def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
+    studio = Studio()
+    studio.recipe.micro.value = "2"
+    before, panel = studio.plan, studio.memory.repairs
+    for button in (studio.fit.button, panel.make_it_fit):
+        if button is panel.make_it_fit:
+            panel.offer(studio.plan, studio.plan.memory())
+            assert until(lambda: panel.make_it_fit.layout.display == "", 60)
+        button.click()
+        assert until(lambda: "Made it fit" in studio.notice.value, 60)
+        assert studio.plan.layout.framework == before.layout.framework
+        studio.notice.press("Undo")
+        assert studio.plan == before
+    studio.close()
+
+
+def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+    other = replace(plan, layout=ss.Layout.megatron(tp=2))
+    fit = Fit(plan=other, changes=(), bytes_won=0, seconds_lost=0.0, own_framework_fits=True)
+    words, label = fit_question(plan, fit) or ("", "")
+    assert "FSDP2" in words and "3 times as long" in words
+    assert label.startswith("Use Megatron-core (tp 2)")
+    smaller = replace(plan, architecture=ss.models["llama-3.2-1b"])
+    fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
+    words, label = fit_question(plan, fit) or ("", "")
+    assert "No layout of any framework" in words and "model a → b" in label

@@ -1,0 +1,271 @@
+"""The Plans tab: the frameworks that the team knows, its own input, and answers to another question."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_runs import until
+
+import shardscope as ss
+from shardscope.planner.abilities import TITLES
+from shardscope_widgets import Studio
+from shardscope_widgets.plans.page import PlansPage
+
+MODEL, GPUS = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+def plan_of(**recipe: Any) -> ss.Plan:
+    return ss.Plan(MODEL, GPUS, ss.Recipe(**recipe), ss.Layout.fsdp2())
+
+
+def pressed(page: PlansPage) -> dict[str, str]:
+    """Name -> aria-pressed, as the page reads them."""
+    return dict(re.findall(r"data-act='(\w+)' aria-pressed='(\w+)'", page.familiar.value))
+
+
+def is_answered(page: PlansPage) -> bool:
+    return page.advice.advice is not None and not page.ask.is_busy
+
+
+@pytest.fixture
+def page() -> Iterator[PlansPage]:
+    """A page whose first question is answered."""
+    made = PlansPage(on_apply=lambda _: None)
+    made.offer(plan_of())
+    assert until(lambda: is_answered(made))
+    yield made
+    assert until(lambda: not made.ask.is_busy)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Return the frameworks that the team knows, of each question."""
+    real, told = ss.recommend, []
+
+    def recommend(arch: Any, cluster: Any, recipe: Any, familiar_with: Any = (), **more: Any) -> Any:
+        told.append(tuple(familiar_with))
+        return real(arch, cluster, recipe, familiar_with, **more)
+
+    monkeypatch.setattr(ss, "recommend", recommend)
+    return told
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Advice comes once it is let go."""
+    real, goes_on = ss.recommend, threading.Event()
+
+    def recommend(*question: Any, **more: Any) -> Any:
+        assert goes_on.wait(30)
+        return real(*question, **more)
+
+    monkeypatch.setattr(ss, "recommend", recommend)
+    yield goes_on.set
+    goes_on.set()
+
+
+def test_each_name_that_advice_takes_is_a_toggle_and_none_is_on(page: PlansPage) -> None:
+    assert pressed(page) == dict.fromkeys(TITLES, "false") and page.familiar.names == ()
+    buttons = re.findall(r"<button [^>]*title='([^']+)'>([^<]+)</button>", page.familiar.value)
+    assert [title for _, title in buttons] == list(TITLES.values())
+    assert all(title in tooltip for tooltip, title in buttons)
+    assert "role='group' aria-label='Frameworks your team knows' data-roving" in page.familiar.value
+
+
+def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
+    asked: list[tuple[str, ...]], page: PlansPage
+) -> None:
+    before = page.advice.advice
+    assert before is not None and before.plan is not None and before.plan.layout.framework == "fsdp2"
+    page.familiar.press("deepspeed")
+    assert until(lambda: is_answered(page) and page.advice.advice is not before)
+    after = page.advice.advice
+    assert after is not None and after.plan is not None and after.plan.layout.framework == "deepspeed"
+    assert asked == [(), ("deepspeed",)] and pressed(page)["deepspeed"] == "true"
+    assert not page.about.value and "ss-old" not in page.advice._dom_classes
+
+
+def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
+    asked: list[tuple[str, ...]], page: PlansPage
+) -> None:
+    for name in reversed(TITLES):
+        page.familiar.press(name)
+        assert until(lambda: is_answered(page))
+    assert asked[-1] == tuple(TITLES), "and advice takes each of them"
+    assert set(pressed(page).values()) == {"true"}
+    page.familiar.press("ddp")
+    assert until(lambda: is_answered(page))
+    assert asked[-1] == tuple(TITLES)[1:] and pressed(page)["ddp"] == "false"
+    assert not page.familiar.error
+
+
+def test_a_name_that_nobody_knows_is_ignored_and_said(asked: list[tuple[str, ...]], page: PlansPage) -> None:
+    page.familiar.press("horovod")
+    assert "'horovod' means nothing here" in page.familiar.error
+    assert page.familiar.names == () and asked == [()]
+
+
+def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
+    applied: list[ss.Plan] = []
+    page = PlansPage(on_apply=applied.append)
+    page.offer(plan_of())
+    assert page.ask.is_busy
+    page.familiar.press("deepspeed")
+    page.familiar.press("ddp")
+    assert not page.about.value, "it is on its way: there is nothing to press"
+    held()
+    assert until(lambda: len(asked) == 2 and is_answered(page))
+    assert asked == [(), ("ddp", "deepspeed")], "not once for each press"
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
+    page.advice.words.press("plan")
+    assert [plan.layout.framework for plan in applied] == ["deepspeed"]
+
+
+def test_an_answer_to_another_question_says_so_beside_one_button(
+    page: PlansPage, held: Callable[[], None]
+) -> None:
+    assert page.ask.button.layout.display == "none", "there is nothing to ask again"
+    page.familiar.press("deepspeed")
+    assert not page.about.value, "it is on its way: there is nothing to press"
+    assert page.ask.button.layout.display == "none"
+    assert "ss-old" in page.advice._dom_classes, "and what is there answers another question"
+    page.offer(plan_of(seq_len=2048))
+    assert "Llama 3.1 8B on 8 GPUs" in page.about.value
+    held()
+    assert until(lambda: is_answered(page))
+    assert "before an input changed" in page.about.value and page.ask.button.layout.display == ""
+    page.ask.button.click()
+    assert until(lambda: is_answered(page) and not page.about.value)
+    assert page.ask.button.layout.display == "none" and "ss-old" not in page.advice._dom_classes
+
+
+def test_cancel_ends_what_a_toggle_would_ask_next_too(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    page.familiar.press("deepspeed")
+    page.ask.cancel.click()
+    held()
+    assert until(lambda: not page.ask.is_busy)
+    assert asked == [()] and "cancelled" in page.ask.words.value
+    page.ask.button.click()
+    assert until(lambda: is_answered(page) and not page.about.value)
+    assert asked == [(), ("deepspeed",)]
+
+
+def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    page.familiar.press("deepspeed")
+    page.close()
+    page.ask.close()
+    held()
+    assert until(lambda: not page.ask.is_busy)
+    assert asked == [()]
+
+
+def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_again(
+    page: PlansPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        assert goes_on.wait(30)
+        raise ValueError("a figure is not known")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ss, "recommend", refused)
+        page.familiar.press("megatron")
+        assert not page.about.value
+        goes_on.set()
+        assert until(lambda: "a figure is not known" in page.ask.words.value and not page.ask.is_busy)
+    assert page.about.value and page.ask.button.layout.display == ""
+    assert "ss-old" in page.advice._dom_classes
+    page.ask.button.click()
+    assert until(lambda: is_answered(page) and not page.about.value)
+
+
+def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ss.search(MODEL, GPUS, ss.Recipe(), frameworks=["ddp", "fsdp2"])
+    searched: list[Any] = []
+    monkeypatch.setattr(ss, "search", lambda *question, **_: searched.append(question) or found)
+    assert page.familiar.layout.display == ""
+    page.mode.value = "search"
+    assert until(lambda: page.ranking.ranking is found and not page.search.is_busy)
+    assert page.familiar.layout.display == "none", "a search asks for every layout"
+    page.familiar.press("ddp")
+    assert until(lambda: is_answered(page))
+    assert "ss-old" not in page.ranking._dom_classes and not page.about.value
+    assert not page.ranking.table.frozen and len(searched) == 1
+    page.mode.value = "advice"
+    assert page.familiar.layout.display == "" and pressed(page)["ddp"] == "true"
+    assert not page.about.value
+
+
+def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, ...]]) -> None:
+    """It is about people, not about the plan: the pickers leave it, and the plan does not have it."""
+    studio = Studio()
+    studio.tabs.value = "Plans"
+    assert until(lambda: is_answered(studio.plans))
+    plan = studio.plan
+    studio.plans.familiar.press("deepspeed")
+    assert studio.plan is plan
+    assert until(lambda: is_answered(studio.plans))
+    studio.recipe.seq_len.value = "2048"
+    assert "before an input changed" in studio.plans.about.value
+    studio.plans.ask.button.click()
+    assert until(lambda: is_answered(studio.plans))
+    assert asked == [(), ("deepspeed",), ("deepspeed",)] and not studio.plans.about.value
+    studio.close()
+
+
+def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
+    asked: list[tuple[str, ...]], page: PlansPage
+) -> None:
+    """The plan on screen is kept if it is the advised one; else a button applies that."""
+    advised = page.advice.advice.plan  # type: ignore[union-attr]
+    assert advised is not None and asked == [()]
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    assert not page.about.value, "the next answer is on its way"
+    assert until(lambda: is_answered(page) and len(asked) == 2)
+    assert page.advice.answer is not None and page.advice.answer.plan is not None
+    assert "Keep the plan on screen" not in page.advice.words.value
+    assert page.advice.words.value.count("data-act='plan'") == 1
+    page.offer(page.advice.answer.plan)
+    assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.words.value
+    assert len(asked) == 2 and not page.ask.is_busy, "the advice was for this plan: nothing is asked"
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
+
+
+def test_another_plan_on_screen_during_a_question_is_asked_about_when_that_has_ended(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    held()
+    assert until(lambda: len(asked) == 2 and is_answered(page))
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
+
+
+def test_an_error_about_another_plan_on_screen_is_not_asked_for_ever(
+    page: PlansPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def refused(*_: Any, **__: Any) -> Any:
+        tries.append(1)
+        raise ValueError("a figure is not known")
+
+    monkeypatch.setattr(ss, "recommend", refused)
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    assert until(lambda: not page.ask.is_busy and bool(tries))
+    assert len(tries) == 1 and "for another plan on screen" in page.about.value
+    assert "ss-old" in page.advice._dom_classes and page.ask.button.layout.display == ""

@@ -1,0 +1,116 @@
+"""What is free now and who has the rest, of cards (through a stand-in of their library) and of the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import until
+from pretended_gpus import GIB, TOTAL, pretend_cards
+
+import shardscope as ss
+from shardscope.machine.processes import start_of, this_machine
+from shardscope.records.files import write_json
+from shardscope.records.folder import RunFolder
+from shardscope.runs.watch import free_memory as free_now_module
+from shardscope.runs.watch.free_memory import MAX_USERS, free_now
+from shardscope_widgets.run.free_memory import FreeView
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def living_run(name: str, *, gpus: list[int], pid: int) -> None:
+    """A run folder whose supervisor is this very process."""
+    folder = RunFolder(Path("runs") / name)
+    folder.create()
+    described = {"world_size": 1, "created": time.time(), "machine": this_machine(), "gpus": gpus}
+    write_json(folder.run_json, described, as_is=("machine",))
+    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    write_json(folder.supervisor, me, as_is=("machine",))
+    write_json(folder.rank(0), {"pid": pid})
+    folder.set_status("running", "1 rank at work")
+
+
+def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        living_run("mine", gpus=[0], pid=424_242)
+        users = [(mine.pid, 2 * GIB), (424_242, 60 * GIB), (999_999_999, None)]
+        pretend_cards(monkeypatch, [10 * GIB, TOTAL], users)
+        first, second = free_now()
+    finally:
+        mine.kill()
+        mine.wait()
+    assert (first.name, first.free_bytes, first.total_bytes) == ("GPU 0", 10 * GIB, TOTAL)
+    assert first.users[0] == "rank 0 of the run mine, 60.0 GiB", "who holds most comes first"
+    assert first.users[1].endswith(f"(process {mine.pid}), 2.00 GiB")
+    assert first.users[2] == "process 999999999", "another container's has no name here"
+    assert second.users == ()
+
+
+def test_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cards(monkeypatch, [GIB], [(10**8 + number, GIB) for number in range(20)])
+    assert len(free_now()[0].users) == MAX_USERS + 1 and free_now()[0].users[-1] == "16 more"
+
+
+def test_without_cards_it_is_the_hosts_memory_and_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    living_run("on-cpus", gpus=[], pid=1)
+    (host,) = free_now()
+    assert host.name == "host memory" and 0 < host.free_bytes < host.total_bytes
+    assert host.users == ("the run on-cpus is running",)
+
+
+def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cards(monkeypatch, [TOTAL, 5 * GIB])
+    view = FreeView()
+    assert view.places.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.places.value
+    assert "role='img' aria-label='94 % in use'" in view.places.value
+    pretend_cards(monkeypatch, [TOTAL, 6 * GIB])
+    monkeypatch.setattr(free_now_module, "_process", lambda pid: "<img src=x>")
+    view.places.press("look")
+    assert until(lambda: "6.00 of 79.6 GiB" in view.places.value)
+    pretend_cards(monkeypatch, [GIB], [(5, GIB)])
+    view.places.look()
+    assert "&lt;img src=x&gt;" in view.places.value and "<img" not in view.places.value
+    view.close()
+    view.places.ask()  # A click that comes late raises nothing.
+
+
+def test_the_kernel_never_uses_cuda_for_it() -> None:
+    code = """
+import sys
+from shardscope_widgets.run.free_memory import FreeView
+FreeView()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
+    from shardscope_widgets import Studio
+
+    asked: list[dict[str, Any]] = []
+
+    def launch(plan: ss.Plan, task: Any, **options: Any) -> ss.Run:
+        asked.append(options)
+        raise ValueError(json.dumps(sorted(options)))
+
+    monkeypatch.setattr(ss, "launch", launch)
+    studio = Studio()
+    if studio.launch.current.plan is None:
+        pytest.skip('nothing can be launched here: pip install "shardscope[train]"')
+    studio.options.outlive.value = outlive
+    studio.launch.button.click()
+    assert [options["outlive_kernel"] for options in asked] == [outlive]
+    studio.close()

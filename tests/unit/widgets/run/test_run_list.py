@@ -1,0 +1,447 @@
+"""The list of runs: every folder is one row, and its buttons open, compare, resume, stop and show traces."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import until
+from written_runs import CREATED, fail, write_run
+
+import shardscope as ss
+from shardscope.records.files import append_line, read_lines
+from shardscope.records.folder import RunFolder
+from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.summaries import RunSummaries
+from shardscope_widgets import Studio
+from shardscope_widgets.run import runs_view as runs_view_module
+from shardscope_widgets.run.runs_table import loss_words, when_words
+from shardscope_widgets.run.runs_view import RunsView
+from shardscope_widgets.run.view import RunView
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def views() -> Iterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for view in made:
+        view.close()
+
+
+def rows(view: RunsView) -> list[str]:
+    """The text of each row of the list."""
+    bodies = re.findall(r"<tr.*?</tr>", view.table.value.partition("<tbody>")[2])
+    return [" ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split()) for body in bodies]
+
+
+def act(view: RunsView, kind: str, name: str) -> str:
+    """What the button of this kind in the row of the run ``name`` sends."""
+    (row,) = [row for row in re.findall(r"<tr.*?</tr>", view.table.value) if f">{name}<" in row]
+    found = re.search(f"data-act='({kind}:[^']*)'", row)
+    assert found is not None, f"no button {kind} in {row}"
+    return found[1]
+
+
+def press(view: RunsView, kind: str, name: str) -> None:
+    view.table.press(act(view, kind, name))
+
+
+def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
+    write_run("old", number=0, num_done=40)
+    write_run("new", "failed", number=2, num_done=7, reason="rank 1 raised ValueError: no")
+    write_run("living", "running", number=1, num_done=3)
+    view = RunsView()
+    names = [row.split()[0] for row in rows(view)]
+    assert names == ["living", "new", "old"] and view.num_runs == 3
+    living, new, old = rows(view)
+    assert "2 CPU ranks" in old and "DDP" in old and "finished" in old and "40 of 40" in old
+    assert "failed" in new and "7 of 40" in new and loss_words(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
+    assert "running" in living and "Stop" in living and "Stop" not in old
+    view.close()
+
+
+def test_without_runs_the_list_says_where_they_will_be() -> None:
+    view = RunsView()
+    assert view.num_runs == 0 and rows(view) == [] and "runs/" in view.table.value
+    write_run("first")
+    view.toolbar.press("look")
+    assert view.num_runs == 1 and len(rows(view)) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{nonsense", "[1]", '{"world_size": -1}', '{"world_size": 1e400}', "", "\0\xff", '{"created": 1}'],
+)
+def test_a_damaged_folder_is_one_row_that_says_so_and_hides_no_other(damage: str) -> None:
+    write_run("whole")
+    broken = Path("runs/broken<b>")
+    broken.mkdir()
+    (broken / "run.json").write_text(damage)
+    (Path("runs") / "notes").mkdir()
+    view = RunsView()
+    assert view.num_runs == 2, "a folder without a run's files is no run"
+    assert any("whole" in row and "finished" in row for row in rows(view))
+    (row,) = [row for row in rows(view) if "broken" in row]
+    assert "damaged" in row and "run.json" in row and "<b>" not in view.table.value.replace("<b class", "")
+
+
+@pytest.mark.parametrize("plan", ["null", '{"x": 1}', "[]", '"text"'])
+def test_a_run_whose_plan_cannot_be_read_is_listed_and_opened(plan: str) -> None:
+    path = write_run("odd")
+    text = (path / "run.json").read_text()
+    (path / "run.json").write_text(re.sub(r'"plan": \{.*?\}, "task"', f'"plan": {plan}, "task"', text))
+    view = RunsView()
+    (row,) = rows(view)
+    assert "odd" in row and "finished" in row and "plan cannot be read" in row
+    press(view, "open", "odd")
+    assert until(lambda: view.run_view.status == "finished")
+    view.close()
+
+
+EVIL = "<img src=x onerror=alert(1)>' onmouseover='alert(1)"
+
+
+def test_text_of_a_folder_is_never_markup(views: list[Any]) -> None:
+    write_run("evil", EVIL, reason=EVIL, num_done=0)
+    path = write_run("odd", reason=EVIL, num_done=0, number=1)
+    append_line(RunFolder(path).events(0), {"step": EVIL, "loss": EVIL, "rank": 0, "time": 0.0})
+    ugly = write_run("<i>'ugly\"", "failed", reason=EVIL)
+    fail(ugly, 0, EVIL)
+    view = RunsView()
+    views.append(view)
+    assert any("evil" in row and "damaged" in row for row in rows(view))
+    assert_no_markup(view.table.value)
+    press(view, "open", "odd")
+    assert "data-status='finished'" in view.run_view.head.value
+    view.open(ss.Run.attach(ugly))
+    assert until(lambda: "&lt;img" in view.run_view.error.value)
+    for part in (view.bar, view.run_view.head, view.run_view.error):
+        assert_no_markup(part.value)
+
+
+def assert_no_markup(html: str) -> None:
+    outside = re.sub(r"='[^']*'", "", html)
+    assert "<img" not in html and "<i>" not in html and "onmouseover" not in re.sub(r">[^<]*<", "><", outside)
+
+
+def test_pressing_what_is_not_there_is_refused() -> None:
+    write_run("one")
+    view = RunsView()
+    for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
+        view.table.press(odd)
+        assert "means nothing here" in view.table.error and view.is_list_shown
+
+
+def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) -> None:
+    ended: list[Any] = []
+    write_run("yesterday", num_done=40)
+    view = RunsView(on_end=ended.append)
+    views.append(view)
+    press(view, "open", "yesterday")
+    assert until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
+    assert not view.is_list_shown
+    view.bar.press("back")
+    assert view.is_list_shown and ended == [], "nobody waits for the end of a run that ended yesterday"
+
+
+def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: list[Any]) -> None:
+    ended: list[Any] = []
+    path = write_run("living", "running", num_done=3)
+    view = RunsView(on_end=ended.append)
+    views.append(view)
+    run = ss.Run.attach(path)
+    view.open(run)
+    assert until(lambda: view.run_view.status == "running")
+    append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
+    assert until(lambda: ended == [run])
+    assert "finished" in rows(view)[0], "the list knows too"
+
+
+def test_on_end_is_called_though_another_run_is_shown_meanwhile(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    ended: list[Any] = []
+    path = write_run("living", "running", num_done=3)
+    write_run("yesterday")
+    view = RunsView(on_end=ended.append)
+    views.append(view)
+    run = ss.Run.attach(path)
+    view.open(run)
+    view.bar.press("back")
+    press(view, "open", "yesterday")
+    append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
+    assert until(lambda: ended == [run])
+    view.look()
+    assert ended == [run], "once"
+
+
+def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    path = write_run("living", "running", num_done=3)
+    threads = set(threading.enumerate())
+    view = RunsView()
+    views.append(view)
+    assert "3 of 40" in rows(view)[0]
+    append_line(RunFolder(path).events(0), {"step": 11, "rank": 0, "time": 0.0, "loss": 1.25})
+    assert until(lambda: "1.250" in rows(view)[0] and "12 of 40" in rows(view)[0])
+    append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "stopped", "reason": "enough"})
+    assert until(lambda: "stopped" in rows(view)[0])
+    assert until(lambda: threads.issuperset(threading.enumerate())), "without living runs it needs no thread"
+
+
+def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
+    for number, name in enumerate(("a", "b", "c")):
+        write_run(name, number=number, task=ss.Pretrain(num_steps=40, learning_rate=10.0**-number))
+    view = RunsView()
+    view.toolbar.press("compare")
+    assert view.is_list_shown, "nothing is selected"
+    for name in ("a", "b", "c"):
+        press(view, "select", name)
+    assert view.table.value.count("aria-checked='true'") == 2
+    view.toolbar.press("compare")
+    text = unescape(re.sub(r"<[^>]+>", " ", view.comparison.table.value))
+    assert not view.is_list_shown and "learning rate 0.1 → 0.01" in text, text
+    view.bar.press("back")
+    assert view.is_list_shown
+
+
+def test_twenty_rows_are_shown_and_more_when_asked() -> None:
+    for number in range(45):
+        write_run(f"run-{number:02}", number=number, num_done=0)
+    view = RunsView()
+    assert len(rows(view)) == 20 and rows(view)[0].startswith("run-44") and view.num_runs == 45
+    assert "20 of 45" in view.more.value
+    view.more.press("more")
+    assert len(rows(view)) == 40
+    view.more.press("more")
+    assert len(rows(view)) == 45 and view.more.value == ""
+
+
+def test_unchanged_runs_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run("one")
+    write_run("two", number=1)
+    summaries = RunSummaries()
+    first = summaries.read()
+    assert [summary.loss for summary in first]
+    again = summaries.read()
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    path = Path("runs/two")
+    append_line(RunFolder(path).events(0), {"step": 99, "rank": 0, "time": 0.0, "loss": 0.5})
+    newer = {summary.name: summary for summary in summaries.read()}
+    assert newer["two"].loss == 0.5 and newer["one"] is first[1]
+
+
+def test_a_long_runs_last_loss_is_read_from_the_end_of_its_file() -> None:
+    path = write_run("long", num_done=0)
+    with RunFolder(path).events(0).open("w") as file:
+        for step in range(50_000):
+            file.write(f'{{"step": {step}, "rank": 0, "time": 0.0, "loss": {step / 10}}}\n')
+        file.write('{"step": 50000, "ra')  # Still being written.
+    (summary,) = RunSummaries().read()
+    began = time.thread_time()
+    assert summary.loss == 4999.9 and summary.num_steps_done == 50_000
+    assert time.thread_time() - began < 0.2
+
+
+# ---------------------------------------------------------------------------- resume, stop, trace
+
+
+def test_resume_is_on_where_a_checkpoint_is_and_says_why_where_it_is_off() -> None:
+    write_run("saved", "stopped", checkpoint=20)
+    write_run("unsaved", "stopped", number=1)
+    write_run("mine", "failed", number=2, is_own_task=True, checkpoint=5)
+    write_run("done", number=3, checkpoint=40)
+    stranger = write_run("stranger", "stopped", number=4, checkpoint=20)
+    (stranger / "checkpoints" / "step-000020" / "manifest.json").unlink()
+    view = RunsView()
+    table = view.table.value
+
+    def button(name: str) -> str:
+        found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", table)
+        return found[0] if found else ""
+
+    assert "aria-disabled" not in button("saved") != ""
+    assert "aria-disabled" in button("unsaved") and "no complete checkpoint" in button("unsaved")
+    assert "aria-disabled" in button("mine") and "your own code" in button("mine")
+    assert "aria-disabled" in button("stranger") and "step-000020: it has no manifest" in button("stranger")
+    assert button("done") == ""
+    press(view, "resume", "mine")
+    assert (
+        view.is_list_shown and "your own code" in view.toolbar.value and "role='alert'" in view.toolbar.value
+    )
+
+
+def test_resume_launches_shows_and_reports_a_run(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run("saved", "stopped", checkpoint=20)
+    resumed: list[Any] = []
+
+    def launch(plan: Any, task: ss.Pretrain, **options: Any) -> ss.Run:
+        assert task.num_steps == 40 and str(task.resume).endswith("step-000020")
+        return ss.Run.attach(write_run("saved-2", "running", number=5, task=task, num_done=22))
+
+    monkeypatch.setattr(launch_module, "launch", launch)
+    view = RunsView(on_resume=resumed.append)
+    views.append(view)
+    press(view, "resume", "saved")
+    assert [run.name for run in resumed] == ["saved-2"]
+    assert not view.is_list_shown and view.run_view.run is resumed[0]
+    view.show_list()
+    assert "continues saved" in rows(view)[0] and "22 of 40" in rows(view)[0]
+
+
+def resume_button(view: RunsView, name: str) -> str:
+    found = re.search(f"<button[^>]*aria-label='Resume {name}[^>]*>", view.table.value)
+    assert found, view.table.value
+    return found[0]
+
+
+def test_resume_is_off_while_a_run_that_was_resumed_is_living(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second click, or Resume of another run, launched a run that competed with the first one."""
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    write_run("saved", "stopped", checkpoint=20)
+    write_run("other", "stopped", number=1, checkpoint=20)
+    launched: list[Path] = []
+
+    def launch(plan: Any, task: ss.Pretrain, **options: Any) -> ss.Run:
+        launched.append(write_run(f"saved-{len(launched) + 2}", "running", number=5, task=task, num_done=22))
+        return ss.Run.attach(launched[-1])
+
+    monkeypatch.setattr(launch_module, "launch", launch)
+    view = RunsView()
+    views.append(view)
+    twice = act(view, "resume", "saved")
+    view.table.press(twice)
+    view.table.press(twice)
+    assert len(launched) == 1 and "under way" in view.bar.value
+    view.show_list()
+    for name in ("saved", "other"):
+        assert "aria-disabled" in resume_button(view, name) and "under way" in resume_button(view, name)
+        press(view, "resume", name)
+    assert len(launched) == 1
+    end = {"time": CREATED + 590, "status": "finished", "reason": "done"}
+    append_line(RunFolder(launched[0]).status, end)
+    assert until(lambda: "aria-disabled" not in resume_button(view, "other"))
+
+
+def test_resume_is_off_where_another_run_continues_the_same_one(views: list[Any]) -> None:
+    path = write_run("saved", "stopped", checkpoint=20)
+    (checkpoint,) = (path / "checkpoints").iterdir()
+    write_run("later", "running", number=5, task=ss.Pretrain(num_steps=40, resume=checkpoint))
+    view = RunsView()
+    views.append(view)
+    assert "later continues it" in resume_button(view, "saved") and "aria-disabled" in resume_button(
+        view, "saved"
+    )
+
+
+def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> None:
+    write_run("saved", "stopped", checkpoint=20)
+    studio = Studio()
+    studio.tabs.value = "Runs"
+    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    studio.launch.busy = True
+    studio.runs.look()
+    assert "under way" in resume_button(studio.runs, "saved")
+    studio.launch.busy = False
+    studio.runs.look()
+    assert "aria-disabled" not in resume_button(studio.runs, "saved")
+    studio.close()
+
+
+def test_a_failed_launch_is_an_error_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run("saved", "stopped", checkpoint=20)
+    monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 1 / 0)
+    view = RunsView()
+    press(view, "resume", "saved")
+    assert view.is_list_shown and "division by zero" in view.toolbar.value
+
+
+def test_a_living_run_is_stopped_from_the_list(views: list[Any]) -> None:
+    path = write_run("living", "running")
+    view = RunsView()
+    views.append(view)
+    press(view, "stop", "living")
+    (command,) = read_lines(RunFolder(path).control)
+    assert command["command"] == "stop" and command["button"] == "Stop"
+
+
+def test_a_recorded_trace_opens_where_it_is_wanted(views: list[Any]) -> None:
+    write_run("traced", has_trace=True)
+    write_run("untraced", number=1)
+    opened: list[Any] = []
+    view = RunsView(on_open_trace=opened.append)
+    assert view.table.value.count("Open trace") == 2 - 1 and "trace:" in act(view, "trace", "traced")
+    press(view, "trace", "traced")
+    assert [run.name for run in opened] == ["traced"] and view.is_list_shown
+    alone = RunsView()
+    views.append(alone)
+    press(alone, "trace", "traced")
+    assert not alone.is_list_shown and "Trace of" in alone.bar.value
+    alone.bar.press("back")
+    assert alone.is_list_shown
+
+
+# ---------------------------------------------------------------------------- a failed run, the Studio
+
+
+def test_a_failed_run_opens_the_log_of_the_rank_that_failed(views: list[Any]) -> None:
+    path = write_run("failed", "failed", reason="rank 1 raised ValueError: bad batch")
+    fail(path, 1, "Traceback (most recent call last):\nValueError: bad batch\n")
+    view = RunView(ss.Run.attach(path))
+    views.append(view)
+    assert until(lambda: view.logs.whose.value == 1 and "bad batch" in view.logs.pane.value)
+    assert "ValueError: bad batch" in view.error.value
+
+
+def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) -> None:
+    path = write_run("failing", "running")
+    view = RunView(ss.Run.attach(path))
+    views.append(view)
+    assert until(lambda: view.status == "running")
+    view.logs.whose.value = "supervisor"
+    fail(path, 1, "ValueError: bad batch\n")
+    append_line(RunFolder(path).status, {"time": CREATED, "status": "failed", "reason": "rank 1"})
+    assert until(lambda: view.status == "failed" and "bad batch" in view.error.value)
+    assert view.logs.whose.value == "supervisor"
+
+
+def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
+    path = write_run("failed", "failed")
+    fail(path, 1, "ValueError: bad batch\n")
+    view = RunView(ss.Run.attach(path))
+    views.append(view)
+    assert until(lambda: view.logs.whose.value == 1)
+    view.show(ss.Run.attach(write_run("whole", number=1)))
+    assert view.logs.whose.value == 0
+    assert until(lambda: "rank 0 is up" in view.logs.pane.value)
+
+
+def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
+    write_run("yesterday")
+    studio = Studio()
+    views.append(studio)
+    studio.tabs.value = "Runs"
+    assert "yesterday" in studio.runs.table.value
+
+
+def test_moments_are_read_at_a_glance() -> None:
+    now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
+    assert when_words(now - 3600, now) == "today 11:00"
+    assert when_words(now - 86_400, now) == "yesterday 12:00"
+    assert when_words(now - 10 * 86_400, now).startswith("13 Nov")
+    assert when_words(now - 400 * 86_400, now).endswith("2025")
+    assert when_words(0) == when_words(float("nan")) == when_words(1e300) == ""

@@ -1,0 +1,146 @@
+"""The run view over runs that log whatever they like: it stays alive, and Stop stays in reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_runs import FakeRun, record, until
+
+from shardscope_widgets import RunView
+from shardscope_widgets.run.figure import RunFigure
+from shardscope_widgets.run.lines import MAX_POINTS
+
+
+@pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
+def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
+    odd = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
+    run = FakeRun([odd, record(step=None, loss=1.0)])
+    view = RunView(run)
+    assert until(lambda: view.status == "running")
+    assert not view.stop_button.disabled
+    run.records.append(record(step=1, loss=2.5))
+    assert until(lambda: "2.500" in view.facts.value)
+    view.stop_button.click()
+    assert until(lambda: view.status == "stopped")
+
+
+def test_fault_60_a_view_says_what_share_of_the_metrics_it_shows() -> None:
+    run = FakeRun([record(loss=2.5)])
+    view = RunView(run)
+    assert until(lambda: "2.500" in view.facts.value) and "lines are shown" not in view.facts.value
+    run.follower.num_skipped_bytes = 3
+    run.records.append(record(step=1, loss=2.25))
+    assert until(lambda: "2.250" in view.facts.value and "25 %" in view.facts.value)
+    assert "of the logged lines are shown" in view.facts.value
+    run.status = "finished"
+
+
+def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(run, on_end=ended.append)
+    assert until(lambda: view.status == "running")
+    monkeypatch.setattr(view, "_show_numbers", lambda *_: 1 / 0)
+    run.records.append(record(step=1, loss=1.0))
+    run.status = "finished"
+    assert until(lambda: ended == [run])
+    assert "cannot show the run" in view.error.value
+
+
+def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
+    run = FakeRun([])
+    view = RunView(run)
+    run.write("<b>hello</b>")
+    assert until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.logs.pane.value)
+    run.status = "finished"
+
+
+def test_a_new_reason_is_shown_though_nothing_else_changes() -> None:
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(run)  # type: ignore[arg-type]
+    assert until(lambda: "because" in view.head.value)
+    run.reason = "no step for 61 s; rank 1: wait (my.py:7)"
+    assert until(lambda: "no step for 61 s" in view.head.value)
+    run.status = "stopped"
+
+
+def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
+    run = FakeRun([])
+    view = RunView(run)
+    run.write("step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept")
+    assert until(lambda: "step 2" in view.logs.pane.value)
+    assert "step 1\nstep 2\nERROR: kept" in view.logs.pane.value
+    run.status = "finished"
+
+
+def test_points_stay_bounded_and_keep_both_ends() -> None:
+    run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
+    view = RunView(run)
+    assert until(lambda: view.num_steps == 5 * MAX_POINTS)
+    assert until(lambda: len(view.figure.widget.data) == 1)
+    line = view.figure.widget.data[0]
+    assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
+    assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
+    run.status = "finished"
+
+
+def test_a_second_run_starts_with_empty_lines() -> None:
+    first, second = FakeRun([record(loss=1.0)]), FakeRun([])
+    view = RunView(first)
+    assert until(lambda: view.num_steps == 1)
+    figure = view.figure
+    view.show(second)
+    assert until(lambda: view.num_steps == 0)
+    assert view.figure is figure and len(view.figure.widget.data[0].x) == 0
+    first.status = second.status = "finished"
+
+
+@pytest.mark.parametrize(
+    ("total", "ends"),
+    [(40, [39, 78, 156]), (102, [40, 80, 101]), (4000, [40, 80, 160]), (None, [40, 80, 160])],
+)
+def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, ends: list[int]) -> None:
+    figure = RunFigure()
+    figure.start(1, None, total)
+    seen = []
+    for step in (0, 41, 100):
+        figure.extend([{"step": step, "rank": 0, "loss": 1.0}])
+        seen.append(figure.widget.layout.xaxis.range[1])
+    assert seen == ends
+
+
+def test_before_the_first_number_the_axes_are_silent() -> None:
+    figure = RunFigure()
+    figure.start(2, None, 40, ["loss"])
+    figure.extend([{"step": 0, "rank": 0, "loss": 7.6}])
+    assert figure.widget.layout.yaxis.showticklabels
+    assert figure.widget.data[0].mode == "lines+markers", "a line of one point cannot be seen"
+    figure.start(2, None, 40, ["loss"])
+    assert not figure.widget.layout.yaxis.showticklabels
+
+
+def test_a_secret_is_masked_before_the_supervisor_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pane shows is saved with the notebook."""
+    monkeypatch.setenv("MY_API_KEY", "supersecretvalue1234")
+    run = FakeRun([])
+    view = RunView(run)  # type: ignore[arg-type]
+    run.write("the key is supersecretvalue1234\n")
+    assert until(lambda: "the key is ****" in view.logs.pane.value)
+    view.logs.words.value = "the key"
+    assert until(lambda: "mark" in view.logs.pane.value)
+    assert "supersecret" not in str(view.logs.get_state()) + str(view.logs.pane.get_state())
+    run.status = "finished"
+    view.close()
+
+
+def test_what_is_masked_in_place_is_read_again() -> None:
+    """Of a secret that only the run's own kernel knows, another one that watches sees the file alone."""
+    run = FakeRun([])
+    view = RunView(run)  # type: ignore[arg-type]
+    run.write("the key is supersecretvalue1234\n")
+    assert until(lambda: "supersecret" in view.logs.pane.value)
+    run.write(f"the key is {'*' * 20}\n")
+    assert until(lambda: "supersecret" not in view.logs.pane.value)
+    run.status = "finished"
+    view.close()

@@ -1,0 +1,239 @@
+"""The trace view's traits and messages, without a browser."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+from shardscope.trace import Trace
+from shardscope.trace.tiles import COLUMNS
+from shardscope_widgets.trace import TraceView
+
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Trace.load(FIXTURE)
+
+
+@pytest.fixture
+def view(trace: Trace) -> TraceView:
+    view = TraceView(trace)
+    view.sent = []
+    view.send = lambda content, buffers=None: view.sent.append((content, buffers))
+    return view
+
+
+def tell(view: TraceView, content: Any) -> None:
+    view._handle_custom_msg(content, [])
+
+
+def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
+    return {
+        "type": "tile",
+        "id": 1,
+        "t0_ns": 0,
+        "t1_ns": view.trace.duration_ns_total,
+        "width": 800,
+        **changed,
+    }
+
+
+def test_fault_48_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
+    assert "export default" in view._esm
+    for text in (view._esm, view._css):
+        assert "http://" not in text and "https://" not in text and "import " not in text.split("export")[-1]
+
+
+def test_a_path_a_trace_and_a_folder_are_accepted(trace: Trace) -> None:
+    assert len(TraceView(FIXTURE).trace) == len(TraceView(str(FIXTURE)).trace) == len(trace)
+    with pytest.raises(ValueError, match="Fix: "):
+        TraceView("nowhere")
+
+
+@pytest.mark.parametrize("height", [0, -1, 1e9, True, "tall", None, float("nan")])
+def test_a_bad_height_is_refused(trace: Trace, height: Any) -> None:
+    with pytest.raises(ValueError, match=r"TraceView\.height"):
+        TraceView(trace, height=height)
+
+
+def test_a_tile_comes_as_binary_columns(view: TraceView) -> None:
+    tell(view, tile_request(view))
+    ((reply, buffers),) = view.sent
+    assert reply["type"] == "tile" and reply["id"] == 1
+    assert len(buffers) == len(COLUMNS)
+    assert int(np.frombuffer(buffers[4], "<u4").sum()) == len(view.trace)
+
+
+def test_names_and_totals_are_answered(view: TraceView) -> None:
+    tell(view, {"type": "names", "id": 2, "indices": [0, 1]})
+    assert view.sent[-1][0]["names"] == view.trace.names[:2]
+    tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view.trace.duration_ns_total})
+    rows = view.sent[-1][0]["rows"]
+    assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
+
+
+def test_selection_reads_back_and_clears(view: TraceView) -> None:
+    tell(view, {"type": "select", "id": 1, "index": 5})
+    assert view.selected is not None
+    assert {"name", "category", "rank", "track", "start_seconds", "duration_seconds", "args"} <= set(
+        view.selected
+    )
+    tell(view, {"type": "select", "id": 1, "index": None})
+    assert view.selected is None
+
+
+def test_search_counts_and_walks_in_time(view: TraceView) -> None:
+    view.search = "allreduce"
+    view.search = "AddMM"
+    assert view.num_matches == sum("addmm" in view.trace.names[i].lower() for i in view.trace.name_index)
+    seen = []
+    for _ in range(view.num_matches + 1):
+        tell(view, {"type": "find", "id": 1, "direction": 1})
+        seen.append((view.selected or {})["start_seconds"])
+    assert seen[:-1] == sorted(seen[:-1]) and seen[-1] == seen[0]
+    view.search = ""
+    assert view.num_matches == 0
+
+
+def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
+    view.viewport_seconds = [0.001, 0.002]
+    assert view.viewport_seconds == (0.001, 0.002)
+    for bad in [(2, 1), (0, 0), (float("nan"), 1), "ab", 5, None, (0, 1, 2), (0, 1e30)]:
+        with pytest.raises(ValueError, match="viewport_seconds"):
+            view.viewport_seconds = bad
+    assert view.viewport_seconds == (0.001, 0.002)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        7,
+        [],
+        {},
+        {"type": "rm"},
+        {"type": ["tile"]},
+        {"type": "tile"},
+        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": 800, "extra": 1},
+        {"type": "tile", "id": 1, "t0_ns": 1000, "t1_ns": 0, "width": 800},
+        {"type": "tile", "id": 1, "t0_ns": float("nan"), "t1_ns": 1, "width": 800},
+        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1e300, "width": 800},
+        {"type": "tile", "id": 1, "t0_ns": "0", "t1_ns": 1, "width": 800},
+        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": 10**9},
+        {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": 1000, "width": True},
+        {"type": "tile", "id": "x", "t0_ns": 0, "t1_ns": 1000, "width": 10},
+        {"type": "select", "id": 1, "index": -1},
+        {"type": "select", "id": 1, "index": 10**9},
+        {"type": "names", "id": 1, "indices": list(range(100_000))},
+        {"type": "names", "id": 1, "indices": [0, "1"]},
+        {"type": "names", "id": 1, "indices": "0" * 10**6},
+        {"type": "find", "id": 1, "direction": 9},
+    ],
+)
+def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, content: Any) -> None:
+    tell(view, content)
+    assert view.error and len(view.error) < 400
+    assert view.sent == [] and view.selected is None
+    tell(view, tile_request(view))
+    assert view.error == "" and len(view.sent) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"viewport_seconds": [3, 1]},
+        {"viewport_seconds": "all of it"},
+        {"search": "x" * 10_000},
+        {"search": 5},
+        {"height": 10**9},
+        {"_scene": {}},
+        {"selected": {"name": "forged"}},
+    ],
+)
+def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
+    view: TraceView, state: dict[str, Any]
+) -> None:
+    before = view.get_state(["viewport_seconds", "search", "height", "_scene", "selected"])
+    view.set_state(state)
+    assert view.error
+    assert view.get_state(list(before)) == before
+
+
+def test_the_front_end_may_set_viewport_and_search(view: TraceView) -> None:
+    view.set_state({"viewport_seconds": [0.001, 0.004], "search": "mm", "_view_count": 1})
+    assert view.viewport_seconds == (0.001, 0.004)
+    assert view.num_matches > 0 and view.error == ""
+
+
+def picture_of(view: TraceView) -> str:
+    data, _ = DisplayFormatter().format(view)
+    assert "application/vnd.jupyter.widget-view+json" in data
+    return str(data["text/html"])
+
+
+def test_fault_47_the_saved_output_is_a_picture_that_needs_no_kernel(view: TraceView) -> None:
+    html = picture_of(view)
+    assert "<svg" in html and "<path" in html and "<table" in html
+    assert "rank 0" in html and "rank 1" in html
+    assert "<script" not in html and len(html) < 100_000
+    ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+
+
+def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>'\"&"
+    event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 9.0}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    html = picture_of(TraceView(tmp_path))
+    assert "<script" not in html
+    ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+
+
+def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
+    for rank in range(60):
+        events = [
+            {
+                "ph": "X",
+                "cat": "op",
+                "name": f"op {i % 9}",
+                "pid": 1,
+                "tid": 1 + i % 5,
+                "ts": i * 3.0,
+                "dur": 2.0,
+            }
+            for i in range(1500)
+        ]
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    html = picture_of(TraceView(tmp_path))
+    assert len(html) < 100_000 and "more tracks" in html
+
+
+def test_the_picture_has_streams_and_leaves_python_stacks_out() -> None:
+    html = picture_of(TraceView(FIXTURE.parent / "trace_with_stacks"))
+    assert "stream 7" in html and "pt_autograd_0" in html and "Python stacks of" not in html
+    assert "GPU idle" in html and len(html) < 100_000
+
+
+def test_the_picture_of_an_empty_trace_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
+    assert "0 slices" in picture_of(TraceView(tmp_path))
+
+
+def test_fault_43_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:
+    alive = []
+    for _ in range(100):
+        view = TraceView(trace)
+        alive.append(weakref.ref(view))
+        view.close()
+        del view
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 1
