@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from planning import MOE
-from tests.needs import few
+from tests.needs import few, thorough
 from torch._subclasses import fake_tensor
 
 import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
+
+pytestmark = thorough()
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 SMALL = replace(ss.Architecture.of_size("60m"), num_hidden_layers=2)

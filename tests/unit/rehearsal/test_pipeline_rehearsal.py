@@ -8,7 +8,7 @@ import pytest
 from tests.accuracy.kinds import tensor_bytes
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
-from tests.needs import few
+from tests.needs import few, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -16,6 +16,8 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import RehearsedStage
+
+pytestmark = thorough()
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 

@@ -10,7 +10,7 @@ import torch
 from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, plans, stored_file
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import in_words, is_same
-from tests.needs import few
+from tests.needs import few, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -18,6 +18,8 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.ddp.rehearsal import rehearse as ddp
 from shardscope.frameworks.fsdp2.rehearsal import rehearse as fsdp2
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
+
+pytestmark = thorough()
 
 MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -10,6 +10,7 @@ import pytest
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import SEED, in_words, is_same
 from tests.accuracy.sampling import plans
+from tests.needs import thorough
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
@@ -17,6 +18,8 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
+
+pytestmark = thorough()
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, thorough
 from tests.rehearsed import stages_of
 from tests.unit.planning import LLAMA
 
 needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 import shardscope as ss  # noqa: E402
 from shardscope.rehearsal.result import TENSOR_COMPONENTS  # noqa: E402

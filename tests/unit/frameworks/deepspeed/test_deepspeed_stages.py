@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, needs_installed
+from tests.needs import few, needs, needs_installed, thorough
 from tests.rehearsed import stages_of
 
 needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 import shardscope as ss  # noqa: E402
 
