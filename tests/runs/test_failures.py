@@ -21,8 +21,8 @@ from tests.needs import few
 
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.causes import died_untimely, first_failure, looks_like_peer_lost
 from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.explain.failure import died_untimely, first_failure, looks_like_peer_lost
 from shardscope.runs.launch import launcher
 from shardscope.runs.launch.launch import launch
 

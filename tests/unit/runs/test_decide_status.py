@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs.explain.causes import Failure
+from shardscope.runs.explain.failure import Failure
 from shardscope.runs.verdict import Evidence, decide_status
 
 RETURNED = {"exit": "finished"}

@@ -32,8 +32,8 @@ from shardscope.records.json_values import parse_object
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.terminal_text import plain_text
-from shardscope.runs.explain.causes import all_failures
-from shardscope.runs.explain.story import tell
+from shardscope.runs.explain.failure import all_failures
+from shardscope.runs.explain.failure_story import tell
 from shardscope.runs.stop_request import Button, every_rank_looks, notebook
 from shardscope.runs.task_fields import why_no_trace
 from shardscope.runs.watch.logged_memory import LoggedMemory

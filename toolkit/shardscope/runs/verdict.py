@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardscope.records.folder import Status
-from shardscope.runs.explain.causes import Failure, describe_exit, describe_late_exit
+from shardscope.runs.explain.failure import Failure, describe_exit, describe_late_exit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import traitlets
 import shardscope as ss
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
-from shardscope.runs.explain.causes import first_failure
 from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.failure import first_failure
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls

@@ -6,7 +6,7 @@ import time
 import traceback
 from typing import Any
 
-from shardscope.runs.explain.causes import looks_like_peer_lost
+from shardscope.runs.explain.failure import looks_like_peer_lost
 
 MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300

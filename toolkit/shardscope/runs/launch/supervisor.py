@@ -31,9 +31,9 @@ from shardscope.records.files import (
 from shardscope.records.folder import RunFolder, Status
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.explain.causes import Failure, all_failures, died_untimely
 from shardscope.runs.explain.exceptions import exception_record
-from shardscope.runs.explain.story import Story, tell
+from shardscope.runs.explain.failure import Failure, all_failures, died_untimely
+from shardscope.runs.explain.failure_story import Story, tell
 from shardscope.runs.launch.environment import launcher_environment
 from shardscope.runs.launch.leftover_processes import LeftBehind
 from shardscope.runs.launch.new_secrets import SecretReceiver

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.runs.explain.shortage import Shortage, read_shortage
+from shardscope.runs.explain.out_of_memory import Shortage, read_shortage
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.runs.explain.causes import Failure
+    from shardscope.runs.explain.failure import Failure
     from shardscope.runs.watch.host_monitor import HostWatch
 
 MAX_TOLD = 8
@@ -73,10 +73,7 @@ def _others(failures: Sequence[Failure]) -> list[str]:
 
 def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: bool) -> tuple[str, str]:
     """The numbers, and what would have prevented it; a plan that cannot be priced has neither."""
-    from shardscope.runs.explain.remedy import (  # Not above: the supervisor starts sooner without.
-        numbers,
-        prevention,
-    )
+    from shardscope.runs.explain.prevention import numbers, prevention
 
     try:
         told = numbers(shortage, plan if trains_the_plan else None)

@@ -12,7 +12,7 @@ from shardscope.planner.repairs.repairs import in_words, repairs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.runs.explain.shortage import Shortage
+    from shardscope.runs.explain.out_of_memory import Shortage
 
 MAX_TOLD = 2
 NEXT_TIME = "What would have prevented it: "
