@@ -1,8 +1,9 @@
-"""The README's Python example runs as pasted, and what the README names exists."""
+"""The README's example runs as pasted, its numbers are those of the reports, and what pages name exists."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -11,12 +12,31 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.fault_words import FAULTS
 from tests.needs import needs
 
+import shardscope as ss
+
 REPOSITORY = Path(__file__).parents[2]
-MADE_LATER = ("config.json", "FILES.md", "tests/measured/own.jsonl", "artifacts/soak/report.md")
+MADE_LATER = (
+    *("config.json", "FILES.md", "artifacts/soak/report.md"),
+    *("shardscope_report.md", "pretrain_gpt.py"),
+)
 """Files of other people, and of machines with a GPU."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+GUIDES = ("installing", "planning", "launching", "fine_tuning", "exports", "limits")
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
+"""Pages for users. The other pages of docs/ are written by commands."""
+NOT_TENSORS = ("communication", "runtime", "fragmentation")
+"""Components of a prediction that torch does not count as allocated."""
+
+
+def read(page: str) -> str:
+    return (REPOSITORY / page).read_text(encoding="utf-8")
+
+
+def toolkit_text() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py"))
 
 
 def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
@@ -49,26 +69,128 @@ def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
     }
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) < 120
+    for page in PAGES[1:]:
+        assert f"]({page})" in README, f"the README does not link to {page}"
+
+
 def test_every_extra_has_its_line() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    page = read("docs/installing.md")
     for extra in project["optional-dependencies"]:
-        assert f'pip install "shardscope[{extra}]"' in README
+        assert f'pip install "shardscope[{extra}]"' in page
 
 
 def test_every_variable_of_the_environment_is_explained() -> None:
-    code = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py")]
-    named = {name for text in code for name in re.findall(r"SHARDSCOPE_[A-Z_]+", text)}
-    assert named and {name for name in named if f"| `{name}` |" not in README} == set()
+    named = set(re.findall(r"SHARDSCOPE_[A-Z_]+", toolkit_text()))
+    page = read("docs/launching.md")
+    assert named and {name for name in named if f"| `{name}` |" not in page} == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def row_of(claim: str) -> str:
+    """The only row of the README's table of proofs that begins with ``claim``."""
+    (row,) = re.findall(rf"^\| {re.escape(claim)} \|.*$", README, re.MULTILINE)
+    return str(row)
+
+
+def only(pattern: str, text: str) -> tuple[str, ...]:
+    """The groups of the first place in ``text`` that matches ``pattern``."""
+    match = re.search(pattern, text)
+    assert match, f"no report says {pattern}"
+    return match.groups()
+
+
+def test_predictions_against_rehearsals_are_as_the_report_has_them() -> None:
+    report = read("docs/accuracy.md")
+    plans, within, worst = only(
+        r"\| all \| (\d+) \| ([\d.]+ %) \| [\d.]+ % \| [\d.]+ % \| ([\d.]+ %)", report
+    )
+    row = row_of("predicted memory = tracked memory")
+    assert f"{int(plans):,} stored rehearsals" in row and f"{within} within 1 %, worst {worst}" in row
+    total, near, worst = only(
+        r"The last draws, (\d+) plans.*?: (\d+ of \d+ within 1 %.*?; \d+ of \d+ within 1 %)"
+        r".*?worst (-[\d.]+ %), for ZeRO",
+        report,
+    )
+    pairs = [(int(part), int(whole)) for part, whole in re.findall(r"(\d+) of (\d+) within 1 %", near)]
+    assert sum(whole for _, whole in pairs) == int(total)
+    row = row_of("the same, for plans that no formula had seen")
+    assert f"{total} random plans | {sum(part for part, _ in pairs)} within 1 %, worst {worst}" in row
+
+
+def test_predictions_against_published_runs_are_as_the_report_has_them() -> None:
+    memory, _, time = read("docs/accuracy.md").rpartition("## Against the goals")
+    row = row_of("predicted memory = published")
+    shares = []
+    for kind in ("allocated and active: median of source medians", "reserved", "nvidia-smi"):
+        rows, alone, described = only(
+            rf"\| {kind} \| (\d+) \| \d+ \| ([\d.]+ %)[^|]*\*\*missed\*\* \| ([\d.]+ %)", memory
+        )
+        assert re.search(rf"\b{rows} (allocated|reserved|of nvidia-smi)", row), rows
+        assert re.search(rf"(error )?\b{re.escape(alone)}", row), alone
+        shares.append(described)
+    assert f"described: {', '.join(shares)}" in row
+    rows, right, caught, out = only(
+        r"\| plan.memory\(\) alone \| (\d+) \| ([\d.]+ %) \| (\d+) of (\d+) \|", memory
+    )
+    row = row_of("fits or out of memory")
+    assert f"{rows} published runs, {out} of which" in row and f"{right} right; {caught} of the {out}" in row
+    rows, middle, ninth = only(r"\| judge \| (\d+) \| ([\d.]+ %): reached \| ([\d.]+ %): reached \|", time)
+    row = row_of("predicted step time = published")
+    assert f"{rows} published" in row and f"median error {middle}, p90 {ninth}" in row
+
+
+def test_predictions_against_our_own_runs_are_as_they_were_measured() -> None:
+    tensors: dict[str, list[float]] = {"cpu": [], "small": [], "real": []}
+    steps = []
+    for line in read("tests/measured/own.jsonl").splitlines():
+        measured = json.loads(line)
+        if not measured["memory_kind"].startswith("allocated"):
+            continue
+        plan = ss.Plan.from_dict(measured["plan"])
+        parts = plan.memory().components.items()
+        predicted = sum(size for name, size in parts if name not in NOT_TENSORS) / 2**30
+        kind = "cpu" if measured["gpu"] == "cpu" else "real" if measured["n_params"] > 1e9 else "small"
+        tensors[kind].append(100 * (predicted / measured["peak_memory_gib"] - 1))
+        if kind == "real":
+            steps.append(100 * (plan.step().seconds / measured["step_time_s"] - 1))
+    row = row_of("predicted memory = measured on CPU ranks")
+    assert f"| {len(tensors['cpu'])} DDP and FSDP2 runs" in row and "all within 1 %" in row
+    assert max(map(abs, tensors["cpu"])) < 1
+    row = row_of("predicted memory = measured on one H100")
+    assert f"{len(tensors['real'])} runs (1 to 8" in row and f"{len(tensors['small'])} runs of 120M" in row
+    assert "within 0.2 %" in row and max(map(abs, tensors["real"])) < 0.2
+    assert f"up to {-min(tensors['small']):.1f} % too low" in row
+    short, long = f"{-min(steps):.0f} % too short", f"{max(steps):.0f} % too long"
+    assert f"between {short} and {long}" in row_of("predicted step time = measured on one H100")
+
+
+def test_engines_and_faults_are_as_the_reports_have_them() -> None:
+    same, layouts = only(r"(\d+) of (\d+) rows equal the single process", read("docs/parity.md"))
+    assert f"{same} of {layouts} layouts" in row_of("the engines train the plan")
+    assert f"| {len(FAULTS)} kinds of faults" in row_of("a fault leaves nothing behind and is reported")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_public_names_of_the_pages_exist(page: str) -> None:
+    for name in re.findall(r"\bss\.(\w+)", read(page)):
+        assert hasattr(ss, name), f"{page} names ss.{name}"
+    for module in re.findall(r"`(shardscope(?:\.\w+)+)`", read(page)):
+        assert (REPOSITORY / "toolkit" / (module.replace(".", "/") + ".py")).exists(), (
+            f"{page} names {module}"
+        )
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_and_targets_exist(page: str) -> None:
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    text = read(page)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (REPOSITORY / target).exists(), f"{page} links to {target}"
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make (\w+)`", text):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page} names make {target}"
+        assert ((REPOSITORY / page).parent / target).exists(), f"{page} links to {target}"
+    for target in re.findall(r"`make ([\w-]+)`", text):
+        assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), f"{page} names make {target}"
+    for target in re.findall(r"`pytest (tests/[\w/.]+)", text):
+        assert (REPOSITORY / target).exists(), f"{page} names {target}"
 
 
 def test_contributing_lists_the_packages_in_their_own_words() -> None:
@@ -98,11 +220,14 @@ def test_contributing_names_every_target() -> None:
         assert f"| `make {target}` |" in text, target
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_files_that_are_named_exist(page: str) -> None:
-    """From the root or from the package's own folder, as the pages say them."""
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    places = [REPOSITORY, *(REPOSITORY / place for place in ("toolkit/shardscope", "tests", "tests/unit"))]
-    for name in re.findall(r"`([\w./]+\.(?:py|toml|md|png|json|jsonl))`", text):
+    """From the root, from the page's or the package's own folder, or as a file that the toolkit writes."""
+    text, code = read(page), toolkit_text()
+    places = [
+        REPOSITORY,
+        *(REPOSITORY / place for place in ("toolkit/shardscope", "tests", "tests/unit", "docs")),
+    ]
+    for name in re.findall(r"`([\w./]+\.(?:py|toml|md|png|json|jsonl|ipynb|sh|sbatch|yaml|txt))`", text):
         found = any((place / name).exists() for place in places) or any(REPOSITORY.glob(f"[tw]*/**/{name}"))
-        assert found or name in MADE_LATER, f"{page} names {name}"
+        assert found or name in MADE_LATER or f'"{name}"' in code, f"{page} names {name}"
