@@ -60,7 +60,7 @@ def nvidia_gpus(visible: str | None) -> list[Gpu]:
 
 
 def _asked(visible: str | None, ask: Callable[[Any, Any, int], Found]) -> list[Found]:
-    """Return ``ask(pynvml, handle, index)`` of each visible GPU; empty without pynvml, driver or permission."""
+    """Return ``ask(pynvml, handle, index)`` of each visible GPU; empty without pynvml or driver."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""Process utilities: identity by pid and start time, parent-death signals, killing descendants, free ports."""
+"""Process utilities: identity by pid and start time, parent-death signals, termination, free ports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PR_SET_CHILD_SUBREAPER = 36
 def start_of(pid: int) -> float | None:
     """Return the start time of process ``pid``, or None if it has ended or is a zombie.
 
-    Pid and start time together identify one process. Raises ``OSError`` if the start time cannot be read
-    now: without a free file descriptor, an ended process must not be reported as alive or dead.
+    Pid and start time together identify one process. Raises ``OSError`` if it cannot be read
+    now, for example without a free file descriptor: that does not mean that the process has ended.
 
     On Linux the unit is clock ticks since boot, from ``/proc/<pid>/stat`` (proc(5), fields 3 and 22).
     psutil's ``create_time`` changes when the wall clock is set.
@@ -54,7 +54,7 @@ def is_alive(pid: int, started: float) -> bool:
 
 @functools.cache
 def this_machine() -> str:
-    """Return an identifier of this pid namespace: host name, boot id, namespace. Pids are only valid in it."""
+    """Return an identifier of this pid namespace, in which alone pids are meaningful."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
