@@ -90,6 +90,7 @@ class Gpu(JsonNoun):
                 f"a mapping of {', '.join(PRECISIONS)} to FLOP/s",
                 Value({}),
             )
+        # Copied and made read-only, so that the frozen dataclass cannot change.
         peaks = {
             one_of("Gpu.peak_flops precision", precision, PRECISIONS): real_number(
                 f"Gpu.peak_flops[{precision!r}]", value, low=1e6, high=1e18
@@ -245,6 +246,7 @@ class Cluster(JsonNoun):
         form = "nodes x GPUs x type, as '4x8xh100-sxm-80gb', '8xh100-sxm-80gb' or '2xcpu'"
         if not isinstance(text, str):
             refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
+        # Remove all whitespace, and accept the multiplication sign.
         squeezed = re.sub(r"\s+", "", text.lower().replace("×", "x"))
         # GPU names start with a letter and may contain an x (rtx-4090): only leading counts are split.
         match = re.fullmatch(r"((?:[0-9]{1,9}x){0,2})([a-z][a-z0-9.-]*)", squeezed)

@@ -161,6 +161,7 @@ def real_number(field: str, value: object, *, low: float, high: float) -> float:
     allowed = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(field, value, allowed, Value(low))
+    # float() of an int beyond 1e308 raises OverflowError, so compare first.
     number = float(value) if abs(value) <= high else math.inf
     if not low <= number <= high:
         refuse(field, value, allowed, Value(high if number > high else low))

@@ -183,6 +183,7 @@ def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
     if not hasattr(noun, "recipe"):
         return replace(noun, **changes)
     recipe, layout = noun.recipe, noun.layout
+    # Apply the new layout class first, then field changes to the object that has the field.
     rest = dict(changes)
     if "layout" in rest:
         layout = getattr(type(layout), rest.pop("layout"))()

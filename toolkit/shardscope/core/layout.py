@@ -109,6 +109,7 @@ class Layout(JsonNoun):
         for field, values in self.choices.items():
             if field not in wanted:
                 continue
+            # If the wanted degree is invalid, fall back to the next smaller divisor of the world size.
             candidates: list[Any] = [wanted[field]]
             if values is None:
                 lower = [value for value in divisors(cluster.num_gpus) if value < wanted[field]]
@@ -117,11 +118,13 @@ class Layout(JsonNoun):
                 if layout._runs(field, value, architecture, cluster, recipe):
                     layout = replace(layout, **{field: value})
                     break
+        # Raises ValueError if even the defaults are invalid on this cluster.
         layout.degrees(architecture, cluster, recipe)
         return layout
 
     def _runs(self, field: str, value: Any, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
         try:
+            # Without the search for complete fixes, which would only cost time here.
             with as_it_is():
                 replace(self, **{field: value}).degrees(arch, cluster, recipe)
         except ValueError:

@@ -55,6 +55,7 @@ class Plan(JsonNoun):
             ("layout", Layout),
         ):
             check_noun(f"Plan.{field}", getattr(self, field), noun)
+        # Before the checks, which need values for all options.
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)
@@ -275,6 +276,7 @@ class Plan(JsonNoun):
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
         if self.recipe.global_batch_size % per_step:
+            # With data parallelism only, "GPUs" is shorter and as exact.
             ranks = "data-parallel ranks"
             if self.degrees.data_parallel == self.world_size:
                 ranks = "GPUs" if self.on_gpu else "CPU ranks"

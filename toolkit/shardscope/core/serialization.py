@@ -36,6 +36,7 @@ class JsonNoun:
         fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         known_keys(cls.__name__, data, [field.name for field in fields])
         for field in fields:
+            # A missing field without default would raise TypeError in the constructor.
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.name not in data and not has_default:
                 refuse(f"{cls.__name__}.{field.name}", None, "a value, for it has no default", "put it in")
@@ -90,6 +91,7 @@ def _ways(lines: Mapping[Keys, int], refusal: FieldError, noun: str) -> dict[str
     owner = re.match(r"\w*", refusal.field)[0]  # type: ignore[index]
     part_name = re.sub(r"(?<!^)(?=[A-Z])", "_", owner).lower()
     found: dict[str, Keys] = {}
+    # Field names repeat in nested objects: prefer the path inside the object that raised the error.
     for name in dict.fromkeys((*refusal.refused, *refusal.named)):
         places = [way for way in lines if way[-1] == name and way[: len(inside)] == inside]
         of_part = [way for way in places if way[-2:-1] == (part_name,)]

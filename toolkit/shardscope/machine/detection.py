@@ -26,9 +26,11 @@ def detect() -> Cluster:
     found = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:
         return Cluster.of(gpus["cpu"], min(2, host_cores()))
+    # A plan needs equal ranks: take the most frequent GPU type.
     (name, count), *_ = Counter(gpu.name for gpu in found).most_common(1)
     gpu = next(gpu for gpu in found if gpu.name == name)
     cluster = Cluster.of(gpu, count)
+    # The catalogue knows the host link of its own GPUs; for others, use the PCIe link that NVML reports.
     pcie = next((known.link for known in found if known.name == name and known.link in links), None)
     host_link = cluster.host_link if name in gpus or pcie is None else links[pcie]
     return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=host_memory_bytes())

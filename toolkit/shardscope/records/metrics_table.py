@@ -58,7 +58,7 @@ def curve(records: Iterable[Mapping[str, Any]], name: str) -> dict[int, float]:
 
 
 def curves(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, float]]:
-    """:func:`curve` of each of ``names``, in one pass over ``records``."""
+    """Return :func:`curve` of each of ``names``, in one pass over ``records``."""
     sums: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     for record in records:
         step = record.get("step")

@@ -134,6 +134,7 @@ class LogCleaner:
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
             return 0
+        # After the size: secrets that were learned until now cover all data up to ``end``.
         values = self._secrets()
         forms = _byte_forms(tuple(values))
         longest = max((len(os.fsencode(value)) for value in values), default=0)
@@ -144,6 +145,7 @@ class LogCleaner:
                 new = file.read(min(CHUNK_BYTES, end - self.offset))
                 if not new:  # the file was truncated meanwhile
                     break
+                # Scan the new bytes together with the last ones, for secrets that cross the boundary.
                 data, place = self._seen + new, self.offset - len(self._seen)
                 keep = overlap
                 for found in _secrets(data, forms):

@@ -109,12 +109,14 @@ class Tiler:
         start = self.trace.start_ns[index]
         duration = self.trace.duration_ns[index]
         match = matches[index] if matches is not None else np.zeros(len(index), dtype=bool)
+        # Merge slices into marks; ``first`` and ``last`` delimit the slices of each mark.
         first = self._mark_starts(index, start, duration, t0_ns, (t1_ns - t0_ns) / width)
         count = np.diff(first, append=len(index))
         last = first + count - 1
         begin = start[first]
         extent = start[last] + duration[last] - begin
         busy = np.add.reduceat(duration, first) if len(first) else duration
+        # Each mark shows the name of one of its slices.
         shown = _representatives(duration, match, first, count)
         name = self.trace.name_index[index[shown]]
         return Tile(

@@ -76,6 +76,7 @@ def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> 
 
 def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
     keys = keys_of(numbers)
+    # Combine the value codes of all columns into one code per row, in mixed radix.
     codes, limit, at = np.zeros(1, np.int64), 1, []
     for number in numbers:
         values = at_rows(rows, keys, number)
@@ -93,6 +94,7 @@ def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
 
 
 def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
+    # Group argument rows with equal results, so that the result has as few distinct rows as possible.
     kinds: dict[Any, int] = {}
     kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
     answers = list(kinds)
