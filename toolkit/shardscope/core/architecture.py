@@ -314,8 +314,8 @@ class Architecture(JsonNoun):
         x (qk_head_dim + v_head_dim) in each layer. When both widths are equal, that is PaLM's 12 L H Q T
         (arXiv:2204.02311, appendix B) and the attention term of Narayanan et al. 2021 (arXiv:2104.04473,
         equation 3). Those count all keys of the sequence (``causal=False``); a causal mask halves them. A
-        sliding window limits the keys per query.
-        Recomputation, norms, biases, softmax and the embedding lookup are not counted.
+        sliding window limits the keys per query. Recomputation, norms, biases, softmax and the embedding
+        lookup are not counted.
 
         Raises ``ValueError`` unless ``seq_len`` is a whole number of tokens from 1 to 2**40.
         """
