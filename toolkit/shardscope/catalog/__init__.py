@@ -23,7 +23,7 @@ NOT_FIELDS = frozenset({
     "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
     "nvml_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
 })  # fmt: skip
-"""Keys of an entry that describe it, or the cluster it usually stands in, and not the noun itself."""
+"""Keys of a TOML entry that are no fields of the object: sources, and defaults of its cluster."""
 
 
 COLUMNS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
@@ -43,13 +43,14 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
         "latency µs": lambda link: link.latency_seconds * 1e6,
     },
 }
-"""Columns of the tables that catalogues show themselves as."""
+"""Columns of each catalogue's HTML table."""
 
 
 class Catalogue(Mapping[str, Noun], Generic[Noun]):
-    """A read-only mapping of names to nouns in the file's order; ``KeyError`` names the nearest one.
+    """A read-only mapping from names to objects, in the file's order.
 
-    A model is also found by the repository of the Hub that its config was read from, in whatever case.
+    A model is also found by the Hub repository of its config, case-insensitively. Raises ``KeyError`` with
+    the nearest name for an unknown one.
     """
 
     def __init__(self, kind: str, build: Callable[[str, dict[str, Any]], Noun]) -> None:
@@ -95,18 +96,18 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
 @cache
 def entries(kind: str) -> dict[str, dict[str, Any]]:
-    """The tables of ``kind``.toml ("models", "gpus", "links") as written; not to be changed."""
+    """Return the tables of ``kind``.toml ("models", "gpus", "links"). Do not modify the result."""
     return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
 
 
 @cache
 def model_names() -> ModelNames:
-    """What the catalogue's models are called, here and on the Hub."""
+    """Return the names of the catalogue's models, here and on the Hub."""
     return ModelNames(entries("models"))
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The config.json of a model of the catalogue, as far as its entry keeps it."""
+    """Return the config.json of a catalogue model, reduced to the keys that its entry has."""
     entry = entries("models")[name]
     config = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
     return config | dict.fromkeys(entry.get("nulls", ()))
@@ -122,7 +123,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 
 
 def _cpu() -> Gpu:
-    """Not cached: a container's memory limit may move while we run."""
+    """Return this host as a ``Gpu``. Not cached, because a container's memory limit may change."""
     memory = host_memory_bytes()
     fields = {key: value for key, value in entries("gpus")["cpu"].items() if key not in NOT_FIELDS}
     return Gpu(name="cpu", memory_bytes=memory, usable_bytes=memory, memory_is_shared=True, **fields)
@@ -133,10 +134,10 @@ def _link(name: str, entry: dict[str, Any]) -> Link:
 
 
 models: Mapping[str, Architecture] = Catalogue("models", _model)
-"""Catalogue names, or the Hub's repositories they were read from -> Architecture; nothing is downloaded."""
+"""Catalogue or Hub repository names -> Architecture; nothing is downloaded."""
 
 gpus: Mapping[str, Gpu] = Catalogue("gpus", _gpu)
-"""Catalogue names -> Gpu; "cpu" is this host, whose memory is read when asked for."""
+"""Catalogue names -> Gpu; "cpu" is this host, whose memory is read at each access."""
 
 links: Mapping[str, Link] = Catalogue("links", _link)
 """Catalogue names -> Link."""

@@ -1,4 +1,4 @@
-"""The shape of a model: exact parameter counts and model FLOPs, in closed form and without torch."""
+"""Model architecture: exact parameter counts and model FLOPs, in closed form and without torch."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Tokens = int | npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(JsonNoun):
-    """The shape of a decoder-only language model, in Hugging Face's own spelling.
+    """The shape of a decoder-only language model, with the field names of Hugging Face configs.
 
-    Make one with :meth:`from_hf`, :meth:`of_size` or ``ss.models[name]``. Every field is checked on its
-    own and against the others; ``ValueError`` names the field, the value, what is allowed and the fix.
+    Create one with :meth:`from_hf`, :meth:`of_size` or ``ss.models[name]``. Every field is validated alone
+    and against the others. Raises ``ValueError`` with the field, the value, what is allowed and the fix.
     """
 
     name: str
-    """What a person calls the model."""
+    """Display name."""
     model_type: str
-    """Hugging Face's family name, one of :data:`MODEL_TYPES`; decides how parameters are named and fused."""
+    """Hugging Face's family name, one of :data:`MODEL_TYPES`; sets how parameters are named and fused."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
@@ -51,15 +51,15 @@ class Architecture(JsonNoun):
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
-    """Key and value heads: fewer than the query heads with grouped-query attention."""
+    """Key and value heads; fewer than the query heads with grouped-query attention."""
     head_dim: int
-    """Width of one head; with latent attention, of its rotated part, as transformers has it."""
+    """Width of one head; with latent attention, of its rotary part, as in transformers."""
     vocab_size: int
     """Rows of the embedding, padding rows included."""
     max_position_embeddings: int
-    """Longest sequence, in tokens, that the positions were made for."""
+    """Longest supported sequence, in tokens."""
     tie_word_embeddings: bool = False
-    """Whether ``lm_head`` is the embedding itself, and so is counted once."""
+    """Whether ``lm_head`` shares the embedding's weight, which is then counted once."""
     attention_bias: bool = False
     """Whether the query, key and value projections have biases (q_a and kv_a with latent attention)."""
     attention_output_bias: bool = False
@@ -69,27 +69,27 @@ class Architecture(JsonNoun):
     gated_mlp: bool = True
     """Whether the MLP multiplies two up-projections (SwiGLU, GeGLU): three matrices instead of two."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """``layernorm`` has a bias beside its weight."""
+    """Type of all norms; ``layernorm`` has a bias in addition to its weight."""
     norms_per_layer: int = 2
-    """Norms of hidden_size in each layer: 2, 1 where both halves read the same one (Phi-2, Falcon-7B), or 4
-    where what each half puts out is normalised as well (Gemma 2 and 3, GLM-4)."""
+    """Norms of width hidden_size in each layer: 2, 1 if attention and MLP share one (Phi-2, Falcon-7B), or 4
+    if their outputs are normalized too (Gemma 2 and 3, GLM-4)."""
     parallel_residual: bool = False
-    """Whether attention and MLP read the same stream side by side (GPT-NeoX, Falcon, Phi-2)."""
+    """Whether attention and MLP run in parallel on the same input (GPT-NeoX, Falcon, Phi-2)."""
     new_decoder_architecture: bool = False
-    """Falcon's grouped heads (40B and later), which its attention repeats for all queries."""
+    """Falcon's grouped-query attention (40B and later): keys and values are repeated for all queries."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised, over head_dim with one weight for all heads (Qwen 3), or over
+    """Whether queries and keys are normalized: over head_dim with one weight for all heads (Qwen 3), or over
     all heads together (OLMo 2)."""
     position_embedding: Literal["rope", "learned", "alibi"] = "rope"
-    """``learned`` positions are parameters and bound the sequence length; ``alibi`` is Falcon-RW's."""
+    """``learned`` positions are parameters and limit the sequence length; ``alibi`` is used by Falcon-RW."""
     sliding_window: int | None = None
-    """Tokens that a sliding-window layer attends to, itself included; None: every layer attends to all."""
+    """Tokens in the attention window, the current one included; None: all layers use full attention."""
     sliding_window_layers: int = 0
-    """How many layers use the sliding window."""
+    """Number of layers with sliding-window attention."""
     mixture_of_experts: MixtureOfExperts | None = None
-    """The routed experts, if there are any."""
+    """The routed experts; None for a dense model."""
     latent_attention: LatentAttention | None = None
-    """The compressed attention of DeepSeek-V3, if it is used."""
+    """Multi-head latent attention (DeepSeek-V3); None for ordinary attention."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
@@ -139,14 +139,14 @@ class Architecture(JsonNoun):
         layers = self.num_hidden_layers
         whole_number("MixtureOfExperts.first_k_dense_replace", moe.first_k_dense_replace, low=0, high=layers)
 
-    # ------------------------------------------------------------------------------------- making one
+    # ---------------------------------------------------------------------------------- constructors
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
+        """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
         fields = dict(data)
         if cls is Architecture and "config_json" in fields:
-            from shardscope.families.unknown import UnknownFamily  # it imports this module
+            from shardscope.families.unknown import UnknownFamily  # circular import
 
             return UnknownFamily.from_dict(fields)  # type: ignore[return-value]
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
@@ -156,35 +156,35 @@ class Architecture(JsonNoun):
 
     @classmethod
     def from_hf(cls, config: str | Path | Mapping[str, Any], *, rehearse_only: bool = False) -> Architecture:
-        """The architecture that a Hugging Face ``config.json`` describes.
+        """Read a Hugging Face ``config.json``.
 
-        ``config`` is a path to the file, its folder, its contents as a dict, or a hub id ("org/name"; the
-        download needs ``pip install "shardscope[train]"``, and weights are never fetched). Missing keys take
-        that family's own defaults in transformers. Raises ``ValueError`` for missing or absurd sizes, an
-        unknown ``model_type``, and a file that is no JSON object, holds a key twice, or exceeds 1 MB.
+        ``config`` is a path to the file, its folder, its contents as a dict, or a Hub id ("org/name"; the
+        download needs ``pip install "shardscope[train]"``, and weights are never downloaded). Missing keys
+        take the family's defaults in transformers. Raises ``ValueError`` for missing or out-of-range sizes,
+        an unknown ``model_type``, and a file that is not a JSON object, has duplicate keys, or exceeds 1 MB.
 
-        ``rehearse_only`` takes any ``model_type`` that the installed transformers knows (``train`` extra);
-        where there are no formulas for it, its plans have ``plan.rehearse()`` and no ``plan.memory()``.
+        ``rehearse_only=True`` accepts any ``model_type`` of the installed transformers (``train`` extra).
+        Plans of families without formulas support ``plan.rehearse()`` but not ``plan.memory()``.
         """
-        from shardscope.families import hf_config  # it imports this module
+        from shardscope.families import hf_config  # circular import
 
         flag("rehearse_only", rehearse_only)
         return hf_config.load(config, rehearse_only)
 
     @classmethod
     def of_size(cls, size: str) -> Architecture:
-        """A Llama-shaped decoder of about ``size`` parameters: "2m", "350m", "1.3b", "1t" (within 3 %).
+        """Create a Llama-shaped decoder of ``size`` parameters within 3 %: "2m", "350m", "1.3b", "1t".
 
         Raises ``ValueError`` for other text and for sizes outside 1m to 10t.
         """
-        from shardscope.core import model_of_size  # it imports this module
+        from shardscope.core import model_of_size  # circular import
 
         return model_of_size.of_size(size)
 
-    # ---------------------------------------------------------------------------- parameters, exactly
+    # -------------------------------------------------------------------------------------- parameters
 
     def is_moe_layer(self, layer_index: int) -> bool:
-        """Whether decoder layer ``layer_index`` (from 0) has routed experts instead of a dense MLP."""
+        """Return whether decoder layer ``layer_index`` (from 0) has routed experts instead of a dense MLP."""
         self._check_layer(layer_index)
         moe = self.mixture_of_experts
         return (
@@ -202,24 +202,24 @@ class Architecture(JsonNoun):
         return sum(self.is_moe_layer(index) for index in range(self.num_hidden_layers))
 
     def layer_shapes(self, layer_index: int) -> tuple[Parameter, ...]:
-        """``(group, name, shape)`` of every parameter of one decoder layer, as transformers names them."""
+        """Return ``(group, name, shape)`` of one decoder layer's parameters, with transformers' names."""
         return self._layer(self.is_moe_layer(layer_index))
 
     @cached_property
     def outer_shapes(self) -> tuple[Parameter, ...]:
-        """``(group, name, shape)`` of every parameter outside the decoder layers, tied weights once."""
+        """``(group, name, shape)`` of each parameter outside the decoder layers; tied weights appear once."""
         return parameter_shapes.outer_parameters(self)
 
     def layer_parameters(self, layer_index: int) -> Mapping[str, int]:
-        """Parameters of one decoder layer by group (:data:`LAYER_GROUPS`); empty groups are left out."""
+        """Return the parameter counts of one decoder layer by non-empty group (:data:`LAYER_GROUPS`)."""
         return self._layer_counts(self.is_moe_layer(layer_index))[0]
 
     def layer_matrix_parameters(self, layer_index: int) -> Mapping[str, int]:
-        """The matrices among :meth:`layer_parameters`: what tensor parallelism splits."""
+        """Return :meth:`layer_parameters` of matrices only, which tensor parallelism shards."""
         return self._layer_counts(self.is_moe_layer(layer_index))[1]
 
     def layer_vector_parameters(self, layer_index: int) -> Mapping[str, int]:
-        """The norms and biases among :meth:`layer_parameters`: small, and mostly replicated."""
+        """Return :meth:`layer_parameters` of norms and biases only: small, and mostly replicated."""
         return self._layer_counts(self.is_moe_layer(layer_index))[2]
 
     @cached_property
@@ -229,12 +229,12 @@ class Architecture(JsonNoun):
 
     @cached_property
     def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """Distinct ``(target, (out_features, in_features))`` of the Linears LoRA can wrap, in any layer."""
+        """Distinct ``(target, (out_features, in_features))`` of all Linears that LoRA can wrap."""
         kinds = dict.fromkeys(self.is_moe_layer(index) for index in range(self.num_hidden_layers))
         return tuple(dict.fromkeys(linear for moe in kinds for linear in self._linears(moe)))
 
     def layer_linears(self, layer_index: int) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """``(target, (out_features, in_features))`` of each Linear of one layer that LoRA can wrap."""
+        """Return ``(target, (out_features, in_features))`` of one layer's Linears that LoRA can wrap."""
         return self._linears(self.is_moe_layer(layer_index))
 
     @cached_property
@@ -244,7 +244,7 @@ class Architecture(JsonNoun):
 
     @cached_property
     def position_embedding_parameters(self) -> int:
-        """Parameters of learned positions; 0 with rotary ones."""
+        """Parameters of learned positions; 0 for other position embeddings."""
         return self.max_position_embeddings * self.hidden_size if self.position_embedding == "learned" else 0
 
     @cached_property
@@ -254,12 +254,12 @@ class Architecture(JsonNoun):
 
     @cached_property
     def lm_head_parameters(self) -> int:
-        """Parameters of the output projection, less its matrix when that is the embedding's."""
+        """Parameters of the output projection, without its matrix if that is tied to the embedding."""
         return sum(math.prod(p.shape) for p in self.outer_shapes if p.group == "lm_head")
 
     @cached_property
     def parameter_groups(self) -> Mapping[str, int]:
-        """Group -> parameters, read-only; sums to :attr:`num_parameters`; empty groups are left out."""
+        """Read-only parameter counts by non-empty group; they sum to :attr:`num_parameters`."""
         groups = {
             "embedding": self.embedding_parameters,
             "position_embedding": self.position_embedding_parameters,
@@ -281,7 +281,7 @@ class Architecture(JsonNoun):
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Parameters that one token meets: all but the routed experts it is not sent to."""
+        """Parameters that one token uses: all but the routed experts that it is not sent to."""
         moe, experts = self.mixture_of_experts, self.parameter_groups.get("experts", 0)
         if moe is None:
             return self.num_parameters
@@ -291,7 +291,7 @@ class Architecture(JsonNoun):
 
     @cached_property
     def matrix_parameters_per_token(self) -> int:
-        """Parameters of all matrices that multiply one token: ``lm_head`` also when tied, no lookups."""
+        """Parameters of all matmuls of one token: ``lm_head`` even if tied, no embedding lookups."""
         moe_layers, total = self.num_moe_layers, self.vocab_size * self.hidden_size
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
@@ -307,16 +307,17 @@ class Architecture(JsonNoun):
     @overload
     def flops_per_token(self, seq_len: npt.NDArray[Any], causal: bool = True) -> npt.NDArray[np.float64]: ...
     def flops_per_token(self, seq_len: Tokens, causal: bool = True) -> float | npt.NDArray[np.float64]:
-        """Forward and backward model FLOPs of one token in a sequence of ``seq_len`` tokens (or an array).
+        """Return the forward and backward model FLOPs of one token in a sequence of ``seq_len`` tokens.
 
-        Matrices: 6 per parameter and token, 2 forward and 4 backward (Kaplan et al. 2020, arXiv:2001.08361,
-        section 2.1). Attention scores: 6 x keys x heads x (qk_head_dim + v_head_dim) in each layer, which
-        is PaLM's 12 L H Q T (arXiv:2204.02311, appendix B) and the attention term of Narayanan et al. 2021
-        (arXiv:2104.04473, equation 3) when both widths are equal; those count every key of the sequence
-        (``causal=False``), a causal mask leaves half of them. A sliding window bounds the keys.
-        Recomputation, norms, biases, softmax and the embedding lookup are not counted.
+        ``seq_len`` may be an array; the result has its shape. Matrices: 6 per parameter and token, 2 forward
+        and 4 backward (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention scores: 6 x keys x heads
+        x (qk_head_dim + v_head_dim) in each layer. When both widths are equal, that is PaLM's 12 L H Q T
+        (arXiv:2204.02311, appendix B) and the attention term of Narayanan et al. 2021 (arXiv:2104.04473,
+        equation 3). Those count all keys of the sequence (``causal=False``); a causal mask halves them. A
+        sliding window limits the keys per query. Recomputation, norms, biases, softmax and the embedding
+        lookup are not counted.
 
-        Raises ``ValueError`` for a ``seq_len`` that is not a whole number of tokens from 1 up.
+        Raises ``ValueError`` unless ``seq_len`` is a whole number of tokens from 1 to 2**40.
         """
         flag("causal", causal)
         tokens = _tokens(seq_len)
@@ -326,7 +327,7 @@ class Architecture(JsonNoun):
         keys = (self.num_hidden_layers - sliding) * (tokens / 2 if causal else tokens)
         if sliding:
             window = np.minimum(tokens, float(self.sliding_window or 0))
-            # Of the first `window` tokens each sees itself and those before it, the others a full window.
+            # The first `window` tokens attend to all tokens up to themselves, later ones to a full window.
             keys = keys + sliding * (window - window * window / (2 * tokens) if causal else window)
         flops = 6.0 * self.matrix_parameters_per_token + 6.0 * self.num_attention_heads * width * keys
         return flops if isinstance(seq_len, np.ndarray) else float(flops)
@@ -338,11 +339,11 @@ class Architecture(JsonNoun):
 
     @cached_property
     def _hash(self) -> int:
-        # Once: every formula looks itself up by its architecture, and hashing thirty fields takes longer.
+        # Cached: the architecture is a cache key of every formula, and hashing thirty fields is slow.
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By its fields alone: what is cached holds read-only mappings, which pickle and copy refuse.
+        # Only the fields: cached properties contain MappingProxyType, which pickle and copy reject.
         return type(self).from_dict, (self.to_dict(),)
 
     def _layer(self, moe: bool) -> tuple[Parameter, ...]:
@@ -380,7 +381,7 @@ class Architecture(JsonNoun):
 def _count(
     parameters: tuple[Parameter, ...],
 ) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
-    """Parameters by group: all, matrices only, vectors only."""
+    """Return parameter counts by group: of all parameters, of matrices and of vectors."""
     everything: dict[str, int] = {}
     matrices: dict[str, int] = {}
     vectors: dict[str, int] = {}

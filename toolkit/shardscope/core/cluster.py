@@ -19,21 +19,21 @@ MAX_NODES = 100_000
 
 ASSUMED_LINK = "pcie-4-x16"
 ASSUMED_NETWORK = "ethernet-25g, assumed"
-"""What :meth:`Cluster.of` takes inside a node and between nodes where nobody knows what there is."""
+"""Links that :meth:`Cluster.of` assumes inside a node and between nodes if they are unknown."""
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8")
 VENDORS = ("nvidia", "amd", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link(JsonNoun):
-    """What carries bytes between GPUs, nodes, or a GPU and its host. Raises ``ValueError`` for bad values."""
+    """A link between GPUs, nodes, or a GPU and its host. Raises ``ValueError`` for bad values."""
 
     name: str
-    """Its name in links.toml, or a person's own."""
+    """Name in links.toml, or a name of the user's choice."""
     bandwidth_bytes_per_second: float
-    """What one GPU can send, one way; it receives as much at the same time."""
+    """Bytes/s that one GPU sends (one direction, full duplex)."""
     latency_seconds: float
-    """Time of one small message."""
+    """Seconds of one small message."""
 
     def __post_init__(self) -> None:
         _named("Link.name", self.name)
@@ -42,37 +42,37 @@ class Link(JsonNoun):
 
 
 BEFORE_AMPERE = ("volta", "turing")
-"""Generations without bf16 and without torch's flash attention."""
+"""GPU generations without bf16 and without torch's flash attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(JsonNoun):
-    """One GPU type. What is not known is None, never a guess. Raises ``ValueError`` for bad values."""
+    """One GPU type. Unknown figures are None, never guessed. Raises ``ValueError`` for bad values."""
 
     name: str
-    """Its name in gpus.toml ("h100-sxm-80gb"), or for an unknown card the driver's, in the same spelling."""
+    """Name in gpus.toml ("h100-sxm-80gb"); for an unknown GPU, the driver's name in that spelling."""
     vendor: str
     """"nvidia", "amd" or "cpu"."""
     architecture: str | None = None
-    """The generation: "hopper", "cdna3"."""
+    """GPU generation: "hopper", "cdna3"."""
     memory_bytes: int
-    """What the card carries (80 GiB for h100-sxm-80gb); for "cpu", what the host gives all ranks together."""
+    """Installed memory (80 GiB for h100-sxm-80gb); for "cpu", the host memory for all ranks together."""
     usable_bytes: int
-    """What the driver leaves of it, as ``torch.cuda.get_device_properties(0).total_memory`` reports."""
+    """Memory without the driver's reserve: ``torch.cuda.get_device_properties(0).total_memory``."""
     memory_is_shared: bool = False
-    """Whether a node's GPUs share that memory, as CPU ranks do: see :attr:`Cluster.usable_bytes_per_gpu`."""
+    """Whether all ranks of a node share that memory (CPU ranks): see :attr:`Cluster.usable_bytes_per_gpu`."""
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Precision -> dense FLOP/s with FP32 accumulation, by the datasheet; only what is known."""
+    """Precision -> dense FLOP/s with FP32 accumulation from the datasheet; known precisions only."""
     memory_bandwidth_bytes_per_second: float | None = None
-    """Between the chip and its memory."""
+    """Bytes/s between the GPU and its memory."""
     link: str | None = None
-    """The name in links.toml of what connects GPUs of one node."""
+    """Name in links.toml of the link between the GPUs of one node."""
     tdp_watts: float | None = None
-    """Power limit of the card."""
+    """Power limit of the GPU."""
     price_per_hour_usd: float | None = None
     """Price of one GPU for one hour, in US dollars."""
     price_date: str | None = None
-    """The day that price was read, "2026-11-20"; prices age quickly."""
+    """Date on which the price was read, "2026-11-20"; prices change quickly."""
 
     def __post_init__(self) -> None:
         _named("Gpu.name", self.name)
@@ -90,6 +90,7 @@ class Gpu(JsonNoun):
                 f"a mapping of {', '.join(PRECISIONS)} to FLOP/s",
                 Value({}),
             )
+        # Copied and made read-only, so that the frozen dataclass cannot change.
         peaks = {
             one_of("Gpu.peak_flops precision", precision, PRECISIONS): real_number(
                 f"Gpu.peak_flops[{precision!r}]", value, low=1e6, high=1e18
@@ -108,7 +109,7 @@ class Gpu(JsonNoun):
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether torch has flash attention for it: from sm80 on (sdp_utils.cpp, ``check_sm_version``)."""
+        """Whether torch has flash attention for this GPU: from sm80 (sdp_utils.cpp, ``check_sm_version``)."""
         return self.architecture not in BEFORE_AMPERE
 
     def _check_price_date(self) -> None:
@@ -132,28 +133,28 @@ class Gpu(JsonNoun):
 class Cluster(JsonNoun):
     """The GPU inventory: ``num_nodes`` equal nodes of ``gpus_per_node`` equal GPUs.
 
-    Make one with :meth:`parse` or :meth:`detect`. ``ValueError`` names the field, the value, what is allowed
-    and the nearest fix.
+    Create one with :meth:`parse` or :meth:`detect`. Raises ``ValueError`` with the field, the value, what is
+    allowed and the nearest fix.
     """
 
     gpu: Gpu
     """The GPU type."""
     gpus_per_node: int
-    """GPUs in one node; for "cpu", ranks."""
+    """GPUs (for "cpu", ranks) in one node."""
     num_nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     intra_node_link: Link
-    """Between the GPUs of one node."""
+    """Link between the GPUs of one node."""
     inter_node_link: Link
-    """Between nodes, per GPU."""
+    """Link between nodes, bandwidth per GPU."""
     host_link: Link
-    """Between a GPU and its host's memory: what offloading travels over."""
+    """Link between a GPU and its host's memory, used by offloading."""
     host_memory_bytes: int | None = None
-    """Memory of one node's host; None: unknown."""
+    """Host memory of one node; None: unknown."""
     nvme_bytes: int | None = None
     """NVMe space of one node; None: unknown."""
     nvme_bandwidth_bytes_per_second: float | None = None
-    """What one node reads from its NVMe; None: unknown."""
+    """Read bandwidth of one node's NVMe; None: unknown."""
 
     def __post_init__(self) -> None:
         for name, noun in (
@@ -176,17 +177,17 @@ class Cluster(JsonNoun):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes: the world size."""
+        """Number of GPUs of all nodes, the world size."""
         return self.gpus_per_node * self.num_nodes
 
     @property
     def usable_bytes_per_gpu(self) -> int:
-        """Bytes that one rank may use: the card's, or its part of a memory that a node's ranks share."""
+        """Bytes that one rank may use: the GPU's, or an equal share of memory that a node's ranks share."""
         return self.gpu.usable_bytes // (self.gpus_per_node if self.gpu.memory_is_shared else 1)
 
     @property
     def price_per_hour_usd(self) -> float | None:
-        """US dollars for an hour of all GPUs; None if the price of one is not known."""
+        """Price of all GPUs for one hour, in US dollars; None if the GPU's price is unknown."""
         price = self.gpu.price_per_hour_usd
         return None if price is None else price * self.num_gpus
 
@@ -196,7 +197,7 @@ class Cluster(JsonNoun):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
+        """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
         fields = dict(data)
         if isinstance(fields.get("gpu"), Mapping):
             fields["gpu"] = part(Gpu, fields, "gpu")
@@ -207,13 +208,14 @@ class Cluster(JsonNoun):
 
     @classmethod
     def of(cls, gpu: Gpu, gpus_per_node: int, num_nodes: int = 1) -> Cluster:
-        """A cluster of ``gpu`` with the links and the host that the catalogue knows it to come with.
+        """Create a cluster of ``gpu`` with its usual links and host from the catalogue.
 
-        A GPU that is not in the catalogue gets PCIe 4.0, if it says nothing else, and 25 Gb/s Ethernet:
-        enough for ``plan.memory()``, and refused by ``plan.step()`` and ``search``, which time them. Pass the
-        links that there are with ``dataclasses.replace``. Raises ``ValueError`` for bad values.
+        A GPU outside of the catalogue gets PCIe 4.0, unless it names another link, and 25 Gb/s Ethernet. That
+        is enough for ``plan.memory()``; ``plan.step()`` and ``search`` raise ``ValueError``, because they
+        depend on bandwidths. Set the real links with ``dataclasses.replace``. Raises ``ValueError`` for bad
+        values.
         """
-        from shardscope.catalog import entries, links  # it imports this module
+        from shardscope.catalog import entries, links  # circular import
         from shardscope.machine.host import host_memory_bytes
 
         if not isinstance(gpu, Gpu):
@@ -233,18 +235,20 @@ class Cluster(JsonNoun):
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Nodes x GPUs x type: "4x8xh100-sxm-80gb"; "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU.
+        """Parse nodes x GPUs x type: "4x8xh100-sxm-80gb".
 
-        "2xcpu" is two CPU ranks on this machine. Case and spaces do not matter. Raises ``ValueError`` naming
-        the nearest GPU, if one is near, for other text.
+        "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU, "2xcpu" two CPU ranks on this machine. Case
+        and spaces do not matter. Raises ``ValueError`` for other text, with the GPU of the nearest name if
+        there is one.
         """
         from shardscope.catalog import gpus
 
         form = "nodes x GPUs x type, as '4x8xh100-sxm-80gb', '8xh100-sxm-80gb' or '2xcpu'"
         if not isinstance(text, str):
             refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
+        # Remove all whitespace, and accept the multiplication sign.
         squeezed = re.sub(r"\s+", "", text.lower().replace("×", "x"))
-        # GPU names start with a letter and may hold an x of their own (rtx-4090): only leading counts split.
+        # GPU names start with a letter and may contain an x (rtx-4090): only leading counts are split.
         match = re.fullmatch(r"((?:[0-9]{1,9}x){0,2})([a-z][a-z0-9.-]*)", squeezed)
         if not match:
             refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
@@ -263,13 +267,13 @@ class Cluster(JsonNoun):
 
     @classmethod
     def detect(cls) -> Cluster:
-        """This machine: its NVIDIA GPUs as the driver's library reports them, or else up to two CPU ranks.
+        """Describe this machine: its NVIDIA GPUs as NVML reports them, or up to two CPU ranks without any.
 
-        CUDA is not initialised and torch not imported, so ranks may still fork from this process.
-        ``CUDA_VISIBLE_DEVICES`` is honoured as CUDA honours it. Of different GPUs the largest group of equal
-        ones is taken, for a plan needs equal ranks; name them in ``CUDA_VISIBLE_DEVICES`` to choose another.
-        A card that the catalogue does not know is described by the driver's own figures, and what those do
-        not say is None. AMD GPUs, and MIG slices named by their UUID, are not detected; use :meth:`parse`.
+        CUDA is not initialized and torch not imported, so ranks may still fork from this process.
+        ``CUDA_VISIBLE_DEVICES`` is parsed as CUDA parses it. If GPUs differ, the largest group of equal ones
+        is used, because a plan needs equal ranks; choose another group with ``CUDA_VISIBLE_DEVICES``. A GPU
+        outside of the catalogue has the driver's figures, and None for all others. AMD GPUs, and MIG slices
+        named by UUID, are not detected; use :meth:`parse`.
         """
         from shardscope.machine.detection import detect
 

@@ -1,6 +1,6 @@
-"""How every noun refuses a bad value: field, value, what is allowed, and the nearest fix.
+"""Validation errors: the field, its value, what is allowed, and the nearest fix.
 
-All refusals are ``ValueError``; the Studio prints the same text at the input.
+All are ``ValueError``; the Studio shows the same text at the input.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-# "tp=4", "pp > 1", and both sides of "tp x pp".
+# Matches the field in "tp=4" and "pp > 1", and both fields of "tp x pp".
 _NAMED = re.compile(r"\b([a-z_]\w*)(?= ?[=<>]| x )|(?<= x )([a-z_]\w*)")
 
 
 @dataclass(frozen=True)
 class Value:
-    """A fix: another value for the refused field itself."""
+    """A fix: another value for the invalid field itself."""
 
     value: object
 
 
 Fix: TypeAlias = str | Value | Mapping[str, object]
-"""The nearest fix of a refused value: another value for its field; changes of fields, ``{"tp": 2}``, where
-``{"layout": "fsdp2"}`` means ``Layout.fsdp2()``; or words, where no change of a field fixes it."""
+"""The nearest fix of an invalid value: another value for its field; a mapping of field changes, ``{"tp":
+2}``, where ``{"layout": "fsdp2"}`` means ``Layout.fsdp2()``; or text, if no change of fields fixes it."""
 
 
 class FieldError(ValueError):
-    """A refused value; ``field`` says whose, so that a picker can show the message at its input."""
+    """An invalid value of ``field``, by which a widget finds the input to show the message at."""
 
     way: tuple[str, ...] = ()
-    """The keys under which the refused noun stands in the data that it was read from."""
+    """Path of keys to the invalid object in the data that it was read from."""
 
     def __init__(self, field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> None:
         text = write_fix(fix)
         super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {text}.")
         self.field = field
         self.problem = problem
-        """Why the value is refused, in the few words that fit beside an input; empty: see :attr:`allowed`."""
+        """Short reason, to show next to an input; empty: use :attr:`allowed`."""
         self.allowed = allowed
         self.fix = text
-        """The fix as the message has it."""
+        """The fix as text, as in the message."""
         self.refused = _fields_of(field)
-        """The fields that it is about, without their noun: one in "Recipe.seq_len", two in "Layout tp x pp"
-        (of a key that does not exist, the key)."""
+        """The invalid fields without their class: one in "Recipe.seq_len", two in "Layout tp x pp"; for an
+        unknown key, the key."""
         self.fix_values = _fix_values(fix, self.refused)
-        """The fix as data: field -> value, and "layout" -> the name of one of ``Layout``'s constructors. None
-        if the fix is words."""
+        """The fix as data: field -> value, and "layout" -> the name of one of ``Layout``'s constructors; None
+        if the fix is text."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call the constructor with the message alone.
+        # BaseException's default calls the constructor with the message alone.
         return _restored, (str(self), _state(self))
 
     @property
     def changes(self) -> dict[str, object]:
-        """The fix as data: ``{"Recipe.global_batch_size": 66}``; empty if it cannot be said as values.
+        """The fix as data: ``{"Recipe.global_batch_size": 66}``; empty if the fix is text.
 
-        Keys are the object and its field, as in :attr:`field`. Another framework is
+        Keys are the class and its field, as in :attr:`field`. Another framework is
         ``{"Layout": Layout.fsdp2()}``.
         """
         from shardscope.core.fixes import find_changes  # fixes.py imports this module.
@@ -67,7 +67,7 @@ class FieldError(ValueError):
 
     @property
     def summary(self) -> str:
-        """The refusal in few words, for its input: ``64 does not divide over 6 GPUs. Use 66``."""
+        """Short message to show at the input: ``64 does not divide over 6 GPUs. Use 66``."""
         changes = self.changes
         value = changes.get(self.field)
         use = f"{value}" if len(changes) == 1 and isinstance(value, int | float | str) else self.fix
@@ -75,23 +75,23 @@ class FieldError(ValueError):
 
     @property
     def named(self) -> list[str]:
-        """Every field that the message sets a value or a bound for, in its order; other words among them."""
+        """Fields that the message has a value or bound for, in its order; may contain other words too."""
         return [before or behind for before, behind in _NAMED.findall(str(self))]
 
     def with_fix(self, fix: Fix) -> FieldError:
-        """Return the same error, from the same place, with another fix."""
+        """Return the same error with another fix and the same traceback."""
         text = write_fix(fix)
         changed = _restored(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _state(self))
         changed.fix, changed.fix_values = text, _fix_values(fix, self.refused)
         return changed.with_traceback(self.__traceback__)
 
     def behind(self, where: str) -> FieldError:
-        """Return the same error, its message after ``where`` the value stands."""
+        """Return the same error with the location ``where`` in front of its message."""
         return _restored(f"{where}: {self}", _state(self)).with_traceback(self.__traceback__)
 
 
 def write_fix(fix: Fix) -> str:
-    """Return ``fix`` as a message has it: ``8``, ``tp=2, pp=1``, ``layout=Layout.fsdp2()``, or its words."""
+    """Return ``fix`` as message text: ``8``, ``tp=2, pp=1``, ``layout=Layout.fsdp2()``, or itself if text."""
     if isinstance(fix, str):
         return fix
     if isinstance(fix, Value):
@@ -103,7 +103,7 @@ def write_fix(fix: Fix) -> str:
 
 
 def _write_value(value: object) -> str:
-    """Return a value as a user types it; 0.5 and 1e-05, but 8 rather than 8.0."""
+    """Return a value as the user would type it: 0.5 and 1e-05, but 8 instead of 8.0."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return repr(value)
@@ -116,13 +116,13 @@ def _fix_values(fix: Fix, refused: list[str]) -> dict[str, Any] | None:
 
 
 def _state(error: FieldError) -> dict[str, Any]:
-    """Return the attributes that a copy of ``error`` takes over."""
+    """Return the attributes to copy from ``error``."""
     names = ("field", "allowed", "fix", "fix_values", "refused", "problem")
     return {name: getattr(error, name) for name in names}
 
 
 def _restored(message: str, state: dict[str, Any]) -> FieldError:
-    """Return an error with these attributes; its constructor would write another message."""
+    """Create an error with these attributes, without the constructor, which composes its own message."""
     error = FieldError.__new__(FieldError)
     ValueError.__init__(error, message)
     vars(error).update(state)
@@ -137,13 +137,13 @@ def _fields_of(field: str) -> list[str]:
 def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> NoReturn:
     """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix.
 
-    ``problem`` says in a few words what is wrong ("64 does not divide over 6 GPUs").
+    ``problem`` is a short reason ("64 does not divide over 6 GPUs").
     """
     raise FieldError(field, value, allowed, fix, problem)
 
 
 def whole_number(field: str, value: object, *, low: int, high: int) -> int:
-    """``value`` as an int in ``low..high``; bools, text, NaN, infinities and fractions are refused."""
+    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool."""
     allowed = f"a whole number from {low:,} to {high:,}"
     if isinstance(value, bool | str | bytes) or value is None:
         refuse(field, value, allowed, _nearest_number(value, low, high))
@@ -157,10 +157,11 @@ def whole_number(field: str, value: object, *, low: int, high: int) -> int:
 
 
 def real_number(field: str, value: object, *, low: float, high: float) -> float:
-    """``value`` as a finite float in ``low..high``; bools, text, NaN and infinities are refused."""
+    """Return ``value`` as a float. Raises ``ValueError`` unless it is a number in ``low..high``, no bool."""
     allowed = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(field, value, allowed, Value(low))
+    # float() of an int beyond 1e308 raises OverflowError, so compare first.
     number = float(value) if abs(value) <= high else math.inf
     if not low <= number <= high:
         refuse(field, value, allowed, Value(high if number > high else low))
@@ -168,14 +169,14 @@ def real_number(field: str, value: object, *, low: float, high: float) -> float:
 
 
 def flag(field: str, value: object) -> bool:
-    """``value`` if it is True or False; 0, 1 and text are refused."""
+    """Return ``value``. Raises ``ValueError`` unless it is True or False (not 0 or 1)."""
     if not isinstance(value, bool):
         refuse(field, value, "True or False", Value(bool(value)))
     return value
 
 
 def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
-    """``value`` if it is among ``choices``, else a refusal that lists them and the nearest."""
+    """Return ``value``. Raises ``ValueError``, with the nearest choice, unless it is in ``choices``."""
     options = list(choices)
     for option in options:
         if value is option or (type(value) is type(option) and value == option):
@@ -184,7 +185,7 @@ def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
 
 
 def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
-    """Refuse keys of ``data`` that are not in ``allowed``, naming the nearest one if it is near."""
+    """Raise ``ValueError`` for keys of ``data`` outside of ``allowed``, with a similar key if any."""
     names = list(allowed)
     for key in data:
         if key not in names:
@@ -196,22 +197,22 @@ def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
 
 
 def with_article(name: str) -> str:
-    """``an Architecture``, ``a Plan``."""
+    """Return ``name`` with its article: ``an Architecture``, ``a Plan``."""
     return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
 NEAR = 0.6
-"""How alike two spellings are, by ``difflib``'s ratio, for one to be offered for the other: "rtx4090" and
+"""Lowest similarity (``difflib``'s ratio) at which a name is suggested for another: "rtx4090" and
 "rtx-4090-24gb" have 0.70, "sequence_length" and "seq_len" 0.64."""
 
 
 def near(value: object, options: Iterable[str]) -> str | None:
-    """Return the option that begins as ``value`` does, or is spelled much like it; None if none is near."""
+    """Return the option that starts with ``value`` or is spelled similarly; None if there is none."""
     return _spelled_like(value, list(options), NEAR)
 
 
 def nearest(value: object, options: list[Any]) -> Any:
-    """Return the option that begins as ``value`` does, or is spelled most like it; else the first one."""
+    """Return the option that starts with ``value`` or is spelled most similarly; else the first one."""
     texts = [str(option) for option in options]
     close = _spelled_like(value, texts, 0.3)
     return options[0] if close is None else options[texts.index(close)]
@@ -219,13 +220,13 @@ def nearest(value: object, options: list[Any]) -> Any:
 
 def _spelled_like(value: object, texts: list[str], cutoff: float) -> str | None:
     wanted = str(value).lower()
-    # "h200" means h200-sxm-141gb, though h20-96gb is nearer by letters.
+    # "h200" should match h200-sxm-141gb, although h20-96gb has a higher difflib ratio.
     begins = [text for text in texts if wanted and text.startswith(f"{wanted}-")]
     return next(iter(begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=cutoff)), None)
 
 
 def _nearest_number(value: object, low: int, high: int) -> Value:
-    """The closest allowed whole number to something that is not one ("8.0", "8", nan, None)."""
+    """Return the nearest allowed integer for a value that is not an integer ("8.0", "8", nan, None)."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -236,7 +237,7 @@ def _nearest_number(value: object, low: int, high: int) -> Value:
 
 
 def _shown(value: object) -> str:
-    """``repr`` of what was given, short enough to read and safe if ``__repr__`` itself fails."""
+    """Return ``repr(value)``, shortened to 80 characters; safe if ``__repr__`` raises."""
     try:
         text = repr(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""``Finding``: one thing about a plan, a task or a script that runs, but badly."""
+"""``Finding``: one preflight result about a plan, task or script that runs, but badly."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ if TYPE_CHECKING:
 
 Severity = Literal["danger", "warning", "hint"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The worst first: what spoils the run or its result, what wastes much of it, what is good to know."""
+"""Worst first: spoils the run or its result, wastes much of it, good to know."""
 
 
 class Way(NamedTuple):
-    """A plan that fits, or on the way to one, and what makes it of the one that does not."""
+    """Changes that turn a plan that does not fit into ``plan``, which fits or is an intermediate step."""
 
     changes: tuple[str, ...]
     plan: Plan
     seconds_lost: float = 0.0
-    """Of an optimizer step; NaN where that is not known."""
+    """Added seconds per optimizer step; NaN if unknown."""
 
     @property
     def words(self) -> str:
-        """``recompute none → selective, optimizer adamw → adamw_8bit``."""
+        """The changes as text: ``recompute none → selective, optimizer adamw → adamw_8bit``."""
         return ", ".join(self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One result of the preflight. What cannot run at all is no finding: the Plan refuses it."""
+    """One preflight result. Plans that cannot run at all raise ``ValueError`` in ``Plan`` instead."""
 
     name: str
-    """What was found, in kebab-case; a name is found at most once for one plan, task or line of a script."""
+    """Kebab-case identifier, unique for one plan, task or script line."""
     severity: Severity
-    """How bad it is."""
+    """Severity of the finding."""
     why: str
-    """One or two sentences, with the number behind it."""
+    """Explanation in one or two sentences, with the number behind it."""
     number: float | None
-    """That number by itself, in the unit of :attr:`why`; None where a pattern was found, no size."""
+    """That number, in the unit of :attr:`why`; None for findings about a pattern, not a size."""
     change: str
-    """What mends it, in words."""
+    """Suggested fix as text."""
     plan: Plan | None = None
-    """The mended plan; None where the change is one of a task, a script or the machine."""
+    """The fixed plan; None if the fix changes the task, the script or the machine."""
     task: object = None
-    """The mended task (``Pretrain(...)`` with another field); None where the change is none of its fields."""
+    """The fixed task (``Pretrain(...)`` with another field); None if no field of it changes."""
     question: Question | None = None
-    """What only a person knows, and what a plan is with the answer; None: nothing is asked."""
+    """A question for the user, with the plan that each answer leads to; None if there is none."""
     way: Callable[[], Way | None] | None = field(default=None, repr=False, compare=False)
-    """Looks for several changes that mend it together, or for another plan: up to seconds, for which nobody
-    waits who does not ask. None: there is nothing to look for."""
+    """Search for several changes that fix it together, or for another plan. It takes up to seconds, so it
+    runs only in :meth:`look`. None: nothing to search for."""
     line: int | None = None
-    """The line of the script that it is about, from 1; None: about no script."""
+    """Line of the script, from 1; None if the finding is not about a script."""
 
     def look(self) -> Finding:
-        """The finding with the plan that :attr:`way` finds and what it changes; without one, that none was
-        found."""
+        """Run the search :attr:`way` and return the finding with its plan and changes, if any."""
         if self.way is None:
             return self
         found = self.way()
@@ -65,19 +64,19 @@ class Finding:
         return replace(self, way=None, change=found.words, plan=found.plan)
 
 
-# ---- ``Question``: what a finding asks of a person, for nobody else can know it
+# ---- ``Question``: a fact about the machines that only the user knows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """How much of something a node has."""
+    """A question for the user: how much host memory or NVMe space a node has."""
 
     plan: Plan
-    """The plan that it is asked of."""
+    """The plan that the question is about."""
     field: str
-    """Of its cluster: ``host_memory_bytes`` or ``nvme_bytes``."""
+    """Field of its cluster: ``host_memory_bytes`` or ``nvme_bytes``."""
 
     def answered(self, num_bytes: int) -> Plan:
-        """The plan on nodes that have ``num_bytes``. Raises ``ValueError`` where no node can."""
+        """Return the plan on nodes with ``num_bytes``. Raises ``ValueError`` for an impossible size."""
         told: dict[str, Any] = {self.field: num_bytes}
         return replace(self.plan, cluster=replace(self.plan.cluster, **told))

@@ -1,8 +1,9 @@
-"""A refusal names a fix that holds: once its changes are made, nothing of the noun is refused any more.
+"""Search for complete fixes of validation errors: changes after which the whole object is valid.
 
-Each check knows its own field and says what would mend that. Whether the rest can live with it shows only by
-trying. So a noun that is refused tries its fix here, goes on where that is refused in turn, and names all
-changes that it took. Words that are no changes (``pip install ...``) stay as they are.
+Each check knows only its own field and suggests a fix for that. Whether the fix is valid with all other
+fields shows only by constructing the object. So the search applies the fix, constructs the object, follows
+the next error's fix if there is one, and reports all changes together. Text fixes (``pip install ...``) are
+left unchanged.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_TRIES = 100
-"""Nouns made in search of one fix: some milliseconds, which a person does not notice."""
+"""Most constructions in the search for one fix: some milliseconds."""
 
 _seeking: ContextVar[bool] = ContextVar("_seeking", default=True)
 
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Inside, refusals keep the fix of the check that refused: for whoever only asks whether it runs."""
+    """Disable the search inside the context, for callers that only test whether a combination is valid."""
     token = _seeking.set(False)
     try:
         yield
@@ -38,9 +39,10 @@ def as_it_is() -> Iterator[None]:
 
 
 def checked(noun: type[Noun]) -> type[Noun]:
-    """Class decorator over ``@dataclass``: fixes hold, and unknown keywords are refused with the nearest.
+    """Decorate a dataclass so that its errors have complete fixes and unknown keywords name the nearest
+    field.
 
-    What the noun raises is its own ``FieldError`` with such a fix, or one that names the keyword.
+    The constructor raises the original ``FieldError`` with the complete fix, or one for the unknown keyword.
     """
     names = _fields(noun)
     owner = [kind.__name__ for kind in noun.__mro__ if is_dataclass(kind)][-1]
@@ -65,11 +67,11 @@ def checked(noun: type[Noun]) -> type[Noun]:
 
 
 def known_arguments(make: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a factory: a keyword that it does not have is refused with the nearest that it has."""
+    """Decorate a factory so that unknown keywords raise ``ValueError`` with the nearest known one."""
     parameters = inspect.signature(make).parameters.values()
     names = [parameter.name for parameter in parameters]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return make  # What it makes of them knows their names.
+        return make  # its **options are checked by the class that receives them
 
     @wraps(make)
     def called(*args: P.args, **values: P.kwargs) -> R:
@@ -80,10 +82,9 @@ def known_arguments(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def find_whole_fix(noun: Any, refusal: FieldError) -> dict[str, Any] | None:
-    """Return the changes after which ``noun``, whose making ``refusal`` ended, is refused nothing.
+    """Return a minimal set of changes that makes ``noun``, whose constructor raised ``refusal``, valid.
 
-    None of them could be left out. None if the refusal's own fix is enough, if it is words, or if no changes
-    were found.
+    Return None if the error's own fix is enough, if it is text, or if the search finds nothing.
     """
     own = refusal.fix_values
     if own is None:
@@ -91,6 +92,7 @@ def find_whole_fix(noun: Any, refusal: FieldError) -> dict[str, Any] | None:
     with as_it_is():
         search = _Search(noun)
         found = search.from_here({}, own)
+        # Drop each change that is not needed: later steps may have made earlier ones redundant.
         for name in list(found or ()):
             fewer = {key: value for key, value in (found or {}).items() if key != name}
             if fewer and name != "layout" and search.refusal(fewer) is None:
@@ -99,9 +101,9 @@ def find_whole_fix(noun: Any, refusal: FieldError) -> dict[str, Any] | None:
 
 
 def find_changes(refusal: FieldError) -> dict[str, object]:
-    """Return what ``refusal.fix`` would change, as :attr:`FieldError.changes` has it."""
+    """Return the changes of ``refusal.fix``; see :attr:`FieldError.changes`."""
     if refusal.field.endswith(" key"):
-        return {}  # The fix is another key, not another value.
+        return {}  # the fix is another key, not another value
     owner = refusal.field.removeprefix("Layout ").rpartition(".")[0]
     owner = "Layout" if refusal.field.startswith("Layout ") else owner
     changes: dict[str, object] = {}
@@ -117,7 +119,7 @@ def find_changes(refusal: FieldError) -> dict[str, object]:
 
 
 def _owner(name: str) -> str:
-    """Return the noun whose field a fix names, of those that are refused together in a plan."""
+    """Return the class, "Recipe" or "Layout", that has the field ``name``; empty if neither has it."""
     from shardscope.core.layout import Layout  # layout.py imports this module.
     from shardscope.core.recipe import Recipe
 
@@ -128,14 +130,15 @@ def _owner(name: str) -> str:
 
 
 class _Search:
-    """Which changes were tried on a noun, each set of them once: fixes may lead in a circle."""
+    """Depth-first search over sets of changes, each tried once because fixes may form a cycle."""
 
     def __init__(self, noun: Any) -> None:
         self._noun = noun
         self._tried: set[str] = set()
 
     def from_here(self, before: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any] | None:
-        """``before``, then ``step``, then what is asked for in turn, until nothing is refused; or None."""
+        """Return ``before`` and ``step`` with all changes that further errors suggest; None if invalid."""
+        # A new layout class has other fields: earlier changes of layout fields no longer apply.
         if "layout" in step:
             own = _fields(self._noun.recipe)
             before = {name: value for name, value in before.items() if name in own}
@@ -154,7 +157,7 @@ class _Search:
         return None
 
     def refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
-        """Why the noun cannot be made with ``changes``; None if it can."""
+        """Return the error of constructing the object with ``changes``; None if it is valid."""
         try:
             _remade(self._noun, changes)
         except FieldError as refusal:
@@ -162,7 +165,7 @@ class _Search:
         return None
 
     def _steps(self, refusal: FieldError) -> Iterator[dict[str, Any]]:
-        """What the refusal itself names; where that leads nowhere, the plain values of its fields."""
+        """Yield the changes to try next: the error's own fix, then the default values of its fields."""
         if refusal.fix_values is not None:
             yield refusal.fix_values
         plain = {name: field.default for part in _parts(self._noun) for name, field in _fields(part).items()}
@@ -172,7 +175,7 @@ class _Search:
 
 
 def _parts(noun: Any) -> tuple[Any, ...]:
-    """The nouns whose fields a fix may change: a plan's recipe and layout, or the noun itself."""
+    """Return the objects whose fields a fix may change: a plan's recipe and layout, or the object itself."""
     return (noun.recipe, noun.layout) if hasattr(noun, "recipe") else (noun,)
 
 
@@ -180,6 +183,7 @@ def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
     if not hasattr(noun, "recipe"):
         return replace(noun, **changes)
     recipe, layout = noun.recipe, noun.layout
+    # Apply the new layout class first, then field changes to the object that has the field.
     rest = dict(changes)
     if "layout" in rest:
         layout = getattr(type(layout), rest.pop("layout"))()

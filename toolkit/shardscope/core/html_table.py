@@ -1,4 +1,4 @@
-"""Small HTML tables for objects at the end of a notebook cell: escaped text, no scripts, no style sheet."""
+"""Small HTML tables for notebooks: escaped text, no scripts, no style sheet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_VALUE = "–"
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """Return a table with one line per row. Numbers stand right, text stands left; every cell is escaped."""
+    """Return a table with one line per row. Numbers are right-aligned; every cell is escaped."""
     shown = [list(row) for row in rows]
     is_number = [
         bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
@@ -65,7 +65,7 @@ def html_dataclass(value: Any, caption: str = "") -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value as text: ``4,096``, ``0.404``, "yes", a nested noun by its name."""
+    """Return a value as text: ``4,096``, ``0.404``, "yes"; a nested object as its name."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NO_VALUE
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""JSON that people edit: what is wrong with a text, and where its keys stand, are told by line."""
+"""Parsing of hand-edited JSON: errors with line numbers, and the lines of all keys."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 from shardscope.core.text_positions import Keys
 
 MAX_DEPTH = 64
-"""Real ones nest four or five deep; what nests for ever is refused before anything recurses into it."""
+"""Deepest nesting allowed, checked before any recursion; real configurations have four or five levels."""
 
-# A string that does not end is one token to the end of the text: nothing is read twice.
+# An unterminated string matches to the end of the text, so the regex never backtracks over it.
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:\n]', re.DOTALL)
 
 
 class _TwiceError(Exception):
-    """An object of the text has a key twice."""
+    """Duplicate key in a JSON object."""
 
 
 def parse_json(name: str, text: str) -> Any:
-    """The value of a JSON text, which messages call ``name``.
+    """Parse a JSON text; ``name`` is its name in messages.
 
-    Raises ``ValueError`` with the line for what is no JSON and for keys that stand twice, and
-    ``RecursionError`` for what nests deeper than Python reads (:func:`check_depth` says it sooner).
+    Raises ``ValueError`` with the line for invalid JSON and duplicate keys, and ``RecursionError`` for
+    nesting beyond Python's limit (call :func:`check_depth` first to avoid that).
     """
     try:
         return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
     except _TwiceError:
-        # What came before the second one was read, and so is JSON.
+        # The parser reached the duplicate, so the text before it is valid JSON and can be scanned.
         line, key = next((line, key) for line, key, _, is_again in _keys(text) if is_again)
         raise ValueError(
             f"{name}, line {line}, {key}: the key {key!r} stands twice; keep one of the two."
         ) from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number of more than sys.get_int_max_str_digits() digits
         raise ValueError(f"{name}: {error}.") from error
 
 
 def check_depth(name: str, text: str) -> None:
-    """Refuse objects and lists inside each other beyond :data:`MAX_DEPTH`, in one pass over the text."""
+    """Raise ``ValueError`` for nesting beyond :data:`MAX_DEPTH`, in one pass over the text."""
     depth, line = 0, 1
     for token in _TOKENS.findall(text):
         depth += token in "[{"
@@ -54,12 +54,12 @@ def check_depth(name: str, text: str) -> None:
 
 
 def key_lines(text: str) -> dict[Keys, int]:
-    """On which line each key of a JSON text stands; those inside lists have no way to them."""
+    """Return the line number of each key of a JSON text by its path; keys inside lists are omitted."""
     return {way: line for line, _, way, _ in _keys(text) if way is not None}
 
 
 def _keys(text: str) -> Iterator[tuple[int, str, Keys | None, bool]]:
-    """Line, key, the way to it, and whether its object has it already."""
+    """Yield line, key, key path (None inside lists), and whether the key is a duplicate in its object."""
     way: list[str | None] = []
     seen: list[set[str]] = []
     line, last = 1, ("", 1)

@@ -1,4 +1,4 @@
-"""What a layer may hold beside plain attention and a dense MLP: routed experts, latent attention."""
+"""Optional parts of a layer: routed experts and multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shardscope.core.size_limits import LIMITS, limited, limited_field
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts(JsonNoun):
-    """The routed feed-forward of the MoE layers. Raises ``ValueError`` for bad values."""
+    """The routed experts of MoE layers. Raises ``ValueError`` for bad values."""
 
     num_experts: int
     """Routed experts in each MoE layer."""
     num_experts_per_tok: int
-    """Routed experts that each token visits."""
+    """Routed experts that each token is sent to (top-k)."""
     moe_intermediate_size: int
     """Inner width of one routed expert."""
     shared_expert_intermediate_size: int = 0
-    """Inner width of all shared experts together, which every token visits; 0: there are none."""
+    """Inner width of all shared experts together; 0: none."""
     first_k_dense_replace: int = 0
-    """This many first layers keep a dense MLP (DeepSeek)."""
+    """Number of first layers with a dense MLP (DeepSeek)."""
     decoder_sparse_step: int = 1
-    """Of the layers, only every so-manieth is MoE (Qwen)."""
+    """Every n-th layer is an MoE layer (Qwen)."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layer indices that keep a dense MLP (Qwen)."""
+    """Indices of layers with a dense MLP (Qwen)."""
 
     def __post_init__(self) -> None:
         experts = limited_field("MixtureOfExperts", self, "num_experts")
@@ -45,7 +45,7 @@ class MixtureOfExperts(JsonNoun):
             whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
             for layer in self.mlp_only_layers
         )
-        object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON gives lists, hashing needs tuples
+        object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON has lists, hashing needs tuples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class LatentAttention(JsonNoun):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Raises ``ValueError`` for bad values."""
 
     q_lora_rank: int | None
-    """Width of the compressed query; None: queries are projected directly."""
+    """Width of the compressed query; None: queries are not compressed."""
     kv_lora_rank: int
-    """Width of the compressed key and value, which is all that a cache must keep."""
+    """Width of the compressed key and value, the only content of a KV cache."""
     qk_nope_head_dim: int
-    """Width of a head's query and key without position."""
+    """Width of a head's query and key without rotary position."""
     qk_rope_head_dim: int
-    """Width of a head's rotated query and key; the key's is shared by all heads."""
+    """Width of a head's rotary query and key; the key is shared by all heads."""
     v_head_dim: int
     """Width of a head's value."""
 
@@ -72,5 +72,5 @@ class LatentAttention(JsonNoun):
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a head's whole query and key."""
+        """Width of a head's query and key, with and without rotary position together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""How to spread a model: a framework and its degrees. Each framework's own fields live in its folder."""
+"""Parallel layouts: a framework and its degrees. Framework-specific fields are in ``frameworks/``."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ MAX_DEGREE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """A layout's degrees once the cluster is known: their product is the world size."""
+    """All degrees of a layout on a given cluster; their product is the world size."""
 
     data_parallel: int
-    """Ranks (or groups of them) that see different sequences: ``shard * replicate``."""
+    """Ranks (or groups of ranks) with different sequences: ``shard * replicate``."""
     shard: int = 1
-    """Ranks over which training state is split."""
+    """Ranks over which the training state is sharded."""
     replicate: int = 1
-    """Copies of that sharded state (HSDP)."""
+    """Replicas of that sharded state (HSDP)."""
     tp: int = 1
-    """Tensor-parallel ranks that split each matrix."""
+    """Tensor-parallel ranks over which each matrix is sharded."""
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
-    """Model chunks on each pipeline stage (interleaved schedule)."""
+    """Virtual stages (model chunks) on each pipeline stage (interleaved schedule)."""
     cp: int = 1
-    """Context-parallel ranks that split each sequence."""
+    """Context-parallel ranks over which each sequence is sharded."""
     ep: int = 1
-    """Ranks that share out the experts; taken from the data-parallel ranks."""
+    """Expert-parallel ranks, a subset of the data-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(JsonNoun):
-    """A framework and its degrees; made by ``Layout.ddp()``, ``.fsdp2()``, ``.zero()``, ``.megatron()``.
+    """A framework and its degrees, from ``Layout.ddp()``, ``.fsdp2()``, ``.zero()`` or ``.megatron()``.
 
-    Degrees that are not given are derived from the cluster when the ``Plan`` is made.
+    Degrees that are not given are derived from the cluster when the ``Plan`` is created.
     """
 
     framework: ClassVar[str] = ""
     """The registry's name: ``ddp``, ``fsdp2``, ``deepspeed`` or ``megatron``."""
     title: ClassVar[str] = ""
-    """The name that people read."""
+    """Display name."""
     default_kernels: ClassVar[str] = "transformers"
-    """Whose modules run when ``Recipe.kernels`` is None."""
-    # What the framework can run of a recipe, and the memory model has a formula for: prediction/support.py.
+    """Value in force when ``Recipe.kernels`` is None."""
+    # Recipe values that the framework runs and the memory model has formulas for (prediction/support.py).
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger")
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora")
     supported_precisions: ClassVar[tuple[str, ...]] = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
@@ -67,28 +67,28 @@ class Layout(JsonNoun):
     supports_packing: ClassVar[bool] = True
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
-    """Whether experts can have room for so many tokens only; otherwise they are dropless."""
+    """Whether experts may have a capacity factor; otherwise routing is dropless."""
     on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Fields whose other values need a library of GPUs, and what a tiny run on CPU ranks has instead."""
+    """Overrides for tiny runs on CPU ranks: fields whose other values need a GPU library -> CPU value."""
     runs_all_forwards_first: ClassVar[bool] = False
-    """Whether a pipeline stage computes all micro-batches of a step before the first goes backward."""
+    """Whether a pipeline stage runs all forwards of a step before the first backward."""
     own_formulas: ClassVar[frozenset[str]] = frozenset()
-    """Fields of the recipe for which this framework's memory model has a formula of its own."""
+    """Recipe fields with a framework-specific formula in the memory model."""
     joins_attention_by_heads: ClassVar[bool] = False
-    """Whether cp > 1 leaves attention's output by heads, of which projections then keep a copy by tokens."""
+    """Whether cp > 1 returns attention's output by heads, so that projections save a copy by tokens."""
     mixes_by_autocast: ClassVar[bool] = False
-    """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
+    """Whether mixed precision casts at each matmul (torch.autocast) instead of once per module."""
 
     abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"data": {}})
-    """What this framework can split or offload (names of ``planner/abilities.py``) -> the options. What a
-    recipe asks for is in the ``supported_*`` tuples."""
+    """What this framework can shard or offload (keys of ``planner/abilities.py``) -> layout options for it.
+    Recipe values are in the ``supported_*`` tuples."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({})
-    """Fields that a person chooses, and their values; None: any degree that divides the world size."""
+    """Fields that the user chooses -> their values; None: any divisor of the world size."""
 
     def offered(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> dict[str, list[Any]]:
-        """For each field of :attr:`choices`, the values that can run with the fields before it as they are.
+        """Return the valid values of each field of :attr:`choices`, given the values of earlier fields.
 
-        Fields after it may have to give way: :meth:`fitted` says to what.
+        Later fields may have to change for them; :meth:`fitted` computes their values.
         """
         found: dict[str, list[Any]] = {}
         layout = type(self)()
@@ -104,11 +104,12 @@ class Layout(JsonNoun):
     def fitted(
         self, wanted: Mapping[str, Any], architecture: Architecture, cluster: Cluster, recipe: Recipe
     ) -> Layout:
-        """A layout of this framework as near to ``wanted`` as can run, first fields first."""
+        """Return the valid layout nearest to ``wanted``; earlier fields of :attr:`choices` have priority."""
         layout = type(self)()
         for field, values in self.choices.items():
             if field not in wanted:
                 continue
+            # If the wanted degree is invalid, fall back to the next smaller divisor of the world size.
             candidates: list[Any] = [wanted[field]]
             if values is None:
                 lower = [value for value in divisors(cluster.num_gpus) if value < wanted[field]]
@@ -117,11 +118,13 @@ class Layout(JsonNoun):
                 if layout._runs(field, value, architecture, cluster, recipe):
                     layout = replace(layout, **{field: value})
                     break
+        # Raises ValueError if even the defaults are invalid on this cluster.
         layout.degrees(architecture, cluster, recipe)
         return layout
 
     def _runs(self, field: str, value: Any, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
         try:
+            # Without the search for complete fixes, which would only cost time here.
             with as_it_is():
                 replace(self, **{field: value}).degrees(arch, cluster, recipe)
         except ValueError:
@@ -129,43 +132,43 @@ class Layout(JsonNoun):
         return True
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
-        """All degrees on this cluster. Raises ``ValueError`` where they cannot run."""
+        """Return all degrees on this cluster. Raises ``ValueError`` for an invalid combination."""
         raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
 
     def spread(self, left: Any) -> Degrees:
-        """All degrees, once ``left`` ranks are left to those that were not given; numbers or arrays."""
+        """Return all degrees, where ``left`` ranks remain for those not given; numbers or arrays."""
         raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
 
     def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
-        """This layout with numbers for options that were left open, where the framework needs them."""
+        """Return this layout with values for the open options that the framework needs."""
         return self
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
-        """Decoder layers on each pipeline stage, first to last."""
+        """Return the number of decoder layers on each pipeline stage, first to last."""
         return even_stages(architecture.num_hidden_layers, degrees.pp)
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """Raise ``ValueError`` for fields that the framework's own code refuses together, each fine alone."""
+        """Raise ``ValueError`` for combinations of valid fields that the framework's code rejects."""
 
     @property
     def keeps_frozen_inputs(self) -> bool:
-        """Whether projections without gradients of their own keep their inputs all the same."""
+        """Whether frozen projections save their inputs although they need no weight gradient."""
         return False
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether norms and residuals are split along the sequence within the tensor-parallel group."""
+        """Whether norms and residuals are sharded along the sequence over the tensor-parallel ranks."""
         return False
 
     @property
     def description(self) -> str:
-        """The framework and what distinguishes this layout, as the Studio's sentence says it."""
+        """The framework and this layout's distinctive options, as text for the Studio."""
         return self.title
 
     @staticmethod
     @known_arguments
     def ddp() -> Layout:
-        """PyTorch DistributedDataParallel: every rank holds everything, gradients are averaged."""
+        """Create a layout for PyTorch DistributedDataParallel: full replicas, gradients all-reduced."""
         return _layout_class("ddp")()
 
     @staticmethod
@@ -181,7 +184,7 @@ class Layout(JsonNoun):
         offload: Literal["cpu"] | None = None,
         pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B",
     ) -> Layout:
-        """PyTorch ``fully_shard``: parameters, gradients and optimizer sharded, gathered layer by layer."""
+        """Create a layout for PyTorch ``fully_shard``: sharded state, all-gathered layer by layer."""
         return _layout_class("fsdp2")(
             shard=shard,
             replicate=replicate,
@@ -204,9 +207,10 @@ class Layout(JsonNoun):
         offload_params: Literal["cpu", "nvme"] | None = None,
         **options: int | bool | str | None,
     ) -> Layout:
-        """DeepSpeed ZeRO: stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too.
+        """Create a layout for DeepSpeed ZeRO.
 
-        ``options`` are its buckets, thresholds and types, and those of ZeRO++, in its own spelling
+        Stage 0 partitions nothing, 1 the optimizer states, 2 the gradients too, 3 the parameters too.
+        ``options`` are buckets, thresholds and types, ZeRO++ included, in DeepSpeed's spelling
         (``reduce_bucket_size=...``, ``zero_hpz_partition_size=...``).
         """
         return _layout_class("deepspeed")(
@@ -239,10 +243,11 @@ class Layout(JsonNoun):
         overlap_param_gather: bool = False,
         tp_comm_overlap: bool = False,
     ) -> Layout:
-        """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1.
+        """Create a layout for Megatron-core: tensor, pipeline, context and expert parallelism.
 
-        ``etp`` is the tensor-parallel degree inside an expert; None: ``tp``. The others are megatron-core's
-        own options of the same names; ``grad_reduce_in_fp32=None``: unless weights are in fp16.
+        ``sequence_parallel=None`` enables it if tp > 1. ``etp`` is the tensor-parallel degree inside an
+        expert; None: ``tp``. ``grad_reduce_in_fp32=None`` enables it unless weights are in fp16. All other
+        options have their meaning in megatron-core.
         """
         return _layout_class("megatron")(
             tp=tp,
@@ -264,12 +269,12 @@ class Layout(JsonNoun):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, and the framework that gives them their meaning."""
+        """Return all fields and the name of the framework that they belong to."""
         return {"framework": self.framework, **super().to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The layout that :meth:`to_dict` described, of whichever framework it names."""
+        """Create the layout from :meth:`to_dict`'s output, of the framework that it names."""
         from shardscope.frameworks.registry import frameworks
 
         fields = dict(data)
@@ -281,13 +286,13 @@ class Layout(JsonNoun):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, whichever framework it names."""
+        """Create the layout from :meth:`to_json`'s output, of the framework that it names."""
         from shardscope.core.serialization import from_text
 
         return from_text(text, "Layout", cls.from_dict)
 
     def to_json(self) -> str:
-        """One JSON object; ``framework`` says whose fields these are."""
+        """Return one JSON object with the fields and ``framework``, the name of the framework."""
         import json
 
         from shardscope.core.serialization import FORMAT_VERSION
@@ -302,14 +307,17 @@ def _layout_class(framework: str) -> Callable[..., Layout]:
 
 
 def check_degrees(layout: Layout, *fields: str, low: int = 1, high: int = MAX_DEGREE) -> None:
-    """Refuse fields that are no parallel degree, 1 to 1,048,576; a numpy integer becomes Python's."""
+    """Raise ``ValueError`` for fields outside ``low..high``. Numpy integers become Python ints."""
     for field in fields:
         number = whole_number(f"Layout.{field}", getattr(layout, field), low=low, high=high)
         object.__setattr__(layout, field, number)
 
 
 def left_over_ranks(world_size: int, **degrees: int) -> int:
-    """The data-parallel degree that remains once the given degrees have taken their share."""
+    """Return the data-parallel degree: the world size divided by all given degrees.
+
+    Raises ``ValueError`` if the degrees do not divide the world size.
+    """
     taken = 1
     for value in degrees.values():
         taken *= value
@@ -324,9 +332,9 @@ def left_over_ranks(world_size: int, **degrees: int) -> int:
 
 
 def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: bool = False) -> None:
-    """Refuse a tp that cannot split the heads (query and key/value heads alike) evenly.
+    """Raise ``ValueError`` for a tp that does not divide the numbers of query and key/value heads.
 
-    ``shares_key_value_heads``: several ranks may have the same key/value head.
+    ``shares_key_value_heads``: several ranks may hold the same key/value head.
     """
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(architecture, field)
@@ -343,7 +351,7 @@ def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: boo
 
 
 def check_layers(architecture: Architecture, pp: int, vpp: int = 1) -> None:
-    """Refuse more pipeline chunks than there are layers."""
+    """Raise ``ValueError`` for more pipeline chunks (stages and virtual stages) than layers."""
     layers = architecture.num_hidden_layers
     if pp * vpp > layers:
         refuse(
@@ -355,7 +363,7 @@ def check_layers(architecture: Architecture, pp: int, vpp: int = 1) -> None:
 
 
 def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> None:
-    """Refuse an ep without experts, or one that splits them or the data-parallel ranks unevenly."""
+    """Raise ``ValueError`` for an ep without experts, or one that does not divide experts and ranks."""
     if ep == 1:
         return
     experts = architecture.mixture_of_experts
@@ -378,7 +386,10 @@ def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> No
 
 
 def check_context(recipe: Recipe, cp: int) -> None:
-    """Refuse a cp that cannot give each rank two equal pieces (head and tail, for causal balance)."""
+    """Raise ``ValueError`` unless 2 * cp divides seq_len.
+
+    Each rank has two equal chunks, from the head and the tail of the sequence, to balance causal attention.
+    """
     if cp > 1 and recipe.seq_len % (2 * cp):
         shared = gcd(recipe.seq_len // 2, cp) if recipe.seq_len % 2 == 0 else 1
         longer = -(-recipe.seq_len // (2 * cp)) * 2 * cp
@@ -391,24 +402,24 @@ def check_context(recipe: Recipe, cp: int) -> None:
 
 
 def even_stages(num_layers: int, pp: int) -> list[int]:
-    """Layers on each stage, as equal as they can be; the first stages take what is left over."""
+    """Return the layers on each stage, as even as possible; the first stages get the remainder."""
     base, extra = divmod(num_layers, pp)
     return [base + (stage < extra) for stage in range(pp)]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, in rising order."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of ``number`` that is not above ``at_most``."""
+    """Return the largest divisor of ``number`` that is at most ``at_most``."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
 def _shrink_to_divisor(world_size: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the degrees, each reduced in turn to what still divides the world size."""
+    """Return the degrees, each reduced in turn to a divisor of the ranks that remain."""
     room, fitted = world_size, {}
     for name, value in degrees.items():
         fitting = largest_divisor(room, value)

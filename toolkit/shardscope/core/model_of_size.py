@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder of about a given number of parameters, for rehearsals and what-ifs."""
+"""Llama-shaped decoders of about a given number of parameters, for rehearsals and what-if plans."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from shardscope.core.errors import Value, refuse
 
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 ASPECT = 128
-"""Hidden width per layer, near the best at every scale: Kaplan et al. 2020 (arXiv:2001.08361), figure 5.
+"""Hidden size per layer, near the optimum at every scale: Kaplan et al. 2020 (arXiv:2001.08361), figure 5.
 LLaMA 7B and 65B have 128 and 102."""
 
 
 def of_size(size: str) -> Architecture:
-    """See :meth:`shardscope.core.architecture.Architecture.of_size`."""
+    """Create the architecture; see :meth:`shardscope.core.architecture.Architecture.of_size`."""
     target = _number(size)
     vocab = 2_048 if target < 10**7 else 8_192 if target < 10**8 else 32_000
     tied = target < 10**9
+    # Try all hidden sizes; keep the shape nearest to ASPECT and to an MLP of 8/3 hidden within 2.5 %.
     best: tuple[float, int, int, int, int] | None = None
     for heads, head_dim in _widths(target):
         hidden = heads * head_dim
@@ -67,7 +68,7 @@ def _number(size: object) -> float:
 
 
 def _widths(target: float) -> list[tuple[int, int]]:
-    """(heads, head_dim) worth trying: heads in eights from 1b on, so that tensor parallelism divides them."""
+    """Return candidates of (heads, head_dim). From 1b on, heads are multiples of 8 for tensor parallelism."""
     if target >= 10**9:
         return [(heads, 128) for heads in range(8, 2_049, 8)]
     if target >= 10**8:
@@ -76,7 +77,7 @@ def _widths(target: float) -> list[tuple[int, int]]:
 
 
 def _intermediate(target: float, outer: int, hidden: int, layers: int, head_dim: int) -> int:
-    """The MLP width, in whole tiles, that comes nearest to ``target``; 0 if far from 8/3 hidden."""
+    """Return the MLP width, a multiple of the tile, nearest to ``target``; 0 if far from 8/3 hidden."""
     tile = 256 if head_dim == 128 else 32
     wanted = ((target - outer) / layers - 4 * hidden * hidden - 2 * hidden) / (3 * hidden)
     intermediate = round(wanted / tile) * tile

@@ -1,4 +1,4 @@
-"""Numbers as people read them: GiB and KiB with three significant digits, counts with separators."""
+"""Number formatting: GiB and KiB with three significant digits, counts with separators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def gib(num_bytes: float) -> str:
-    """``num_bytes`` in GiB without the unit: three significant digits, at most two decimals."""
+    """Return ``num_bytes`` in GiB without the unit: three significant digits, at most two decimals."""
     value = num_bytes / 2**30
     if value >= 99.95:
         return f"{value:,.0f}"
@@ -18,17 +18,20 @@ def gib(num_bytes: float) -> str:
 
 
 def kib(num_bytes: float) -> str:
-    """``num_bytes`` in KiB without the unit, one decimal."""
+    """Return ``num_bytes`` in KiB without the unit, with one decimal."""
     return f"{num_bytes / 2**10:,.1f}"
 
 
 def count(number: float, noun: str) -> str:
-    """``3 layers``, ``1 layer``, ``4,096 tokens``."""
+    """Return a count with its noun: ``3 layers``, ``1 layer``, ``4,096 tokens``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def in_parts(parts: Iterable[tuple[int, str]]) -> str:
-    """``3.74 GiB of weights + 0.41 GiB of staging``: without those of no bytes; one alone needs no number."""
+    """Return a sum as text: ``3.74 GiB of weights + 0.41 GiB of staging``.
+
+    Parts of 0 bytes are omitted; a single part is shown without its number.
+    """
     told = [(num_bytes, what) for num_bytes, what in parts if num_bytes]
     if len(told) < 2:
         return "".join(what for _, what in told)

@@ -1,4 +1,4 @@
-"""Architecture x Cluster x Recipe x Layout, validated: the one noun that everything takes."""
+"""``Plan``: a validated combination of Architecture, Cluster, Recipe and Layout, the input of everything."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True)
 class Plan(JsonNoun):
-    """What will be trained, on what, how, and spread in which way.
+    """A training setup: the model, the GPUs, the recipe and the parallel layout.
 
-    Making one checks that it can run at all; ``ValueError`` names the field, the value, what is allowed
+    The constructor checks that it can run. Raises ``ValueError`` with the field, the value, what is allowed
     and the nearest fix.
     """
 
     architecture: Architecture
-    """The model's shape."""
+    """The model architecture."""
     cluster: Cluster
     """The GPU inventory."""
     recipe: Recipe
-    """What to train."""
+    """The training recipe."""
     layout: Layout
-    """How to spread it, as it was asked, but for options that a framework cannot do without a number for;
-    :attr:`degrees` has what follows from the cluster."""
+    """The parallel layout as given, with defaults for open options that the framework needs as numbers;
+    :attr:`degrees` has the degrees derived from the cluster."""
 
     def __post_init__(self) -> None:
         for field, noun in (
@@ -55,6 +55,7 @@ class Plan(JsonNoun):
             ("layout", Layout),
         ):
             check_noun(f"Plan.{field}", getattr(self, field), noun)
+        # Before the checks, which need values for all options.
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)
@@ -64,47 +65,47 @@ class Plan(JsonNoun):
 
     @cached_property
     def degrees(self) -> Degrees:
-        """Every parallel degree; their product is :attr:`world_size`."""
+        """All parallel degrees; their product is :attr:`world_size`."""
         return self.layout.degrees(self.architecture, self.cluster, self.recipe)
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Decoder layers on each pipeline stage, first to last."""
+        """Number of decoder layers on each pipeline stage, first to last."""
         return tuple(self.layout.stage_layers(self.architecture, self.degrees))
 
     @property
     def world_size(self) -> int:
-        """Ranks: one for each GPU of the cluster."""
+        """Number of ranks, one for each GPU of the cluster."""
         return self.cluster.num_gpus
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ranks have a GPU; CPU ranks have the host's memory, no CUDA context and other kernels."""
+        """Whether ranks run on GPUs. CPU ranks use host memory, other kernels and no CUDA context."""
         return self.cluster.gpu.vendor != "cpu"
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that each data-parallel rank takes through one optimizer step."""
+        """Micro-batches of each data-parallel rank in one optimizer step."""
         return self.recipe.global_batch_size // (self.recipe.micro_batch_size * self.degrees.data_parallel)
 
     @property
     def kernels(self) -> str:
-        """Whose modules run: the recipe's choice, or the framework's own."""
+        """The kernels in force: ``Recipe.kernels``, or the framework's default."""
         return self.recipe.kernels or self.layout.default_kernels
 
     def memory(self) -> MemoryReport:
-        """Predicted bytes by component, on every pipeline stage, in every phase of a step.
+        """Predict the memory in bytes by component, on each pipeline stage, in each phase of a step.
 
-        Computed once: who asks this plan again gets the same report.
+        The report is cached on the plan.
         """
         return self._memory
 
     def step(self) -> StepReport:
-        """Predicted seconds of one optimizer step, by what they go to, and tokens/s, MFU, days and cost.
+        """Predict the seconds of one optimizer step by component, and tokens/s, MFU, days and cost.
 
-        Raises ``ValueError`` naming the figure that is not known: the GPU's peak in this precision, the
-        bandwidth of its memory, its link, the speed of an NVMe. ``ss.calibrate()`` measures them. Computed
-        once for each calibration: who asks again gets the same report, until another one is stored.
+        Raises ``ValueError`` with the unknown hardware figure: the GPU's peak FLOP/s in this precision, its
+        memory bandwidth, its link, or the NVMe bandwidth. ``ss.calibrate()`` measures them. The report is
+        cached on the plan, once per stored calibration.
         """
         from shardscope.prediction.step import step
         from shardscope.timing.calibration.curves import rates_for
@@ -116,7 +117,7 @@ class Plan(JsonNoun):
         return found
 
     def _repr_html_(self) -> str:
-        """Model, cluster, recipe and layout as a table; the prediction is :meth:`memory`'s."""
+        """Return model, cluster, recipe and layout as an HTML table, without predictions."""
         recipe = self.recipe
         degrees = {field.name: getattr(self.degrees, field.name) for field in fields(self.degrees)}
         return html_fields(
@@ -134,52 +135,53 @@ class Plan(JsonNoun):
         )
 
     def repairs(self) -> list[Repair]:
-        """Return single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
-        bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
+        """Return single changes that make the plan fit, cheapest in predicted step time first.
 
-        Every one of them is enough, and its step takes at most three times as long. Where no single change
-        is, the list is empty, and ``planner/repairs/make_it_fit.py`` combines several.
+        Each is ``(change, plan, bytes_won, seconds_lost)``, is sufficient alone, and makes the step at most
+        three times as long. The list is empty if the plan fits already, in host memory and NVMe too, or if no
+        single change is enough; then ``planner/repairs/make_it_fit.py`` combines several.
         """
         from shardscope.planner.repairs.repairs import repairs
 
         return repairs(self)
 
     def findings(self, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
-        """What runs, but badly, the worst first: each with the number behind it and the change that mends it.
+        """Return the preflight findings, worst first: what runs but wastes time or spoils the result.
 
-        The suggested fix is a changed plan or task, or words; where finding it takes seconds, ``look()`` of
-        the finding does, and ``question`` asks for what only the user knows.
+        Each finding has the number behind it and a suggested fix: a changed plan or task, or text. If the
+        search for a fix takes seconds, the finding's ``look()`` does it. ``question`` asks for facts that
+        only the user knows.
 
-        ``task`` is what will be run of the plan (a ``Pretrain``, a function ``f(ctx)``, whose source is
-        read): its learning rate, its data and its checkpoint are looked at, too. ``runs`` are earlier runs
-        (:func:`shardscope.runs`), which tell whether anybody ever profiled this plan. A check of which a
-        figure is not known finds nothing. Raises ``ValueError`` for ``runs`` that are none.
+        ``task`` is the task to launch (a ``Pretrain``, or a function ``f(ctx)``, whose source is parsed): its
+        learning rate, data and checkpoint are checked too. ``runs`` are earlier runs
+        (:func:`shardscope.runs`), which show whether this plan was ever profiled. A check is skipped if one
+        of its figures is unknown. Raises ``ValueError`` if ``runs`` has anything but runs.
         """
         from shardscope.runs.checks.findings import findings
 
         return findings(self, task, runs)
 
     def rehearse(self, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
-        """The same bytes from the framework's own code, on fake tensors in a process of its own; no GPU.
+        """Measure the memory report by running the framework's own code on fake tensors, without a GPU.
 
-        ``progress(words, fraction)`` is called as it goes on; an exception in it ends the process. Raises
-        ``TimeoutError`` after ``timeout`` seconds and ``ValueError`` for what cannot be rehearsed; see
-        :func:`shardscope.rehearsal.process.rehearse`. Needs the ``train`` extra.
+        It runs in a separate process. ``progress(words, fraction)`` is called repeatedly; an exception in it
+        ends the process. Raises ``TimeoutError`` after ``timeout`` seconds and ``ValueError`` for plans that
+        cannot be rehearsed; see :func:`shardscope.rehearsal.process.rehearse`. Needs the ``train`` extra.
         """
         from shardscope.rehearsal.process import rehearse
 
         return rehearse(self, progress, timeout)
 
     def export(self, folder: str | Path) -> list[Path]:
-        """Write the plan as the files of the tools that run it; returns their paths.
+        """Write the plan as configuration files of the tools that run it, and return their paths.
 
-        Its JSON and ``FILES.md``, which says what each is and what there is none of, and why; then what makes
-        sense for its framework: ``accelerate_config.yaml``, ``training_arguments.yaml``, ``ds_config.json``,
-        ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun, Accelerate and Slurm, and
-        ``train.py``, which trains common plans without Shardscope, with the ``config.json`` that it reads.
-        What a format has no words for is named in the file. An earlier export is replaced. ``config.json``
-        wants transformers (the ``train`` extra), which is imported for it. Raises ``ValueError`` where files
-        in ``folder`` are not as an export left them.
+        Always written: ``plan.json`` and ``FILES.md``, which describes each file and why others are missing.
+        Written if they apply to the framework: ``accelerate_config.yaml``, ``training_arguments.yaml``,
+        ``ds_config.json``, ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun,
+        Accelerate and Slurm, and ``train.py``, which trains common plans without Shardscope, with its
+        ``config.json``. Each file lists the options that its format cannot express. An earlier export is
+        replaced. ``config.json`` needs transformers (the ``train`` extra). Raises ``ValueError`` if files in
+        ``folder`` were changed since an export or are not from one.
         """
         from shardscope.export.files import export
 
@@ -194,12 +196,12 @@ class Plan(JsonNoun):
         cluster: Cluster | None = None,
         recipe: Recipe | None = None,
     ) -> Plan:
-        """The plan of an ``accelerate config`` YAML or JSON: DDP, FSDP2, or the DeepSpeed JSON it names.
+        """Read an ``accelerate config`` YAML or JSON: DDP, FSDP2, or the DeepSpeed JSON that it names.
 
-        What the file does not hold is what is given here, or else what ``plan.json`` beside the file has (an
-        export leaves one), or else ``Recipe()``'s; where the file says it, the file holds. Keys of the format
-        that a plan has no place for are listed in a warning. Raises ``ValueError`` naming line and key for
-        what cannot be, keys unknown to the format among them, and for a missing architecture or cluster.
+        Values come from the file first, then from the arguments, then from a ``plan.json`` in the same folder
+        (an export writes one), then from ``Recipe()``. A warning lists keys of the format that a plan cannot
+        represent. Raises ``ValueError`` with line and key for invalid values and unknown keys, and for a
+        missing architecture or cluster.
         """
         from shardscope.export import reading
 
@@ -214,9 +216,9 @@ class Plan(JsonNoun):
         cluster: Cluster | None = None,
         recipe: Recipe | None = None,
     ) -> Plan:
-        """The plan of a DeepSpeed JSON; the rest, warnings and errors as in :meth:`from_accelerate`.
+        """Read a DeepSpeed JSON. Missing values, warnings and errors: see :meth:`from_accelerate`.
 
-        "auto" is what transformers' Trainer makes of it: its three bucket sizes, and the recipe's batches.
+        "auto" is resolved as in transformers' Trainer: three bucket sizes, and the recipe's batch sizes.
         """
         from shardscope.export import reading
 
@@ -231,22 +233,22 @@ class Plan(JsonNoun):
         cluster: Cluster | None = None,
         recipe: Recipe | None = None,
     ) -> Plan:
-        """The plan of Megatron-LM's arguments: a file of them, a list of words, or a text that begins "--".
+        """Read Megatron-LM arguments: a file, a list of arguments, or a string that starts with "--".
 
-        They hold the architecture if it is a Llama's; any other is checked against them. The rest, warnings
-        and errors as in :meth:`from_accelerate`.
+        They define the architecture of a Llama; any other architecture is checked against them. Missing
+        values, warnings and errors: see :meth:`from_accelerate`.
         """
         from shardscope.export import reading
 
         return reading.from_megatron(arguments, architecture, cluster, recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """The four nouns in full, so that a stored plan does not depend on the catalogue."""
+        """Return all four parts in full, so that a stored plan does not depend on the catalogue."""
         return {noun: getattr(self, noun).to_dict() for noun in _nouns}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The plan that :meth:`to_dict` described."""
+        """Create a plan from :meth:`to_dict`'s output. Raises ``ValueError`` for bad or missing keys."""
         known_keys("Plan", data, _nouns)
         made = {}
         for name, noun in _nouns.items():
@@ -257,7 +259,7 @@ class Plan(JsonNoun):
         return cls(**made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By its nouns alone: what is cached holds functions, which pickle refuses.
+        # Only the four parts: cached reports contain functions, which pickle rejects.
         return type(self), tuple(getattr(self, noun) for noun in _nouns)
 
     @cached_property
@@ -268,12 +270,13 @@ class Plan(JsonNoun):
 
     @cached_property
     def _steps(self) -> dict[Rates, StepReport]:
-        """What was predicted so far, by the speeds that it was predicted from."""
+        """Cached step reports by the calibrated rates that they were computed from."""
         return {}
 
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
         if self.recipe.global_batch_size % per_step:
+            # With data parallelism only, "GPUs" is shorter and as exact.
             ranks = "data-parallel ranks"
             if self.degrees.data_parallel == self.world_size:
                 ranks = "GPUs" if self.on_gpu else "CPU ranks"
@@ -299,18 +302,18 @@ _nouns: dict[str, type[Any]] = {
 
 
 def check_noun(field: str, value: object, noun: type) -> None:
-    """Raise ``ValueError`` with a line that makes one, if ``value`` is no ``noun``."""
+    """Raise ``ValueError``, with an example expression as the fix, if ``value`` is not a ``noun``."""
     if not isinstance(value, noun):
         refuse(field, value, with_article(noun.__name__), _how_to_make(noun, value))
 
 
 def _how_to_make(noun: type, value: object) -> str:
-    """Return a line that makes one; of a model's name, the model that is called so or nearly so."""
+    """Return an expression that creates a ``noun``; for a model name, the model of the nearest name."""
     if noun is Architecture and isinstance(value, str):
-        from shardscope.catalog import model_names  # Only where it is asked for.
+        from shardscope.catalog import model_names  # loaded only for this fix
 
         name = model_names().find(value) or model_names().near(value)
-        # One that is not in the catalogue may be a folder, or a repository of the Hub.
+        # A name outside of the catalogue may be a folder or a Hub repository.
         return f'ss.models["{name}"]' if name else f"ss.Architecture.from_hf({value!r})"
     return {
         Architecture: 'ss.models["llama-3.1-8b"]',

@@ -1,4 +1,4 @@
-"""Bytes of one weight, by precision and by who keeps it."""
+"""Bytes per weight by precision and role (master weight, compute, reduction)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HALF = 2
 
 
 class Widths(NamedTuple):
-    """Bytes a number takes in each role."""
+    """Bytes per number in each role."""
 
     original: int
-    """The copy that the optimizer updates."""
+    """Master weights, which the optimizer updates."""
     compute: int
-    """What matrix products read, and so what activations are."""
+    """Inputs of matmuls, and activations."""
     reduce: int
-    """What gradients are reduced in."""
+    """Gradients in reductions."""
 
 
 widths: dict[str, Widths] = {
@@ -32,14 +32,14 @@ widths: dict[str, Widths] = {
 
 
 def base_width(recipe: Recipe) -> int:
-    """Bytes of one weight of the model itself where it is kept.
+    """Return the bytes of one stored weight of the base model.
 
-    Under adapters it is frozen: it never updates, so mixed precision keeps no fp32 original of it, only what
-    products read. peft's adapters are the ones in fp32 (``autocast_adapter_dtype``).
+    With adapters the base is frozen, so mixed precision keeps only the compute copy and no fp32 master
+    weights. peft's adapters are in fp32 (``autocast_adapter_dtype``).
     """
     width = widths[recipe.precision]
     return width.compute if recipe.has_adapters else width.original
 
 
 num_moments: dict[str, int] = {"adamw": 2, "sgd": 1}
-"""Numbers that the optimizer keeps a weight: AdamW's two moments (Loshchilov & Hutter 2019), one momentum."""
+"""Optimizer states per weight: AdamW's two moments (Loshchilov & Hutter 2019), SGD's momentum."""

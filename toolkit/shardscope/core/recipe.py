@@ -1,4 +1,4 @@
-"""What to train: method, precision, optimizer, sequence length, batches, recomputation, kernels."""
+"""Training recipe: method, precision, optimizer, sequence length, batch sizes, recomputation, kernels."""
 
 from __future__ import annotations
 
@@ -34,79 +34,78 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": get_args(Optimizer),
     "recompute": get_args(Recompute),
 }
-"""Fields that always have a value, and which values."""
+"""Fields that always have a value -> allowed values."""
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": get_args(Quantization),
     "kernels": get_args(Kernels),
     "attention": get_args(Attention),
     "loss": get_args(Loss),
 }
-"""Fields that may stay open (None)."""
+"""Fields that may be None (the framework's default) -> other allowed values."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Recipe(JsonNoun):
-    """What to train. Every field is optional.
+    """The training recipe. Every field is optional.
 
-    Raises ``ValueError`` naming the field, its value, what is allowed and the nearest fix. What a framework
-    cannot run of it is refused when the ``Plan`` is made.
+    Raises ``ValueError`` with the field, its value, what is allowed and the nearest fix. Whether the
+    framework supports the values is checked by ``Plan``.
     """
 
     seq_len: int = 4096
     """Tokens in one sequence, 1 to 16,777,216."""
     micro_batch_size: int = 1
-    """Sequences that one rank takes through forward and backward at once, 1 to 65,536."""
+    """Sequences in one forward and backward pass of one rank, 1 to 65,536."""
     global_batch_size: int = 64
-    """Sequences in one optimizer step over all ranks, 1 to 16,777,216."""
+    """Sequences in one optimizer step, over all ranks, 1 to 16,777,216."""
     method: Method = "full"
-    """``full`` trains every weight; ``lora`` trains low-rank adapters over a frozen base (Hu et al. 2021),
-    which mixed precision holds in its half type, for what never updates needs no fp32 original; ``qlora`` is
-    the same over a base in NF4 with double quantisation (Dettmers et al. 2023, section 3)."""
+    """``full`` trains all weights. ``lora`` trains low-rank adapters on a frozen base (Hu et al. 2021). Mixed
+    precision stores the base in 16 bits, because frozen weights need no fp32 master weights. ``qlora`` is
+    ``lora`` with the base in NF4 with double quantization (Dettmers et al. 2023, section 3)."""
     precision: Precision = "bf16-mixed"
-    """``bf16-mixed``/``fp16-mixed`` keep fp32 originals of what trains; ``fp8-mixed`` is ``bf16-mixed`` whose
-    large products run in 8 bits (Micikevicius et al. 2022): torchao's with FSDP2, with Megatron Transformer
-    Engine's, which was read from its source and never run here; ``bf16`` and ``fp32`` keep one copy in that
-    type."""
+    """``bf16-mixed`` and ``fp16-mixed`` keep fp32 master weights of trainable parameters. ``fp8-mixed`` is
+    ``bf16-mixed`` with large matmuls in fp8 (Micikevicius et al. 2022): torchao's with FSDP2, Transformer
+    Engine's with Megatron (modeled from its source, never run here). ``bf16`` and ``fp32`` keep one copy in
+    that type."""
     optimizer: Optimizer = "adamw"
-    """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019) and steps in one fused kernel,
-    ``adamw_foreach`` in torch's multi-tensor operations; ``adamw_8bit`` keeps them in blocks of 8 bits
-    (Dettmers et al. 2022), ``paged_...`` in memory that can go to the host; ``adafactor`` a row and a column
-    (Shazeer & Stern 2018), ``sgd`` and ``lion`` (Chen et al. 2023) one momentum, ``muon`` one momentum for
-    hidden matrices and AdamW for the rest (Jordan et al. 2024)."""
+    """``adamw`` has two moments per weight (Loshchilov & Hutter 2019) and one fused kernel; ``adamw_foreach``
+    uses torch's multi-tensor operators instead. ``adamw_8bit`` stores the moments block-wise in 8 bits
+    (Dettmers et al. 2022), ``paged_...`` in memory that can be paged to the host. ``adafactor`` stores a row
+    and a column per matrix (Shazeer & Stern 2018), ``sgd`` and ``lion`` (Chen et al. 2023) one momentum.
+    ``muon`` has one momentum for hidden matrices and AdamW for the rest (Jordan et al. 2024)."""
     recompute: Recompute = "none"
-    """Activations recomputed in backward: none, all but matrix products and attention, or whole layers;
-    ``offload`` keeps them all, in host memory."""
+    """Activations recomputed in backward: ``none``, ``selective`` (all but matmuls and attention) or ``full``
+    (whole layers). ``offload`` saves all of them in host memory."""
     recompute_interval: int = 1
-    """Every so-manieth layer is recomputed or offloaded, 1 to 4,096; others keep their activations."""
+    """Recompute or offload every n-th layer, 1 to 4,096; the others save their activations."""
     kernels: Kernels | None = None
-    """Whose modules run: ``transformers``, the same with Liger kernels, the same compiled, or ``megatron``;
-    ``None`` is what the framework uses."""
+    """Implementation of the modules: ``transformers``, the same with Liger kernels, the same compiled, or
+    ``megatron``; None: the framework's default."""
     attention: Attention | None = None
-    """Attention in plain operations (``eager``), PyTorch's fused one (``sdpa``) or FlashAttention's own
-    (``flash``); ``None`` is what the modules use by themselves."""
+    """Attention implementation: unfused operators (``eager``), PyTorch's fused one (``sdpa``) or the
+    FlashAttention package (``flash``); None: the default of the kernels."""
     loss: Loss | None = None
-    """Whether logits of all tokens exist at once (``full``), of a chunk at a time (``chunked``), or never
-    outside a kernel that makes their gradient at once (``fused``); ``None`` is what the kernels bring."""
+    """Logits of all tokens at once (``full``), of one chunk at a time (``chunked``), or only inside a kernel
+    that also computes their gradient (``fused``); None: the default of the kernels."""
     dropout: float = 0.0
-    """Probability of every dropout that the model's family has, 0 to 0.99."""
+    """Probability of all dropouts of the model family, 0 to 0.99."""
     packing: bool = False
-    """Several documents in one sequence, which attention keeps apart: no padding is trained on."""
+    """Several documents in one sequence, separated in attention, instead of padding."""
     quantization: Quantization | None = None
-    """Type of the frozen base under adapters: LLM.int8 (Dettmers et al. 2022) or NF4; None: unquantised, or
-    NF4 with ``method="qlora"``."""
+    """Quantization of the frozen base of adapters: LLM.int8 (Dettmers et al. 2022) or NF4; None: not
+    quantized, or NF4 with ``method="qlora"``."""
     lora_rank: int | None = None
-    """Rank of the adapters, 1 to 4,096; ``None`` is 16. Only with adapters."""
+    """Rank of the adapters, 1 to 4,096; None: 16. Only with adapters."""
     lora_targets: tuple[str, ...] | None = None
-    """Projections that get an adapter, by the model's names; ``None``: all of attention's. Only with
-    adapters."""
+    """Module names of projections with an adapter; None: all attention projections. Only with adapters."""
     lora_dropout: float = 0.0
-    """Probability of dropout before an adapter, 0 to 0.99. Only with adapters."""
+    """Dropout probability of adapter inputs, 0 to 0.99. Only with adapters."""
     expert_imbalance: float = 1.0
-    """Tokens of the fullest rank's experts over an even share, 1 (even) to 1,024."""
+    """Tokens of the most loaded rank's experts divided by an even share, 1 (balanced) to 1,024."""
     expert_capacity_factor: float | None = None
-    """Room of an expert over an even share, beyond which tokens are dropped (Fedus et al. 2021), 0.1 to
-    1,024; None: dropless."""
+    """Capacity of an expert divided by an even share of tokens, 0.1 to 1,024. Tokens beyond it are dropped
+    (Fedus et al. 2021). None: dropless."""
 
     def __post_init__(self) -> None:
         for field, high in (
@@ -140,7 +139,7 @@ class Recipe(JsonNoun):
 
     def _check_number(self, field: str, high: int) -> None:
         number = whole_number(f"Recipe.{field}", getattr(self, field), low=1, high=high)
-        # A numpy integer becomes Python's, which JSON can write and which cannot overflow.
+        # Numpy integers become Python ints, which JSON can encode and which cannot overflow.
         object.__setattr__(self, field, number)
 
     def _check_real(self, field: str, low: float, high: float) -> None:
@@ -180,11 +179,11 @@ class Recipe(JsonNoun):
         for target in self.lora_targets:
             if not isinstance(target, str) or not target.isidentifier():
                 refuse("Recipe.lora_targets", target, "names of projections", Value("q_proj"))
-        # JSON gives lists; equality after a round trip needs one type.
+        # JSON decodes to lists; equality after a round trip needs one type.
         object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(self.lora_targets)))
 
     def _check_quantization(self) -> None:
-        """Only a frozen base is quantised, and 8-bit products want weights of their own."""
+        """Raise ``ValueError`` for quantization without adapters or with an unsupported combination."""
         if self.quantization and not self.has_adapters:
             refuse(
                 "Recipe.quantization",
@@ -205,15 +204,15 @@ class Recipe(JsonNoun):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether low-rank adapters train, over a base that is frozen."""
+        """Whether the method trains low-rank adapters on a frozen base."""
         return self.method in ("lora", "qlora")
 
     @property
     def base_quantization(self) -> Quantization | None:
-        """The frozen base's type in force; None where it is not quantised."""
+        """Effective quantization of the frozen base; None if it is not quantized."""
         return "nf4" if self.method == "qlora" else self.quantization
 
     @property
     def adapter_rank(self) -> int:
-        """The rank in force: ``lora_rank``, or the default where it was left open."""
+        """Effective rank of the adapters: ``lora_rank``, or the default."""
         return self.lora_rank or DEFAULT_LORA_RANK

@@ -1,4 +1,4 @@
-"""Nouns to JSON and back: versioned, strict about keys, the same for every noun."""
+"""Serialization of the public objects: versioned JSON with strict keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardscope.core.text_positions import Keys, Places
 Made = TypeVar("Made")
 
 FORMAT_VERSION = 1
-"""Raised when the meaning of a stored field changes; older versions stay readable."""
+"""Incremented when the meaning of a stored field changes; older versions stay readable."""
 
 
 class JsonNoun:
-    """Adds ``to_dict/from_dict`` (plain, for nesting) and ``to_json/from_json`` (versioned, for files)."""
+    """Mixin with ``to_dict/from_dict`` (plain, nested) and ``to_json/from_json`` (versioned, for files)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name; nested nouns as dicts of their own."""
+        """Return all fields by name, nested objects as dicts."""
         return {
             field.name: _plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -32,32 +32,36 @@ class JsonNoun:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown or missing keys."""
+        """Create the object from ``to_dict``'s output. Raises ``ValueError`` for unknown or missing keys."""
         fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         known_keys(cls.__name__, data, [field.name for field in fields])
         for field in fields:
+            # A missing field without default would raise TypeError in the constructor.
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.name not in data and not has_default:
                 refuse(f"{cls.__name__}.{field.name}", None, "a value, for it has no default", "put it in")
         return cls(**data)
 
     def to_json(self) -> str:
-        """One JSON object: the noun's name, the format version and its fields."""
+        """Return one JSON object with the class name, the format version and the fields."""
         envelope = {"shardscope": type(self).__name__, "version": FORMAT_VERSION, **self.to_dict()}
         return json.dumps(envelope, indent=2)
 
     def _repr_html_(self) -> str:
-        """The fields as a table, at the end of a notebook cell."""
+        """Return the fields as an HTML table for notebooks."""
         return html_dataclass(self)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote; ``ValueError`` for other nouns, versions, keys or values."""
+        """Create the object from :meth:`to_json`'s output.
+
+        Raises ``ValueError`` for another class, an unknown version, and bad keys or values.
+        """
         return from_text(text, cls.__name__, cls.from_dict)
 
 
 def part(noun: type[Any], data: Mapping[str, Any], key: str) -> Any:
-    """The ``noun`` that stands under ``key``; what it refuses knows so."""
+    """Create the nested ``noun`` from ``data[key]``. Its errors get ``key`` in front of their path."""
     try:
         return noun.from_dict(data[key])
     except FieldError as refusal:
@@ -66,7 +70,7 @@ def part(noun: type[Any], data: Mapping[str, Any], key: str) -> Any:
 
 
 def from_text(text: str, noun: str, make: Callable[[Mapping[str, Any]], Made]) -> Made:
-    """What ``make`` makes of the fields in a versioned JSON text; its refusals name line and key."""
+    """Return ``make(fields)`` of a versioned JSON text. Its errors name line and key."""
     data = _read_envelope(text, noun)
     try:
         return make(data)
@@ -76,17 +80,18 @@ def from_text(text: str, noun: str, make: Callable[[Mapping[str, Any]], Made]) -
 
 
 def _places(text: str, noun: str, data: Mapping[str, Any]) -> Places:
-    """Where the keys of a text stand; on a single line, nothing is found by its number."""
+    """Return the positions of all keys; without line numbers if the text is a single line."""
     lines = key_lines(text) if "\n" in text.strip() else {}
     return Places(name=f"{noun} JSON", values=data, lines=lines)
 
 
 def _ways(lines: Mapping[Keys, int], refusal: FieldError, noun: str) -> dict[str, Keys]:
-    """To the fields that a refusal is about, and to what it holds them against."""
+    """Return the key paths of the invalid fields, and of the fields that the message compares them with."""
     inside = refusal.way
     owner = re.match(r"\w*", refusal.field)[0]  # type: ignore[index]
     part_name = re.sub(r"(?<!^)(?=[A-Z])", "_", owner).lower()
     found: dict[str, Keys] = {}
+    # Field names repeat in nested objects: prefer the path inside the object that raised the error.
     for name in dict.fromkeys((*refusal.refused, *refusal.named)):
         places = [way for way in lines if way[-1] == name and way[: len(inside)] == inside]
         of_part = [way for way in places if way[-2:-1] == (part_name,)]
@@ -98,13 +103,13 @@ def _ways(lines: Mapping[Keys, int], refusal: FieldError, noun: str) -> dict[str
 
 
 def _read_envelope(text: str, noun: str) -> dict[str, Any]:
-    """The fields inside a versioned JSON text, after checking noun, version and duplicate keys."""
+    """Return the fields of a versioned JSON text. Raises ``ValueError`` for another class or version."""
     given: object = text
     if not isinstance(given, str):
         fix = f"{noun}.from_dict" if isinstance(given, Mapping) else f"the text that {noun}.to_json() gives"
         refuse(f"{noun} JSON", given, "text (a str)", fix)
     try:
-        # A byte-order mark is what Windows editors add; it carries no meaning.
+        # Windows editors add a byte-order mark; it has no meaning.
         data = parse_json(f"{noun} JSON", text.lstrip("\ufeff"))
     except RecursionError as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How small and how large each size of a model may be."""
+"""Limits of model sizes: lowest and highest allowed values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
     "moe_intermediate_size": (1, 4_194_304),
     "lora_rank": (1, 262_144),
 })  # fmt: skip
-"""Lowest and highest allowed sizes; the highest are some ten times the largest models published."""
+"""Lowest and highest allowed sizes; the highest are about ten times those of the largest published models."""
 
 
 def limited(field: str, value: object, limit: str) -> int:
-    """``value`` as an int within ``LIMITS[limit]``. Raises ``ValueError`` that names ``field``."""
+    """Return ``value`` as an int. Raises ``ValueError`` for ``field`` unless it is in ``LIMITS[limit]``."""
     low, high = LIMITS[limit]
     return whole_number(field, value, low=low, high=high)
 
 
 def limited_field(owner: str, noun: object, field: str) -> int:
-    """``noun.field``, checked against its own limits and kept as a Python int. Raises ``ValueError``."""
+    """Check ``noun.field`` against its limits, store it as a Python int and return it.
+
+    Raises ``ValueError``.
+    """
     number = limited(f"{owner}.{field}", getattr(noun, field), field)
-    object.__setattr__(noun, field, number)  # a numpy integer becomes Python's, which cannot overflow
+    object.__setattr__(noun, field, number)  # numpy integers may overflow, Python ints cannot
     return number

@@ -1,4 +1,4 @@
-"""Where in a text a refused value stands: a refusal of what a file says names its lines and keys."""
+"""Positions of values in a text, so that validation errors name the file, line and key."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from shardscope.core.errors import FieldError
 
 Keys = tuple[str, ...]
-"""The way to a value: the keys from the outside to it."""
+"""Path to a value: its keys, outermost first."""
 
 
 @dataclass(kw_only=True)
 class Places:
-    """The values of one text, and the lines on which they stand."""
+    """The values of one text and their line numbers."""
 
     name: str
-    """What a person calls the text: mostly a file's name."""
+    """Display name of the text, usually the file's name."""
     values: Mapping[str, Any]
-    """The whole, nested as the text nests it."""
+    """All values, nested as in the text."""
     lines: dict[Keys, int]
-    """The line (from 1) on which each key stands, by the way to it."""
+    """Key path -> line number, from 1."""
 
     def get(self, *keys: str) -> Any:
-        """The value at the end of ``keys``; None where there is none."""
+        """Return the value at the path ``keys``; None if it does not exist."""
         found: Any = self.values
         for key in keys:
             if not isinstance(found, Mapping):
@@ -33,29 +33,30 @@ class Places:
         return found
 
     def where(self, *keys: str) -> str:
-        """A key, its file and its line, as messages name it."""
+        """Return the location of a key for messages: file, line, key."""
         return self.all_of([keys])
 
     def all_of(self, ways: Iterable[Keys]) -> str:
-        """Several keys: ``a.yaml, line 3, b.c and line 7, d``."""
+        """Return the location of several keys: ``a.yaml, line 3, b.c and line 7, d``."""
         return f"{self.name}, {' and '.join(self._at(keys) for keys in ways)}"
 
     def _at(self, keys: Keys) -> str:
-        # A key that is left out would stand where its section does.
+        # A missing key has no line of its own: use the line of its section.
         parts = (keys[:length] for length in range(len(keys), 0, -1))
         line = next((self.lines[part] for part in parts if part in self.lines), None)
         return f"{f'line {line}, ' if line else ''}{'.'.join(keys)}"
 
     def located(self, refusal: FieldError, ways: Mapping[str, Keys]) -> FieldError:
-        """The same refusal, behind the places of all that it names; ``ways`` has the keys of its fields.
+        """Return the error with the locations of the fields that it names; ``ways`` has their key paths.
 
-        What is refused comes first, then what it is held against. Of a product, what is 1 has no part in it.
+        The invalid fields come first, then those that the message compares them with. For a product of
+        degrees, fields that are 1 are omitted.
         """
         own = [ways[name] for name in refusal.refused if name in ways]
         others = [ways[name] for name in refusal.named if name in ways]
         if len(refusal.refused) > 1:  # a product
             own, others = [], own + others
-        # A key that is left out is missing where its section stands.
+        # A missing field is located at its section.
         found = [keys for keys in own if any(self._says(keys[:end]) for end in range(1, len(keys) + 1))]
         found += [
             keys

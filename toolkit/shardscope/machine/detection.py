@@ -1,4 +1,4 @@
-"""What GPUs this machine has, asked of NVML: no CUDA context, no torch."""
+"""Detection of this machine's GPUs through NVML, without a CUDA context and without torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from shardscope.machine.host import host_cores, host_memory_bytes
 Found = TypeVar("Found")
 
 GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
-"""NVML_DEVICE_ARCH_* in nvml.h."""
+"""GPU generations by NVML_DEVICE_ARCH_* (nvml.h)."""
 
 
 def detect() -> Cluster:
-    """See :meth:`shardscope.core.cluster.Cluster.detect`."""
+    """Describe this machine; see :meth:`shardscope.core.cluster.Cluster.detect`."""
     found = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:
         return Cluster.of(gpus["cpu"], min(2, host_cores()))
+    # A plan needs equal ranks: take the most frequent GPU type.
     (name, count), *_ = Counter(gpu.name for gpu in found).most_common(1)
     gpu = next(gpu for gpu in found if gpu.name == name)
     cluster = Cluster.of(gpu, count)
+    # The catalogue knows the host link of its own GPUs; for others, use the PCIe link that NVML reports.
     pcie = next((known.link for known in found if known.name == name and known.link in links), None)
     host_link = cluster.host_link if name in gpus or pcie is None else links[pcie]
     return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=host_memory_bytes())
@@ -36,54 +38,55 @@ def detect() -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNow:
-    """What one card has at this moment, as the driver counts it."""
+    """Current memory and processes of one GPU, as reported by the driver."""
 
     index: int
-    """In bus order, of all cards of this machine."""
+    """Index in PCI bus order, among all GPUs of this machine."""
     total_bytes: int
     free_bytes: int
     processes: tuple[tuple[int, int | None], ...]
-    """(pid, bytes) of who computes on it; None where the driver does not tell, as in containers."""
+    """(pid, bytes) of each compute process; None if the driver does not report bytes, as in containers."""
 
 
 def gpus_now() -> list[GpuNow]:
-    """What is free now on the cards that CUDA would see in this process, in its order; none without a driver.
+    """Return the current state of the GPUs visible to CUDA in this process, in CUDA's order.
 
-    No CUDA context is made: the driver's library answers.
+    It queries NVML and creates no CUDA context. The list is empty without a driver.
     """
     return _asked(os.environ.get("CUDA_VISIBLE_DEVICES"), _now)
 
 
 def nvidia_gpus(visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA would see under ``visible``; none without a driver."""
+    """Return the GPUs that CUDA sees with CUDA_VISIBLE_DEVICES=``visible``; empty without a driver."""
     return _asked(visible, lambda pynvml, handle, _: _gpu(pynvml, handle))
 
 
 def _asked(visible: str | None, ask: Callable[[Any, Any, int], Found]) -> list[Found]:
-    """What ``ask`` finds out about each visible card, given NVML, its handle and its index."""
+    """Return ``ask(pynvml, handle, index)`` of each visible GPU; empty without pynvml or driver."""
     try:
         import pynvml
     except ImportError:
         return []
     try:
         pynvml.nvmlInit()
-    except (pynvml.NVMLError, OSError):  # no driver, or one without a card
+    except (pynvml.NVMLError, OSError):  # no driver, or a driver without GPUs
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         return [ask(pynvml, handles[index], index) for index in visible_indices(visible, uuids)]
-    except pynvml.NVMLError:  # a card that fell off the bus, a container without permission
+    except pynvml.NVMLError:  # a GPU that fell off the bus, a container without permission
         return []
     finally:
         pynvml.nvmlShutdown()
 
 
 def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
-    """Which of ``uuids`` ``CUDA_VISIBLE_DEVICES`` leaves: everything after the first wrong entry is ignored.
+    """Return the indices into ``uuids`` that ``CUDA_VISIBLE_DEVICES=visible`` selects.
 
-    Indices and UUID prefixes, as torch.cuda._parse_visible_devices reads them; a repeated entry leaves none.
-    Indices are taken in bus order, CUDA_DEVICE_ORDER=PCI_BUS_ID; among equal GPUs the order does not matter.
+    Entries are indices or UUID prefixes, parsed like torch.cuda._parse_visible_devices: all after the first
+    invalid entry are ignored, and a duplicate entry selects none. Indices are in PCI bus order
+    (CUDA_DEVICE_ORDER=PCI_BUS_ID); among equal GPUs the order does not matter.
     """
     if visible is None:
         return list(range(len(uuids)))
@@ -128,7 +131,8 @@ def _gpu(pynvml: Any, handle: Any) -> Gpu:
     name = _text(pynvml.nvmlDeviceGetName(handle))
     memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     for known, entry in entries("gpus").items():
-        # The same name is sold with other memory, and a slice or a virtual GPU keeps the card's name.
+        # Compare memory too: GPUs of one name exist with other memory sizes, and MIG slices and virtual GPUs
+        # have the name of the whole GPU.
         if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
             return gpus[known]
     return Gpu(
@@ -143,7 +147,7 @@ def _gpu(pynvml: Any, handle: Any) -> Gpu:
 
 
 def ask_quietly(pynvml: Any, function: str, *arguments: Any) -> Any:
-    """The answer, or None where the card or the library has none."""
+    """Return the result of an NVML function, or None if the GPU or the library does not support it."""
     try:
         return getattr(pynvml, function)(*arguments)
     except (pynvml.NVMLError, AttributeError):

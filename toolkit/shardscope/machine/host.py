@@ -1,4 +1,4 @@
-"""What this machine gives a process: memory and cores, with the container's limits where they are lower."""
+"""Host memory and cores available to this process, container limits included."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit(NamedTuple):
-    """Of one cgroup."""
+    """Memory limit of one cgroup."""
 
     num_bytes: int
     folder: Path
-    """Where what it holds is counted as well."""
+    """The cgroup's folder, which also has its current usage."""
 
 
 def host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> int:
-    """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit above it."""
+    """Return the bytes of memory that this process may use: the host's, or the lowest cgroup limit."""
     total, limit = int(psutil.virtual_memory().total), memory_limit(membership, root)
     return total if limit is None else min(total, limit.num_bytes)
 
@@ -29,21 +29,21 @@ def host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path =
 def memory_limit(
     membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT
 ) -> MemoryLimit | None:
-    """The lowest cgroup limit above this process; None where there is none."""
+    """Return the lowest memory limit of this process's cgroup and its parents; None if there is none."""
     return min(_cgroup_limits(membership, root), key=lambda limit: limit.num_bytes, default=None)
 
 
 def host_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def multiplies_in_fp16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
-    """Whether this processor has products in fp16, as oneDNN asks; None where that is not known.
+    """Return whether oneDNN has fp16 matmuls on this CPU; None if unknown.
 
-    On x86 AVX512-FP16, or AVX-NE-CONVERT beside AVX2 (oneDNN's ``avx512_core_fp16`` and ``avx2_vnni_2``).
+    On x86 it needs AVX512-FP16, or AVX-NE-CONVERT with AVX2 (``avx512_core_fp16`` and ``avx2_vnni_2``).
     """
     try:
         lines = cpuinfo.read_text().splitlines()
@@ -54,9 +54,10 @@ def multiplies_in_fp16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
 
 
 def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> Iterator[Path]:
-    """Folders of the memory cgroups above this process, its own first; they need not exist.
+    """Yield the folders of this process's memory cgroup and its parents, innermost first; they may not exist.
 
-    In a container the path of its own group may be another outside: then the last of them, the root, is ours.
+    In a container the path of the own cgroup may be the host's path, which does not exist inside. Then the
+    last folder, the root, is the container's.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -75,7 +76,7 @@ def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGR
 
 
 def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
-    """A limit binds everything below it."""
+    """Yield the limits of this process's cgroup and its parents: each limit applies to all descendants."""
     for folder in memory_groups(membership, root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             yield from _limit(folder / name)

@@ -14,7 +14,7 @@ _SHORTAGES = {
 
 
 def is_absent(error: OSError) -> bool:
-    """Return whether the path does not exist. After any other error nobody knows what is there."""
+    """Return whether the path does not exist. After other errors its existence is unknown."""
     return error.errno in _ABSENT
 
 

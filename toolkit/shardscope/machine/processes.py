@@ -1,4 +1,4 @@
-"""Processes: who is still the one we started, who dies with whom, and a port nobody uses."""
+"""Process utilities: identity by pid and start time, parent-death signals, termination, free ports."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def start_of(pid: int) -> float | None:
-    """When process ``pid`` started, or None if it is gone or a zombie; with the pid it names one process.
+    """Return the start time of process ``pid``, or None if it has ended or is a zombie.
 
-    Raises ``OSError`` where that cannot be read now: a process without a free descriptor sees nobody die.
+    Pid and start time together identify one process. Raises ``OSError`` if it cannot be read
+    now, for example without a free file descriptor: that does not mean that the process has ended.
 
-    On Linux in clock ticks since boot, from ``/proc/<pid>/stat``: psutil's ``create_time`` moves when the
-    wall clock is set (proc(5), fields 3 and 22).
+    On Linux the unit is clock ticks since boot, from ``/proc/<pid>/stat`` (proc(5), fields 3 and 22).
+    psutil's ``create_time`` changes when the wall clock is set.
     """
     if sys.platform == "linux":
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except ProcessLookupError:  # It ended between open() and read().
+        except ProcessLookupError:  # the process ended between open() and read()
             return None
         except OSError as error:
             if is_absent(error):
@@ -47,13 +48,13 @@ def start_of(pid: int) -> float | None:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Whether the very process that had ``pid`` and began at ``started`` still runs. Raises ``OSError``."""
+    """Return whether the process ``pid`` that started at ``started`` still runs. Raises ``OSError``."""
     return start_of(pid) == started
 
 
 @functools.cache
 def this_machine() -> str:
-    """Names the process table we see: a pid means something only to those who see the same one."""
+    """Return an identifier of this pid namespace, in which alone pids are meaningful."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -62,10 +63,10 @@ def this_machine() -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when ``parent`` dies, in whatever way. Returns only while ``parent`` is our parent.
+    """Arrange that this process is killed when ``parent`` dies; exit at once if it has died already.
 
-    torch asks for SIGINT on the parent's death, which a rank that ignores SIGINT never sees; we ask for
-    SIGKILL. The parent may have died before we asked, hence the look at ``getppid`` afterwards.
+    torch sets SIGINT as the parent-death signal, which a rank may ignore; this sets SIGKILL. The parent may
+    have died before the call, so ``getppid`` is checked afterwards.
     """
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -76,30 +77,30 @@ def die_with_parent(parent: int) -> None:
 
 
 def keep_exit_codes() -> None:
-    """Have this process learn how its children end. Call it in the main thread, before a child is started.
+    """Restore the default SIGCHLD handler. Call it in the main thread, before any child is started.
 
-    Where SIGCHLD is ignored, the system drops exit codes (wait(2), ECHILD), and ``subprocess`` takes that for
-    0. The setting is inherited, past ``exec`` too: from a shell, from ``env --ignore-signal=CHLD``.
+    If SIGCHLD is ignored, the kernel discards exit codes (wait(2), ECHILD), and ``subprocess`` reports 0. The
+    setting is inherited across ``exec``: from a shell, or from ``env --ignore-signal=CHLD``.
     """
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that none escapes us (Linux)."""
+    """Become the child subreaper: orphaned descendants become children of this process (Linux)."""
     if sys.platform == "linux":
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> list[int]:
-    """Pids of all processes below this one, zombies included."""
+    """Return the pids of all descendants, zombies included."""
     import psutil
 
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
 def kill_descendants(timeout_seconds: float = 5.0) -> bool:
-    """SIGKILL everything below this process and reap it. Whether nothing is left."""
+    """Send SIGKILL to all descendants and reap them. Return False if some are left after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while below := descendants():
         for pid in below:
@@ -114,7 +115,7 @@ def kill_descendants(timeout_seconds: float = 5.0) -> bool:
 
 
 def end_session(leader: int, timeout_seconds: float = 5.0) -> None:
-    """SIGKILL whatever else is in the session that ``leader`` began; ``leader`` itself is not reaped yet."""
+    """Send SIGKILL to all other processes in the session of ``leader``, which must not be reaped yet."""
     deadline = time.monotonic() + timeout_seconds
     while (others := _in_session(leader)) and time.monotonic() < deadline:
         for pid in others:
@@ -134,13 +135,13 @@ def _in_session(leader: int) -> list[int]:
 
 
 def ended_well(pid: int) -> bool | None:
-    """Wait until ``pid``, a child, has ended. Return whether with code 0; None if nobody can tell.
+    """Wait until the child ``pid`` has ended. Return whether its exit code is 0; None if unknown.
 
-    It is not reaped: until somebody does, no other process gets its number. Nobody can tell where it was
-    reaped already, by another thread or, where SIGCHLD is ignored, by the system.
+    The child is not reaped, so its pid is not reused until then. The exit code is unknown if the child was
+    reaped already: by another thread, or by the kernel if SIGCHLD is ignored.
     """
     if not hasattr(os, "waitid"):
-        return True  # Nobody can look without reaping it.
+        return True  # macOS before 3.13, Windows: no way to look without reaping
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
@@ -149,20 +150,20 @@ def ended_well(pid: int) -> bool | None:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Send a signal; a process that is already gone is no error."""
+    """Send a signal; ignore a process that has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def signal_group(leader: int, number: int) -> None:
-    """Send a signal to a process group; an empty group is no error."""
+    """Send a signal to a process group; ignore an empty group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
 def move_past_standard_streams(descriptor: int) -> int:
-    """Return ``descriptor``, or a duplicate if it is 0, 1 or 2, the place of a standard stream."""
-    import fcntl  # Not above: the planner works on Windows, which has none.
+    """Return ``descriptor``, or a duplicate above 2 if it is one of the standard streams (0, 1, 2)."""
+    import fcntl  # not at module level: the planner runs on Windows, which has no fcntl
 
     if descriptor > 2:
         return descriptor
@@ -173,14 +174,14 @@ def move_past_standard_streams(descriptor: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
+    """Return a TCP port on the loopback interface that is free now (it may be taken before use)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Checks of a run folder, which anybody may have made: kinds of files, known statuses, types of values."""
+"""Checks of run folders from untrusted sources: file types, known statuses, value types."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
 
 MAX_WORLD_SIZE = 16_384
-"""Ranks that a handle follows; a run.json with more is damaged."""
+"""Largest valid world size; a run.json with more ranks is damaged."""
 MAX_DESCRIPTION_BYTES = 2**20
 MAX_ENTRIES = 4 * MAX_WORLD_SIZE
-"""Of one folder in a run folder; further ones are not looked at."""
+"""Most entries checked in each subfolder of a run folder."""
 FILES = frozenset({
     *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
     *("exits.jsonl", "cards.jsonl", "note.json", "metrics.csv", "summary.json"),
@@ -26,14 +26,14 @@ FILES = frozenset({
 FOLDERS = frozenset({
     *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),
 })  # fmt: skip
-"""Folders whose files are read, each of which is a regular one."""
+"""Subfolders that contain regular files only."""
 
 
 def check_kinds(folder: RunFolder, *, inside: bool = False) -> None:
-    """Check that every known file is a regular file, and every known folder a folder and no link.
+    """Check that all known files are regular files and all known subfolders are folders, not links.
 
-    ``inside`` checks the files in these folders, too, which takes some ten times as long. Raises
-    ``ValueError`` that names the file, and ``OSError`` if ``folder`` cannot be listed.
+    ``inside=True`` also checks the files in these folders, which takes about ten times as long. Raises
+    ``ValueError`` with the file's path, and ``OSError`` if ``folder`` cannot be listed.
     """
     with os.scandir(folder.path) as entries:
         for entry in entries:
@@ -57,7 +57,7 @@ def _check_inside(path: str) -> None:
 
 
 def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
-    """Return ``run.json`` as it stands, and parsed. Raises ``ValueError`` for what no run has written."""
+    """Return ``run.json`` as bytes and parsed. Raises ``ValueError`` if it is damaged."""
     try:
         data = load_json(folder.run_json, MAX_DESCRIPTION_BYTES)
         return data, _checked_description(parse_object(data))
@@ -75,7 +75,7 @@ def _checked_description(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_transition(folder: RunFolder, record: Mapping[str, Any]) -> None:
-    """Check one line of status.jsonl. Raises ``ValueError`` for a status that no run has."""
+    """Check one line of status.jsonl. Raises ``ValueError`` for an unknown status or a wrong type."""
     try:
         status = record["status"]
         if not isinstance(status, str) or status not in STATUSES:
@@ -86,7 +86,7 @@ def check_transition(folder: RunFolder, record: Mapping[str, Any]) -> None:
 
 
 def check_supervisor(folder: RunFolder) -> None:
-    """Check supervisor.json, if it is there. Raises ``ValueError``, or ``OSError`` if it cannot be read."""
+    """Check supervisor.json if it exists. Raises ``ValueError``, or ``OSError`` if it cannot be read."""
     try:
         _check_types(parse_object(load_json(folder.supervisor)), _SUPERVISOR)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def check_supervisor(folder: RunFolder) -> None:
 
 
 def short_words(folder: RunFolder, error: Exception) -> str:
-    """Return ``error`` without the path of ``folder``, for a row that has its name already."""
+    """Return the message of ``error`` without the path of ``folder``, for table rows that show its name."""
     words = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
     return words.replace(f"{folder.path}{os.sep}", "")
 
@@ -117,7 +117,7 @@ def _shown(value: object) -> str:
 
 
 def _check_types(record: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> None:
-    """Check the values that are there; a record of an older version lacks some."""
+    """Check the types of present values; records of older versions lack some."""
     for name, is_right in checks.items():
         value = record.get(name)
         if value is not None and not is_right(value):
@@ -148,7 +148,8 @@ _DESCRIPTION: Mapping[str, Callable[[Any], bool]] = {
     "gpus": _is_list_of(is_int),
     "sys_path": _is_list_of(_is_text),
 }
-"""The plan is checked by :meth:`shardscope.Plan.from_json`: a run whose plan is unreadable is still a run."""
+"""Value checks of run.json. The plan is checked by :meth:`shardscope.Plan.from_json` instead: a run with an
+unreadable plan can still be opened."""
 _TRANSITION: Mapping[str, Callable[[Any], bool]] = {
     "time": is_number,
     "reason": _is_text,

@@ -1,8 +1,8 @@
-"""The small files of a run: JSON lines that are appended, JSON files that are replaced, and their readers.
+"""Readers and writers of a run's small files: JSON lines (append-only) and JSON files (replaced atomically).
 
-Every file is valid JSON, although a loss may be NaN: NaN and the infinities are written as the strings
-"NaN", "Infinity" and "-Infinity", and :func:`finite_or_special` turns them back into floats. Tokens and keys
-are written as asterisks.
+Every file is valid JSON although a loss may be NaN: NaN and the infinities are written as the strings "NaN",
+"Infinity" and "-Infinity"; :func:`finite_or_special` converts them back to floats. Secrets are masked with
+asterisks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shardscope.records.regular_files import (
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MAX_RECORD_BYTES = 2**24
-"""Of a JSON file, and of one line in a file of JSON lines: a traceback of a megabyte is the largest."""
+"""Largest JSON file, and largest line of a JSON lines file; real ones are tracebacks of up to 1 MB."""
 MAX_LINES_BYTES = 2**26
-"""Read of a file of JSON lines that is no rank's metrics: transitions, exits, samples of cards."""
+"""Most bytes read of a JSON lines file without metrics: status transitions, exits, GPU samples."""
 PIECE_BYTES = 2**22
-"""Read at a time."""
+"""Bytes per read call."""
 RESERVED = ("step", "rank", "time")
-"""Names of a record of metrics that no metric can have."""
+"""Keys of a metrics record that no metric may use as its name."""
 
 
 def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
-    """``record`` as one line of JSON with its newline; secrets stay in the values named ``as_is``."""
+    """Return ``record`` as a JSON line with newline; secrets are masked except in values named ``as_is``."""
     redact = redactor()
     clean = {
         redact(str(name)): _jsonable(item, str if name in as_is else redact) for name, item in record.items()
@@ -50,15 +50,18 @@ def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record. One write call, so lines of several writers never mix. Raises ``OSError``."""
+    """Append one record in a single write call, so that lines of several writers never interleave.
+
+    Raises ``OSError``.
+    """
     with open_to_append(path) as file:
         os.write(file.fileno(), encode(record))
 
 
 def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) -> None:
-    """Replace ``path`` as a whole: a reader sees the old record or the new one. Raises ``OSError``.
+    """Replace ``path`` atomically: a reader sees the old record or the new one. Raises ``OSError``.
 
-    ``as_is``: what a process acts on later, and so keeps even what looks like a secret: paths, say.
+    ``as_is`` names values that a process uses later, such as paths, which are never masked.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -68,14 +71,14 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
     except OSError as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, IsADirectoryError):
-            check_regular(path)  # Of a damaged run folder, which that says in words.
+            check_regular(path)  # raises the error message for a damaged run folder
         raise
 
 
 def keep_json(path: Path, record: dict[str, Any]) -> None:
-    """The same, and where a full disk has no room for a second file, over the one that is there.
+    """Write like :func:`write_json`, but overwrite the existing file in place if the disk is full.
 
-    Of that, a short record's block is its own already. Raises ``OSError`` where even that is refused.
+    A short record fits into the block that the file has already. Raises ``OSError`` if that fails too.
     """
     try:
         write_json(path, record)
@@ -86,7 +89,7 @@ def keep_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def delete_halves(folder: Path) -> None:
-    """Delete what :func:`write_json` of killed processes left in ``folder`` and the folders in it."""
+    """Delete partial files of :func:`write_json` in killed processes, in ``folder`` and its subfolders."""
     for path in (*folder.glob(".*"), *folder.glob("*/.*")):
         pid = path.suffix[1:]
         if pid.isdecimal() and start_of(int(pid)) is None:
@@ -96,7 +99,7 @@ def delete_halves(folder: Path) -> None:
 def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """Return the bytes of a JSON file. Raises ``OSError``, and ``ValueError`` for a larger one."""
     with open_to_read(path) as file:
-        # read() takes the memory of its argument at once.
+        # read(n) allocates n bytes at once, so n is limited by the file's size.
         data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes / 2**20:,.0f} MiB")
@@ -104,7 +107,7 @@ def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The record in ``path``, or None if it is missing, no regular file, half written or no JSON object."""
+    """Return the record in ``path``; None if missing, not a regular file, incomplete or no JSON object."""
     try:
         return read_present_json(path)
     except OSError:
@@ -112,10 +115,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_present_json(path: Path) -> dict[str, Any] | None:
-    """The same for decisions that depend on absence. Raises ``OSError`` where the file cannot be read now."""
+    """Return the same, for decisions that depend on absence. Raises ``OSError`` if it cannot be read now."""
     try:
         return parse_object(load_json(path))
-    except (ValueError, RecursionError):  # Among them what is no regular file.
+    except (ValueError, RecursionError):  # includes NotRegularFileError
         return None
     except OSError as error:
         if not is_absent(error):
@@ -124,20 +127,20 @@ def read_present_json(path: Path) -> dict[str, Any] | None:
 
 
 def finite_or_special(value: Any) -> Any:
-    """A float for the three special strings, anything else as it is."""
+    """Return the float for "NaN", "Infinity" and "-Infinity", anything else unchanged."""
     return SPECIAL_FLOATS.get(value, value) if isinstance(value, str) else value
 
 
 class Lines(NamedTuple):
-    """What is in a part of a file of JSON lines."""
+    """Parsed JSON lines."""
 
     records: list[dict[str, Any]]
     num_malformed: int
-    """Lines that are no JSON object."""
+    """Number of lines that are not a JSON object."""
 
 
 def parse_lines(data: bytes) -> Lines:
-    """Parse whole lines."""
+    """Parse complete JSON lines; count malformed ones."""
     records, num_malformed = [], 0
     for line in data.splitlines():
         try:
@@ -148,10 +151,10 @@ def parse_lines(data: bytes) -> Lines:
 
 
 class LineTail:
-    """Reads the JSON lines that were appended to a file since the last call.
+    """Incremental reader of a growing JSON lines file.
 
-    A last line without its newline waits for the rest; lines that are no JSON object are skipped and counted
-    in ``num_malformed``; a file that is missing, no regular file, or vanished with its folder, has no lines.
+    A last line without newline is left for the next call. Lines that are not a JSON object are skipped and
+    counted in ``num_malformed``. A file that is missing or not a regular file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,12 +162,12 @@ class LineTail:
         self.num_malformed = 0
         self.offset = 0
         self.num_restarts = 0
-        """How often the file was shorter than what had been read of it, and so was read anew."""
+        """How often the file had shrunk and was read from its beginning again."""
         self.unreadable: OSError | None = None
-        """Why the last read returned nothing, where the file may be there all the same."""
+        """Error of the last read, if the file may exist but could not be read."""
 
     def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
-        """New complete records, oldest first, not reading past byte ``up_to`` if it is given."""
+        """Return new complete records, oldest first, up to byte ``up_to`` if it is given."""
         records: list[dict[str, Any]] = []
         for lines in self.pieces(up_to):
             found = parse_lines(lines)
@@ -173,16 +176,16 @@ class LineTail:
         return records
 
     def pieces(self, up_to: int | None = None) -> Iterator[bytes]:
-        """The same as bytes: whole lines, some megabytes at a time."""
+        """Yield the new complete lines as bytes, some megabytes at a time."""
         self.unreadable = None
         try:
             with open_to_read(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self.offset:  # Replaced by a shorter file: somebody restored or copied the folder.
+                if size < self.offset:  # replaced by a shorter file: the folder was restored or copied
                     self.offset = 0
                     self.num_restarts += 1
                 yield from self._pieces(file, size if up_to is None else min(size, up_to))
-        except OSError as error:  # What was read up to then counts.
+        except OSError as error:  # lines yielded before the error remain valid
             self.unreadable = None if is_absent(error) or isinstance(error, NotRegularFileError) else error
 
     def _pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
@@ -192,6 +195,7 @@ class LineTail:
             piece = file.read(min(PIECE_BYTES, end - place))
             if not piece:
                 return
+            # A sparse file may be larger than any disk: skip its holes instead of reading zeros.
             if is_hole(piece):
                 self.num_malformed += 1
                 self.offset, rest = min(end, skip_hole(file, place + len(piece))), b""
@@ -206,12 +210,12 @@ class LineTail:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete record of ``path``, of its first :data:`MAX_LINES_BYTES`."""
+    """Return all complete records in the first :data:`MAX_LINES_BYTES` of ``path``."""
     return LineTail(path).read(MAX_LINES_BYTES)
 
 
 def read_tail(path: Path, max_bytes: int) -> bytes:
-    """The last ``max_bytes`` of a file; empty if it is missing or no regular file."""
+    """Return the last ``max_bytes`` of a file; empty if it is missing or not a regular file."""
     try:
         with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -222,7 +226,7 @@ def read_tail(path: Path, max_bytes: int) -> bytes:
 
 
 def read_tail_text(path: Path, max_bytes: int) -> str:
-    """The same as text; bytes that are no UTF-8 become the replacement character."""
+    """Return the same as text; invalid UTF-8 becomes the replacement character."""
     return read_tail(path, max_bytes).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk. The folder is the run; nothing about it lives only in memory."""
+"""Paths of a run folder. The folder is the run: no state exists in memory only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardscope.records.files import append_line
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20
-"""With less left on its disk, what a run writes may be lost."""
+"""Free disk space below which writes of a run may be lost."""
 STATUSES: frozenset[str] = frozenset(get_args(Status))
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
@@ -39,124 +39,124 @@ class RunFolder:
 
     @property
     def run_json(self) -> Path:
-        """Name, plan, versions, task: written once by ``launch``."""
+        """Description of the run: name, plan, versions, task. Written once by ``launch``."""
         return self.path / "run.json"
 
     @property
     def status(self) -> Path:
-        """Every transition with its time and reason; the last one counts."""
+        """Status transitions with time and reason; the last one is the current status."""
         return self.path / "status.jsonl"
 
     @property
     def control(self) -> Path:
-        """Commands to the run; whoever can write here can stop it."""
+        """Commands to the run, as JSON lines; write access permits stopping it."""
         return self.path / "control.jsonl"
 
     @property
     def supervisor(self) -> Path:
-        """Which process supervises, on which machine; touched every two seconds as a heartbeat."""
+        """Supervisor process and machine; its mtime is the heartbeat, updated every two seconds."""
         return self.path / "supervisor.json"
 
     @property
     def task(self) -> Path:
-        """The cloudpickled task: 0600, unlinked as soon as it was read."""
+        """The cloudpickled task, mode 0600; deleted after it was loaded."""
         return self.path / "task.pkl"
 
     @property
     def exits(self) -> Path:
-        """How rank processes ended, as their parent saw it."""
+        """Exit codes of rank processes, recorded by their parent."""
         return self.path / "exits.jsonl"
 
     @property
     def launcher_error(self) -> Path:
-        """The exception that ended the launcher."""
+        """Exception that ended the launcher."""
         return self.path / "errors" / "launcher.json"
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher printed."""
+        """Output of the launcher."""
         return self.path / "logs" / "launcher.log"
 
     @property
     def supervisor_log(self) -> Path:
-        """What the supervisor printed."""
+        """Output of the supervisor."""
         return self.path / "supervisor.log"
 
     @property
     def cards(self) -> Path:
-        """How busy, hot and hungry its cards were; a run on CPU ranks has none."""
+        """Samples of GPU utilization, temperature and power; missing for CPU ranks."""
         return self.path / "cards.jsonl"
 
     @property
     def note(self) -> Path:
-        """What whoever launched it says of it to people who watch it."""
+        """Note of the launcher process for the users who watch the run."""
         return self.path / "note.json"
 
     @property
     def summary(self) -> Path:
-        """What its metrics come to; written by whoever first lists the run after its end."""
+        """Summary of the metrics; written when the finished run is first listed."""
         return self.path / "summary.json"
 
     @property
     def csv(self) -> Path:
-        """All metrics as a table, written when the run has ended."""
+        """All metrics as CSV, written when the run has ended."""
         return self.path / "metrics.csv"
 
     @property
     def tensorboard(self) -> Path:
-        """The same as TensorBoard's events, a folder per rank, written while the run goes on."""
+        """TensorBoard event files, a folder per rank, written during the run."""
         return self.path / "tensorboard"
 
     @property
     def traces(self) -> Path:
-        """The profiler's recordings, a file per rank."""
+        """Folder of profiler traces, a file per rank."""
         return self.path / "traces"
 
     @property
     def temporary(self) -> Path:
-        """What the launcher and the profiler write meanwhile; deleted when the run has ended."""
+        """Temporary files of the launcher and the profiler; deleted when the run has ended."""
         return self.path / "tmp"
 
     def events(self, rank: int) -> Path:
-        """Metrics of one rank, as JSON lines."""
+        """Return the path of one rank's metrics, as JSON lines."""
         return self.path / "events" / f"rank-{rank}.jsonl"
 
     def log(self, rank: int) -> Path:
-        """What one rank printed."""
+        """Return the path of one rank's output."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     def error(self, rank: int) -> Path:
-        """The exception that ended one rank."""
+        """Return the path of the exception that ended one rank."""
         return self.path / "errors" / f"rank-{rank}.json"
 
     def rank(self, rank: int) -> Path:
-        """Process id, start and end of one rank."""
+        """Return the path of one rank's process id, start and end."""
         return self.path / "ranks" / f"rank-{rank}.json"
 
     def stacks(self, rank: int) -> Path:
-        """Where one rank stood when it was asked: faulthandler's text."""
+        """Return the path of one rank's stack dump (faulthandler), written on request."""
         return self.path / "stacks" / f"rank-{rank}.txt"
 
     def trace(self, rank: int) -> Path:
-        """The profiler's recording of one rank."""
+        """Return the path of one rank's profiler trace."""
         return self.traces / f"rank-{rank}.json.gz"
 
     def what_it_was(self, rank: int) -> Path:
-        """What the engine of one rank really made."""
+        """Return the path of the report of what one rank's engine built."""
         return self.path / "what_it_was" / f"rank-{rank}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
-        """``torch.cuda.memory``'s snapshot of one rank: a pickle, which trace.memory_snapshot reads."""
+        """Return the path of one rank's ``torch.cuda.memory`` snapshot (see trace.memory_snapshot)."""
         return self.path / "memory_snapshots" / f"rank-{rank}.pickle"
 
     def memory_snapshots(self) -> dict[int, Path]:
-        """Those that were taken, by rank."""
+        """Return the existing memory snapshots by rank."""
         found = self.memory_snapshot(0).parent.glob("rank-*.pickle")
         numbers = ((path.stem.removeprefix("rank-"), path) for path in found)
         return {int(rank): path for rank, path in numbers if rank.isdecimal() and rank.isascii()}
 
     def create(self) -> None:
-        """Make the folder, 0700, and those above it. Raises ``OSError``."""
+        """Create the folder with mode 0700, and its parents. Raises ``OSError``."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
         for name in self.SUBFOLDERS:
@@ -164,19 +164,19 @@ class RunFolder:
 
     @property
     def is_on_full_disk(self) -> bool:
-        """Whether what is written now may not be there later."""
+        """Whether the disk is so full that writes may be lost."""
         try:
             return shutil.disk_usage(self.path).free < FULL_BYTES
         except OSError:
             return False
 
     def set_status(self, status: Status, reason: str, **more: Any) -> None:
-        """Append one transition. Raises ``OSError``."""
+        """Append a status transition. Raises ``OSError``."""
         append_line(self.status, {"time": time.time(), "status": status, "reason": reason, **more})
 
 
 def checked_path(field: str, value: object) -> Path:
-    """``value`` as a path if it is text or a ``Path`` that can name a folder. Raises ``ValueError``."""
+    """Return ``value`` as a path. Raises ``ValueError`` unless it is text or a ``Path``, without nulls."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         refuse(field, value, "text or a Path, without null bytes", Value("runs"))
@@ -184,7 +184,7 @@ def checked_path(field: str, value: object) -> Path:
 
 
 def unwritable(path: Path, error: OSError) -> OSError:
-    """The same kind of ``OSError``, in words that name the folder or what is used up, and what to do."""
+    """Return an ``OSError`` of the same type whose message names the folder or resource and a fix."""
     shortage = describe_shortage(error)
     if shortage is not None:
         words = f"The run in {path} needs more than there is: {shortage}."

@@ -1,4 +1,4 @@
-"""What ranks log, as it arrives: each look gives what is new and keeps none of it."""
+"""Incremental reader of all ranks' metrics."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
 
 PIECE_BYTES = 2**20
-"""Of each rank's metrics at one look, some thousand lines: a long run is read in pieces."""
+"""Bytes of each rank's metrics per call, some thousand lines: a long run is read in pieces."""
 MAX_BEHIND_BYTES = 2**26
-"""Of all ranks' metrics that are there and not read yet. Of more, an even sample is read: a run of gigabytes
-shows its whole course in seconds, and one that logs faster than anybody reads shows what it does now."""
+"""Bytes of all ranks' unread metrics beyond which an even sample is read. So gigabytes of an old run are
+shown in seconds, and a run that logs faster than it can be read shows its current state."""
 SAMPLE_BYTES = 2**16
-"""Read between two parts that are skipped."""
+"""Bytes read between two skipped parts."""
 
 
 class Follow:
-    """One reader's place in the metrics of a run, from their beginning. Not for several threads."""
+    """One reader of a run's metrics, from their beginning. Not thread-safe."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self._tails = [LineTail(folder.events(rank)) for rank in range(world_size)]
         self._pieces = [PIECE_BYTES] * world_size
         self._max_behind = MAX_BEHIND_BYTES // world_size
         self.num_skipped_bytes = 0
-        """Of metrics that no look read, since there were too many of them."""
+        """Bytes of metrics that were skipped because there were too many."""
         self.is_behind = False
-        """Whether the last look left something that was there already."""
+        """Whether the last call left data unread."""
 
     @property
     def num_read_bytes(self) -> int:
-        """Of metrics, so far."""
+        """Bytes of metrics read so far."""
         return sum(tail.offset for tail in self._tails) - self.num_skipped_bytes
 
     def read(self) -> list[dict[str, Any]]:
-        """New records as ``run.metrics()`` has them, a megabyte of each rank at most, rank by rank.
+        """Return new records in the form of ``run.metrics()``, rank by rank, at most 1 MiB of each rank.
 
-        Where more than :data:`MAX_BEHIND_BYTES` wait, parts are skipped: ``num_skipped_bytes`` grows.
+        If more than :data:`MAX_BEHIND_BYTES` are unread, parts are skipped and added to
+        ``num_skipped_bytes``.
         """
         self.is_behind = False
         new = []
@@ -51,17 +52,17 @@ class Follow:
             records = tail.read(end)
             more = size > end
             self.is_behind |= more
-            # A line that is longer than a piece would never be whole.
+            # A line longer than the piece would never be complete: double the piece until it is.
             self._pieces[rank] = 2 * self._pieces[rank] if more and tail.offset == before else PIECE_BYTES
             new += _as_logged(records)
         return new
 
     def _sample(self, tail: LineTail, size: int) -> list[dict[str, Any]]:
-        """Read some lines and skip the next ones, so many that what is left could be read as a whole."""
+        """Read some lines and skip the next ones, in the ratio at which the read part fits into the limit."""
         start = tail.offset
         records = tail.read(start + SAMPLE_BYTES)
         goal = start + int(SAMPLE_BYTES * (size - start) / self._max_behind)
-        # What is left of a line that is cut there is no record, and is skipped as well.
+        # The rest of a line that is split at ``goal`` is malformed, and so is skipped too.
         if goal > tail.offset:
             self.num_skipped_bytes += goal - tail.offset
             tail.offset = goal

@@ -1,4 +1,4 @@
-"""Parsing JSON that anybody may have written: no number is beyond float range, and nothing nests deeply."""
+"""Parsing of untrusted JSON: bounded nesting, and no number beyond float range."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NoReturn, TypeGuard
 from shardscope.core.json_text import MAX_DEPTH, check_depth
 
 MAX_INT = 10**17
-"""Larger integers become floats: no count of bytes, steps or processes is as large."""
+"""Larger integers become floats; no count of bytes, steps or processes is that large."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``; bytes that are no UTF-8 become the replacement character.
+    """Return the JSON object in ``data``; invalid UTF-8 becomes the replacement character.
 
     Integers of more than 17 digits become floats. Raises ``ValueError`` for anything but an object, for
-    numbers beyond float range and for what nests deeper than :data:`shardscope.core.json_text.MAX_DEPTH`.
+    numbers beyond float range and for nesting beyond :data:`shardscope.core.json_text.MAX_DEPTH`.
     """
     text = data.decode(errors="replace")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
@@ -28,17 +28,17 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is an integer and no bool."""
+    """Return whether ``value`` is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether ``value`` is a finite number and no bool."""
+    """Return whether ``value`` is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _int(digits: str) -> int | float:
-    # Before int(), which takes seconds for a million digits, or refuses them.
+    # Checked before int(), which takes seconds for a million digits, or raises ValueError.
     if len(digits) > len(str(MAX_INT)):
         return _float(digits)
     number = int(digits)

@@ -1,4 +1,4 @@
-"""Lines of a log that have some words in them, found as the log grows, however long it is."""
+"""Incremental, case-insensitive text search in a growing log of any size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardscope.records.regular_files import is_hole, open_to_read, skip_hole
 from shardscope.records.terminal_text import as_shown, plain_text
 
 MAX_MATCHES = 200
-"""The last lines that are kept; all are counted."""
+"""Number of last matching lines that are stored; all are counted."""
 MAX_LINE = 2000
-"""Characters that are kept of a line."""
+"""Characters that are stored of a line."""
 PIECE_BYTES = 2**22
 
 
 class LogSearch:
-    """One search for ``words`` as they stand, in upper or lower case, in the file at ``path``."""
+    """One case-insensitive search for the text ``words`` in the file at ``path``."""
 
     def __init__(self, path: Path, words: str) -> None:
         self.path = path
@@ -28,21 +28,21 @@ class LogSearch:
 
     def _begin(self) -> None:
         self.matches: deque[tuple[int, str]] = deque(maxlen=MAX_MATCHES)
-        """(number of the line from 1, the line without colours), in the file's order."""
+        """(line number from 1, line without control sequences), in the file's order."""
         self.num_matches = 0
         self.num_lines = 0
         self._offset = 0
         self._rest = b""
 
     def look(self, max_bytes: int = 2 * PIECE_BYTES) -> bool:
-        """Read on, ``max_bytes`` at most; whether there is more to read. A file that is missing has no lines.
+        """Search the next ``max_bytes``. Return whether there is more to read.
 
-        A last line without its newline waits for the rest.
+        A missing file has no lines. A last line without newline is left for the next call.
         """
         try:
             with open_to_read(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self._offset:  # Somebody emptied or replaced it.
+                if size < self._offset:  # truncated or replaced
                     self._begin()
                 end = self._offset + max_bytes
                 file.seek(self._offset)
@@ -61,11 +61,11 @@ class LogSearch:
         if not newline and len(rest) < PIECE_BYTES:
             self._rest = rest
             return
-        # What has no newline for megabytes counts as lines of that size, else it would be kept whole.
+        # Megabytes without a newline are split into lines of that size, to bound the memory.
         whole, self._rest = (whole, rest) if newline else (rest, b"")
         text = whole.decode(errors="replace")
         lines = plain_text(text).split("\n")
-        # Folded as a whole: line by line, the log of a long run would take a minute.
+        # One casefold() of the whole text: one per line would take a minute for the log of a long run.
         for place, folded in enumerate("\n".join(lines).casefold().split("\n")):
             if self._wanted in folded and self._wanted in (plain := as_shown(lines[place])).casefold():
                 self.num_matches += 1
@@ -75,7 +75,7 @@ class LogSearch:
 
 
 def _around(line: str, wanted: str) -> str:
-    """``line``, or of a long one the part around the first match."""
+    """Return ``line``; for a long one, the part around the first match."""
     if len(line) <= MAX_LINE:
         return line
     start = max(0, line.casefold().find(wanted) - MAX_LINE // 2)

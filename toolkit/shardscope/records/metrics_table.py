@@ -1,4 +1,4 @@
-"""All that ranks logged as one table, and that as a CSV file in the run folder."""
+"""Metrics of all ranks: the CSV table in the run folder, and curves by step."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from shardscope.records.regular_files import open_new, size_of
 
 FIRST = ("step", "rank", "time")
 PIECE_BYTES = 2**20
-"""Read at a time."""
+"""Bytes of metrics per read."""
 MAX_BYTES = 2**30
-"""Of metrics that become a table as a whole: ten million lines, which take minutes."""
+"""Most bytes of metrics that become a complete table: ten million lines, which take minutes."""
 FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 
 
 def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Write ``metrics.csv``: a line per logged line, a column per name; no file if nothing was logged.
+    """Write ``metrics.csv`` with a row per logged line and a column per name; no file if nothing was logged.
 
-    Of more than :data:`MAX_BYTES` of metrics it has every n-th line of each rank, which ``say`` is told.
+    For more than :data:`MAX_BYTES` of metrics it has every n-th line of each rank, and ``say`` is called with
+    a message about that.
 
-    Read twice, in pieces after each of which it yields: a long run of many ranks needs no more memory than a
-    short one, and whoever writes it has time for something else. Raises ``OSError``.
+    The metrics are read twice (column names, then rows), in pieces, so that memory does not grow with the
+    run. It yields after each piece, so that the caller can do other work in between. Raises ``OSError``.
     """
     stride = _stride(folder, world_size)
     if stride > 1:
         say(f"metrics.csv has one of {stride} lines of each rank: all are more than {stride - 1} GiB")
+    # First pass: the columns. A dict keeps the order in which names were first logged.
     names: dict[str, None] = {}
     for records in _pieces(folder, world_size, stride):
         for record in records:
@@ -38,6 +40,7 @@ def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]
         yield
     if not names:
         return
+    # Second pass: the rows, into a partial file that replaces the old one only when it is complete.
     columns = [*FIRST, *(name for name in names if name not in FIRST)]
     partial = folder.csv.with_name(f".{folder.csv.name}.{os.getpid()}")
     with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
@@ -50,12 +53,12 @@ def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]
 
 
 def curve(records: Iterable[Mapping[str, Any]], name: str) -> dict[int, float]:
-    """``name`` by step: the mean over the ranks that logged it as a number."""
+    """Return the values of ``name`` by step, each the mean over the ranks that logged it as a number."""
     return curves(records, name)[name]
 
 
 def curves(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, float]]:
-    """:func:`curve` of each of ``names``, in one pass over ``records``."""
+    """Return :func:`curve` of each of ``names``, in one pass over ``records``."""
     sums: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     for record in records:
         step = record.get("step")
@@ -74,7 +77,7 @@ def curves(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[
 
 
 def _stride(folder: RunFolder, world_size: int) -> int:
-    """Return 1, or more where only one of so many lines fits into the table."""
+    """Return n, where every n-th line fits into the table; 1: all lines."""
     num_bytes = sum(size_of(folder.events(rank)) for rank in range(world_size))
     return max(1, -(-num_bytes // MAX_BYTES))
 
@@ -90,9 +93,9 @@ def _pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[di
 
 
 def _cell(value: Any) -> Any:
-    """Return a value for the table. Spreadsheets run text that begins with one of ``=+-@``; a number may.
+    """Return a CSV cell. Text that spreadsheets would run as a formula gets an apostrophe; numbers do not.
 
-    OWASP's page on CSV injection has the list, blanks before it and full-width forms included.
+    The list of characters is from OWASP's page on CSV injection, with leading blanks and full-width forms.
     """
     value = finite_or_special(value)
     if not isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Tokens and keys, kept out of everything that a run writes.
+"""Masking of secrets (tokens, keys, passwords) in everything that a run writes.
 
-Records are cleaned before they are written. What ranks print goes to a file without a process between, so
-that nothing is lost or held up; the supervisor overwrites secrets there, in place, a moment later.
+Records are masked before they are written. The output of ranks goes to a file directly, without a process in
+between that could lose or delay it; the supervisor masks secrets there in place, shortly afterwards.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from shardscope.records.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 
 MASK = "*"
 MIN_LENGTH = 8
-"""Shorter values are words that a log may rightly have."""
+"""Shortest value that is masked; shorter ones are often ordinary words."""
 NAME_LENGTH = 64
-"""Of texts up to that length it is kept how they are without secrets."""
+"""Longest text, such as a metric's name, for which the masked form is cached."""
 CHUNK_BYTES = 2**20
 OVERLAP_BYTES = 2**14
-"""Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes, and
-a private key is known by its last line only."""
+"""Least number of bytes before the current position that are scanned again: a secret may be printed in two
+writes, and a private key is recognized by its last line only."""
 MAX_SECRET_BYTES = 2**16
-"""Of what was looked at, no more is kept for forms: of a longer one that comes bit by bit the end shows."""
+"""Most bytes kept for the next scan. The end of a longer secret that is printed in pieces stays visible."""
 MARGIN_BYTES = 16
-"""More than stands to the left of a secret and says whether it is one."""
+"""Upper bound of the context to the left that the patterns look at (lookbehind)."""
 PIECE_BYTES = 2**23
-"""Cleaned in a fraction of a second."""
+"""Bytes per call of :meth:`LogCleaner.finish`; each takes a fraction of a second."""
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """The values in ``environment`` that are secrets by their names, the longest first."""
-    # Names first: os.environ decodes every value that it gives.
+    """Return the values in ``environment`` whose variable names denote secrets, longest first."""
+    # Filter by name before reading: os.environ decodes each value on access.
     values = {environment.get(name, "") for name in environment if is_secret_name(name)}
     found = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
     return sorted(found, key=len, reverse=True)
 
 
 _learned: set[str] = set()
-"""Secrets of other processes' environments, and of this one's at other times; in memory only."""
+"""Secrets of other processes' environments and of earlier environments of this one; in memory only."""
 
 
 def learn_secret(value: str) -> None:
-    """Mask ``value`` from now on, unless it is too short, whether or not it is in the environment."""
+    """Mask ``value`` from now on even if it is not in the environment, unless it is too short."""
     if len(value) >= MIN_LENGTH:
         _learned.add(value)
 
 
 def known_secrets() -> list[str]:
-    """Secrets in the environment, looked up anew each time, and those that were learned; longest first."""
+    """Return the secrets in the current environment and the learned ones, longest first."""
     values = secret_values(os.environ)
     return sorted(_learned.union(values), key=len, reverse=True) if _learned else values
 
 
 def redact(text: str) -> str:
-    """``text`` with every secret overwritten by as many asterisks."""
-    # Asked anew each time: a notebook sets its tokens whenever it likes.
+    """Return ``text`` with each secret replaced by asterisks of the same length."""
+    # Not cached: a notebook may set a token at any time.
     return text if len(text) < MIN_LENGTH else _redact(text, tuple(known_secrets()))
 
 
 def redactor() -> Callable[[str], str]:
-    """Return :func:`redact` for several texts at once, names that come again and again among them."""
+    """Return :func:`redact` for several texts: it reads the secrets once and caches short texts."""
     secrets: list[tuple[str, ...]] = []
 
     def clean(text: str) -> str:
@@ -92,7 +92,7 @@ _redact_again = functools.lru_cache(maxsize=1024)(_redact)
 
 
 def _secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
-    """Where secrets are in ``data``: each is group 1; they may overlap."""
+    """Return the matches of secrets in ``data``: each secret is group 1; matches may overlap."""
     return [found for literal, pattern in forms if literal in data for found in pattern.finditer(data)]
 
 
@@ -111,22 +111,22 @@ def _byte_forms(values: tuple[str, ...]) -> tuple[tuple[bytes, re.Pattern[bytes]
 
 
 class LogCleaner:
-    """Overwrites secrets in a file that others append to, byte for byte: nothing moves.
+    """In-place masking of secrets in a file that other processes append to; offsets do not change.
 
-    What ends where the data end is overwritten at once, and may be only the beginning of more. So the last
-    bytes are kept as they were written: however much later a secret goes on, its rest is overwritten as well.
+    A secret at the end of the file is masked at once, but the rest of it may be written later. So the last
+    bytes are kept in memory as they were written, and the rest is recognized and masked too.
     """
 
     def __init__(self, path: Path, secrets: Callable[[], list[str]] = known_secrets) -> None:
-        """``secrets`` is called after the end of the file was looked up: it knows all that stands before."""
+        """Create a cleaner. ``secrets`` is called after the size is read, so it covers all data up to it."""
         self.path = path
         self.offset = 0
         self._secrets = secrets
         self._seen = b""
-        """What stood before ``offset``, secrets included; in memory only."""
+        """The bytes before ``offset``, unmasked; in memory only."""
 
     def clean(self, max_bytes: int | None = None) -> int:
-        """Look at what is new, at most ``max_bytes`` of it; how many secrets were overwritten.
+        """Mask secrets in new data, at most ``max_bytes`` of it. Return the number of masked secrets.
 
         Raises ``OSError``.
         """
@@ -134,6 +134,7 @@ class LogCleaner:
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
             return 0
+        # After the size: secrets that were learned until now cover all data up to ``end``.
         values = self._secrets()
         forms = _byte_forms(tuple(values))
         longest = max((len(os.fsencode(value)) for value in values), default=0)
@@ -142,18 +143,20 @@ class LogCleaner:
             while self.offset < end:
                 file.seek(self.offset)
                 new = file.read(min(CHUNK_BYTES, end - self.offset))
-                if not new:  # It became shorter under our hands.
+                if not new:  # the file was truncated meanwhile
                     break
+                # Scan the new bytes together with the last ones, for secrets that cross the boundary.
                 data, place = self._seen + new, self.offset - len(self._seen)
                 keep = overlap
                 for found in _secrets(data, forms):
                     first, last = found.span(1)
                     if place and found.start() < MARGIN_BYTES:
-                        continue  # Seen before, and with what stands to the left of it.
+                        continue  # handled by the last scan, which saw all context to its left
                     if last > len(self._seen):
                         file.seek(place + first)
                         file.write(MASK.encode() * (last - first))
                         num_found += 1
+                    # A secret at the end may continue: keep it whole for the next scan.
                     if last == len(data):
                         keep = max(keep, len(data) - found.start() + MARGIN_BYTES)
                 self.offset += len(new)
@@ -161,11 +164,11 @@ class LogCleaner:
         return num_found
 
     def num_left(self) -> int:
-        """Bytes that nobody has looked at yet."""
+        """Return the number of bytes not scanned yet."""
         return size_of(self.path) - self.offset
 
     def finish(self) -> Iterator[int]:
-        """What is left, when nobody writes any more, in pieces. Raises ``OSError``."""
+        """Mask the rest after the last write; yield the number masked in each piece. Raises ``OSError``."""
         while size_of(self.path) > self.offset + PIECE_BYTES:
             yield self.clean(PIECE_BYTES)
         yield self.clean()

@@ -1,8 +1,8 @@
-"""Opening the files of a run folder: regular files only, never through a link, and without waiting.
+"""Opening files of a run folder: regular files only, without following links and without blocking.
 
-A run folder may be a copy that somebody else made. A named pipe in it would hang its reader, a link to
-/dev/zero fill the memory, and a link to a file of the user's take what is meant for the run. So every file of
-a run folder is opened here.
+A run folder may come from an untrusted source. A named pipe in it would block its reader, a link to /dev/zero
+would fill the memory, and a link to a file of the user would redirect the run's writes to it. So all files of
+a run folder are opened here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# Windows, where runs are read and none is launched, has neither; nor has it named pipes in folders.
+# Windows has none of these flags, and no named pipes in folders. Runs are read there, but not launched.
 _NEVER_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _KINDS = (
@@ -29,26 +29,26 @@ _KINDS = (
 class NotRegularFileError(OSError, ValueError):
     """A file of a run folder is a link, a folder, a pipe, a socket or a device.
 
-    An ``OSError`` where files are handled, and the ``ValueError`` that users get of a damaged run folder.
+    It is an ``OSError`` for file handling, and the ``ValueError`` that users get for a damaged run folder.
     """
 
 
 def open_descriptor(path: Path, flags: int) -> int:
-    """Return a descriptor of the regular file at ``path``; new files are 0600.
+    """Open the regular file at ``path`` and return its descriptor; new files have mode 0600.
 
-    Raises :class:`NotRegularFileError` for anything else that is there, else ``OSError`` as ``os.open``.
+    Raises :class:`NotRegularFileError` for anything else at the path, else ``OSError`` like ``os.open``.
     """
     try:
         descriptor = os.open(path, flags | _NEVER_WAIT | _BINARY, 0o600)
     except OSError as error:
-        # ELOOP: a link (O_NOFOLLOW); ENXIO: a socket, or a pipe to write that nobody reads; EISDIR: a folder.
+        # ELOOP: a link (O_NOFOLLOW); ENXIO: a socket, or writing to a pipe without reader; EISDIR: a folder.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             check_regular(path)
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         check_regular(path)
-        raise _refusal(path, "no regular file")  # It was replaced since.
+        raise _refusal(path, "no regular file")  # the file was replaced after the open
     return descriptor
 
 
@@ -58,7 +58,7 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def open_to_change(path: Path) -> BinaryIO:
-    """Open ``path``, which exists, for reading and overwriting. Raises as :func:`open_descriptor`."""
+    """Open the existing ``path`` for reading and overwriting. Raises as :func:`open_descriptor`."""
     return os.fdopen(open_descriptor(path, os.O_RDWR), "r+b")
 
 
@@ -68,7 +68,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Create ``path`` for writing; what a killed process left there, or somebody planted, is removed first.
+    """Create ``path`` for writing, after removing a leftover of a killed process or a planted file.
 
     Raises ``OSError``.
     """
@@ -101,7 +101,7 @@ def check_regular(path: Path) -> os.stat_result | None:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of ``path``; 0 if it is missing, cannot be seen or is no regular file."""
+    """Return the size of ``path`` in bytes; 0 if it is missing, inaccessible or not a regular file."""
     try:
         status = check_regular(path)
     except OSError:
@@ -110,21 +110,21 @@ def size_of(path: Path) -> int:
 
 
 def is_hole(piece: bytes) -> bool:
-    """Whether ``piece`` of a text file is zeros only: nobody writes these, and a hole reads as them."""
+    """Return whether ``piece`` of a text file has only zero bytes, as the hole of a sparse file reads."""
     return piece[:1] == b"\0" and piece.count(0) == len(piece)
 
 
 def skip_hole(file: BinaryIO, offset: int) -> int:
-    """Return the next offset, from ``offset`` on, at which bytes are stored; else the size of the file.
+    """Return the next offset, from ``offset`` on, with stored data; the file's size if there is none.
 
-    A sparse file may be larger than any disk, so reading its zeros would take hours.
+    A sparse file may be larger than any disk, so reading its zeros could take hours.
     """
     if not hasattr(os, "SEEK_DATA"):
         return offset
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
     except OSError as error:
-        # ENXIO: nothing up to the end (lseek(2)). Others: a file system that cannot tell.
+        # ENXIO: no data up to the end (lseek(2)). Other errors: a file system without SEEK_DATA.
         return os.fstat(file.fileno()).st_size if error.errno == errno.ENXIO else offset
 
 

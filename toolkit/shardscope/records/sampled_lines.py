@@ -1,4 +1,4 @@
-"""The lines of metrics as they come, or the latest of them where a rank logs more than can be read."""
+"""Incremental reader of one metrics file that skips to the latest lines if it falls behind."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from shardscope.records.regular_files import size_of
 
 
 class SampledLines:
-    """Reads a growing file of JSON lines, a piece at each call, and skips what would keep it ever later."""
+    """Reader of a growing JSON lines file: one piece per call, with skipping if it falls behind."""
 
     def __init__(self, path: Path, *, piece_bytes: int, max_behind_bytes: int) -> None:
-        """``max_behind_bytes``: what may be left for later calls; of more, only the last piece is read."""
+        """Create a reader. If more than ``max_behind_bytes`` are unread, it skips to the last piece."""
         self._tail = LineTail(path)
         self._piece_bytes = piece_bytes
         self._max_behind_bytes = max_behind_bytes
         self.num_skipped_bytes = 0
         self.is_behind = False
-        """Whether the last call left something that was there already."""
+        """Whether the last call left data unread."""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return new complete records, oldest first, of ``piece_bytes`` at most."""
+        """Return new complete records, oldest first, from at most ``piece_bytes``."""
         size = size_of(self._tail.path)
         if size - self._tail.offset > self._max_behind_bytes:
             self._skip_to(size - self._piece_bytes)
         before, end = self._tail.offset, self._tail.offset + self._piece_bytes
         records = self._tail.read(end)
         if size >= end and self._tail.offset == before:
-            # One line that is longer than a piece: nobody needs that as a number.
+            # One line longer than the piece cannot be a metric: skip it.
             self._skip_to(end)
         self.is_behind = size > self._tail.offset + self._piece_bytes
         return records
 
     def _skip_to(self, offset: int) -> None:
-        """Go on after ``offset``. The rest of a line that is cut there is no record."""
+        """Skip to ``offset``. The rest of a line that is split there is malformed."""
         self.num_skipped_bytes += offset - self._tail.offset
         self._tail.offset = offset

@@ -1,7 +1,7 @@
-"""Which variables hold secrets, by their names, and what secrets look like wherever they are from.
+"""Patterns of secrets: names of environment variables that hold them, and formats of known tokens.
 
-The prefixes are those of gitleaks' public rules that a training run may meet, and those of models' hosts.
-What has no prefix of its own, as 40 hexadecimal digits, is left alone: it would be every commit's hash too.
+The prefixes are those of gitleaks' public rules that may occur in training, and those of model hosts. Tokens
+without a prefix, such as 40 hexadecimal digits, are not matched, because commit hashes have the same format.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ SECRET_NAMES = re.compile(
     r"|API_?KEY|(?<!PUBLIC_)KEY|PAT|JWT))$",
     re.IGNORECASE,
 )
-"""HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, PGPASSWORD, MYSQL_PWD; but not PWD, which is a folder."""
+"""Matches HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, PGPASSWORD, MYSQL_PWD, but not PWD, a folder."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret; asked of all of them for each text that is cleaned."""
+    """Return whether a variable of this name holds a secret. Cached: every text checks all variables."""
     return SECRET_NAMES.search(name) is not None
 
 
 def is_path(value: str) -> bool:
-    """Whether ``value`` is the place of a secret and not one: base64 may begin with "/" as well.
+    """Return whether ``value`` is a path to a secret instead of a secret; base64 may start with "/" too.
 
-    No file is asked for: a network's disk that hangs would hold up who asks.
+    It does not access the path, because a stalled network file system would block the caller.
     """
     if value.startswith("/"):
         return value.split("/", 2)[1] in _top_folders()
@@ -43,10 +43,10 @@ def _top_folders() -> frozenset[str]:
 
 
 def _apart(prefix: str) -> str:
-    """That ``prefix``, just read, was not in the middle of a word, as in "task-...".
+    """Return a lookbehind that rejects ``prefix`` in the middle of a word, as "sk-" in "task-...".
 
-    A newline that is written out, or a colour, is no word. It looks back, since a pattern that begins with
-    plain letters is searched for many times faster.
+    A literal ``\\n`` and the end of a color sequence before the prefix are accepted. It is a lookbehind after
+    the prefix because ``re`` searches patterns that start with literals many times faster.
     """
     return rf"(?:(?<![A-Za-z0-9]{prefix})|(?<=\\[nrt]{prefix})|(?<=[0-9\[]m{prefix}))"
 
@@ -56,7 +56,7 @@ def _token(prefix: str, rest: str) -> str:
 
 
 def _tokens(*forms: tuple[str, str]) -> str:
-    """One pattern for several prefixes that have their first letter, a rare one, in common."""
+    """Return one pattern for several prefixes with the same, rare first letter."""
     others = (f"{prefix[1:]}{_apart(prefix)}{rest}" for prefix, rest in forms)
     return f"({forms[0][0][0]}(?:{'|'.join(others)}))"
 
@@ -66,9 +66,9 @@ _BASE64_WITH_COLON = (
     r"(?=(?:[A-Za-z0-9+/]{4})*(?:O[g-v]..|.[DTjz][o-r].|..[AEIMQUYcgkosw048]6))"
     r"(?:[A-Za-z0-9+/]{4})+(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?(?![A-Za-z0-9+/=])"
 )
-"""Base64 of user:password: wherever the colon comes among three bytes, it leaves one of these pairs."""
+"""Base64 of user:password. The colon encodes to one of these pairs at each of three byte positions."""
 _WORD = r"""(?![A-Za-z-]+\.?(?:[\s,;:)\]"']|$))"""
-"""What follows is not an ordinary word, as in "Bearer authentication"."""
+"""Negative lookahead for an ordinary word, as in "Bearer authentication"."""
 
 KNOWN_FORMS = {
     # Models and data
@@ -119,8 +119,8 @@ KNOWN_FORMS = {
     "k_live_": rf"k_live_(?<=[rs]k_live_){_apart('[rs]k_live_')}([A-Za-z0-9]{{20,}})",  # Stripe
     "hooks.slack.com/": r"hooks\.slack\.com/(?:services|workflows|triggers)/([A-Za-z0-9+/]{20,})",
     "/api/webhooks/": r"/api/webhooks/([0-9]{10,}/[A-Za-z0-9_-]{40,})",  # Discord
-    # Of no one host
-    "eyJ": (  # A JSON web token, of three parts or of five
+    # Not of a single host
+    "eyJ": (  # JSON web token, of three or five parts
         r"(eyJ(?:(?<![A-Za-z0-9_-]eyJ)|(?<=\\[nrt]eyJ)|(?<=[0-9\[]meyJ))[A-Za-z0-9_-]{10,}"
         r"\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]*)"
     ),
@@ -134,5 +134,5 @@ KNOWN_FORMS = {
     ),
     "@": r"://([^\s/:@]{0,256}:[^\s/@]{1,256})@",  # user:password@host
 }
-"""The secret is a group, under a text that each has and that is looked for first: it is far quicker than a
-pattern over a log of gigabytes."""
+"""Literal that each secret of this form contains -> pattern whose group 1 is the secret. The literal is
+searched first, which is much faster than the pattern on logs of gigabytes."""

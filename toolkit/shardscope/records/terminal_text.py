@@ -1,28 +1,28 @@
-"""Text that was printed for a terminal: the control sequences in it, and the text without them."""
+"""Terminal output: its control sequences, and the plain text without them."""
 
 from __future__ import annotations
 
 import re
 
 CONTROLS = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f](?:"  # C0, DEL, C1, and what belongs to it:
-    r"(?:(?<=\x1b)\[|(?<=\x9b))[0-?]*[ -/]*[@-~]?"  # CSI: colours, movements of the cursor
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f](?:"  # C0, DEL, C1, and the rest of the sequence:
+    r"(?:(?<=\x1b)\[|(?<=\x9b))[0-?]*[ -/]*[@-~]?"  # CSI: colors, cursor movements
     r"|(?:(?<=\x1b)[\]PX^_]|(?<=[\x9d\x90\x98\x9e\x9f]))"  # OSC, DCS, SOS, PM, APC: titles, links, pictures
     r"[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|(?<=\x1b)[ -/]*[0-~]?"  # all others, RIS (ESC c) among them
     r")?"
 )
-"""Control sequences of ECMA-48, complete or not, in their forms of seven and of eight bits, and single
-controls, but for tab, newline and carriage return. Every escape and every C1 control is part of a match: what
-is left when matches are cut out cannot be a sequence again. A string that nobody ends ends with its line. The
-pattern begins with one set of characters, for which re searches fast."""
+"""Control sequences of ECMA-48, complete or not, in 7-bit and 8-bit form, and single control characters
+except tab, newline and carriage return. Every ESC and C1 character is part of a match, so the text without
+matches cannot contain a sequence again. An unterminated string ends with its line. The pattern starts with a
+single character class, which re searches fast."""
 
 
 def plain_text(text: str) -> str:
-    """Return ``text`` without anything that a terminal would obey."""
+    """Return ``text`` without control sequences."""
     return CONTROLS.sub("", text)
 
 
 def as_shown(line: str) -> str:
-    """As a terminal leaves it: what came after the last carriage return, as progress bars have it."""
+    """Return ``line`` as a terminal shows it: the text after the last carriage return (progress bars)."""
     return line.rstrip("\r").rpartition("\r")[2]

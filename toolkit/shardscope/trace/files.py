@@ -1,4 +1,4 @@
-"""Which files make up a trace, and their bytes: bounded, and nothing but regular files."""
+"""Files of a trace, and reading them with size limits; regular files only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 MAX_JSON_BYTES = 2 * 1024**3
-"""Largest JSON read, after gunzip. A larger one needs several times this much memory to decode."""
+"""Largest JSON after decompression; decoding needs several times as much memory."""
 
 MAX_RATIO = 400
-"""Most that gzip is believed to have saved. Kineto's JSON shrinks 8 to 30 times; a bomb 1,000 times."""
+"""Largest accepted gzip ratio. Kineto's JSON has 8 to 30, a decompression bomb 1,000."""
 
 _RATIO_FROM_BYTES = 32 * 1024**2
 _CHUNK_BYTES = 8 * 1024**2
@@ -21,12 +21,12 @@ _SUFFIXES = (".json", ".json.gz")
 
 
 def refuse_file(path: Path, what: str, fix: str) -> NoReturn:
-    """Raise the ``ValueError`` that every unreadable trace gets: file, what is wrong, fix."""
+    """Raise ``ValueError`` with the file, the problem and the fix."""
     raise ValueError(f"Trace file {path} {what}. Fix: {fix}.")
 
 
 def trace_files(source: object) -> list[Path]:
-    """The files behind a path or a run: one file, or every ``*.json`` and ``*.json.gz`` of a folder.
+    """Return the files of a path or run: one file, or all ``*.json`` and ``*.json.gz`` of a folder.
 
     Raises ``ValueError`` when ``source`` is neither, does not exist or holds no trace.
     """
@@ -55,7 +55,10 @@ def trace_files(source: object) -> list[Path]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of one trace file, gunzipped if it is gzip. Raises ``ValueError`` for all but regular files."""
+    """Return the content of a trace file, decompressed if gzipped.
+
+    Raises ``ValueError`` for anything but a regular file within the size limits.
+    """
     if path.is_symlink():
         refuse_file(path, "is a symbolic link", f"load the file that it points to, {_target(path)}")
     try:
@@ -69,6 +72,7 @@ def read_bytes(path: Path) -> bytes:
     if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         refuse_file(path, "is a folder, pipe or device", "give a regular .json or .json.gz file")
+    # Check for gzip by its magic bytes, not by the file name.
     with os.fdopen(handle, "rb") as file:
         if status.st_size == 0:
             refuse_file(path, "is empty", "record it again; the rank was probably killed while writing")
@@ -84,7 +88,7 @@ def read_bytes(path: Path) -> bytes:
 def _target(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # A link in a circle.
+    except (OSError, RuntimeError):  # circular link
         return path.readlink()
 
 

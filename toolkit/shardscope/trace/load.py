@@ -1,4 +1,4 @@
-"""One file of Chrome/Kineto JSON into raw columns. What is odd but readable is counted, not fatal."""
+"""Parsing of one Chrome/Kineto JSON file into raw columns. Readable irregularities are counted, not fatal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECAS
 
 
 class Event(msgspec.Struct, gc=False):
-    """One entry of ``traceEvents``; ``args`` stay undecoded bytes: which keeps a million events fast."""
+    """One entry of ``traceEvents``. ``args`` stay undecoded bytes, which keeps a million events fast."""
 
     ph: str = ""
     name: str = ""
@@ -55,14 +55,14 @@ class _LooseDocument(msgspec.Struct):
 
 @dataclass(kw_only=True)
 class Recording:
-    """What one file said, before ranks are put on one axis."""
+    """Content of one file, before the ranks are put on one time axis."""
 
     path: Path
     rank: int | None
-    """From ``distributedInfo``, else from the file's name; None when neither says."""
+    """Rank from ``distributedInfo``, else from the file name; None if neither has it."""
     world_size: int | None
     base_ns: int
-    """Wall clock of ``ts`` 0, in nanoseconds since 1970; 0 when the file does not say."""
+    """Wall clock of ``ts`` 0, in nanoseconds since 1970; 0 if the file has none."""
     slices: list[Event]
     """Complete events (``ph`` X), in file order."""
     start_us: npt.NDArray[np.float64]
@@ -70,22 +70,22 @@ class Recording:
     duration_us: npt.NDArray[np.float64]
     """``dur`` as written, NaN where absent."""
     gpu_processes: set[int | str]
-    """Processes that the metadata calls a GPU, and not also a CPU."""
+    """Processes that the metadata labels as a GPU, and not also as a CPU."""
     process_names: dict[int | str, str]
     """``process_name`` metadata: "python", "trainer 3"."""
     thread_names: dict[tuple[int | str, int | str], str]
     """``thread_name`` metadata by process and thread: "pt_autograd_0"."""
     oddities: Counter[str] = field(default_factory=Counter)
-    """What was left out or mended, with how often."""
+    """Messages about what was left out or corrected -> count."""
 
 
 def read_recordings(source: object) -> list[Recording]:
-    """Every file behind ``source``: a file, a folder of ranks or a Run. Raises ``ValueError`` in words."""
+    """Read all files of ``source``: a file, a folder of ranks or a Run. Raises ``ValueError``."""
     return [read_recording(path) for path in trace_files(source)]
 
 
 def read_recording(path: Path) -> Recording:
-    """One file. Raises ``ValueError`` when it is no Chrome trace at all."""
+    """Read one file. Raises ``ValueError`` if it is not a Chrome trace."""
     oddities: Counter[str] = Counter()
     document = _decode(path, read_bytes(path), oddities)
     events = document.traceEvents
@@ -97,13 +97,14 @@ def read_recording(path: Path) -> Recording:
     metadata: list[Event] = []
     for event in events:
         if event.ph == "X":
-            # The profiler's own record of its window, not something that the rank did.
+            # Category "Trace" is the profiler's record of its own window, not work of the rank.
             if event.cat != "Trace":
                 slices.append(event)
         elif event.ph == "M":
             metadata.append(event)
         else:
             oddities[_OTHER_PHASES.get(event.ph, "events of an unknown kind left out")] += 1
+    # Both fields are decoded leniently: a trace without rank or clock is still readable.
     info = _value(document.distributedInfo)
     info = info if isinstance(info, dict) else {}
     base = _value(document.baseTimeNanoseconds)
@@ -129,10 +130,10 @@ _NUMBERED_NAME = re.compile(r"thread \S+ \((.*)\)")
 
 
 def _gpu_processes(metadata: list[Event]) -> set[int | str]:
-    """Return the process ids that stand for a GPU.
+    """Return the process ids that denote a GPU.
 
     Kineto labels the ids 0 to 15 as GPUs. In a container the training process may have one of these ids too;
-    it is labelled "CPU" then.
+    then it is also labeled "CPU".
     """
     labels: dict[int | str, bytes] = {}
     for event in metadata:
@@ -155,7 +156,7 @@ def _named(metadata: list[Event], kind: str) -> Iterator[tuple[Event, str]]:
 
 
 def _thread_name(text: str) -> str:
-    """Return the system's name of a thread, which Kineto writes as ``thread 123 (pt_autograd_0)``."""
+    """Return the OS name of a thread, which Kineto writes as ``thread 123 (pt_autograd_0)``."""
     numbered = _NUMBERED_NAME.fullmatch(text)
     return numbered.group(1).strip() if numbered else text
 
@@ -173,7 +174,7 @@ _OTHER_PHASES = {
 
 
 def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
-    """Fast when every event is well-formed; event by event when one is not."""
+    """Decode a file in one call; if that fails, decode event by event and count malformed ones."""
     is_list = text[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     try:
         if is_list:
@@ -197,7 +198,7 @@ def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
 
 
 def _each_event(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[Event]:
-    decoder = msgspec.json.Decoder(Event, strict=False)  # lax: "12.5" is a number to some exporters
+    decoder = msgspec.json.Decoder(Event, strict=False)  # lax: some exporters write numbers as strings
     events: list[Event] = []
     for raw in raw_events:
         try:
@@ -208,7 +209,10 @@ def _each_event(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[E
 
 
 def _decode_lenient(path: Path, text: bytes, oddities: Counter[str]) -> _LooseDocument:
-    """NaN, Infinity and broken UTF-8 are not JSON, yet profilers have written them (pytorch#130622)."""
+    """Decode JSON with NaN, Infinity and invalid UTF-8, which profilers have written (pytorch#130622).
+
+    Raises ``ValueError``.
+    """
     try:
         data = json.loads(text.decode("utf-8-sig", errors="replace"), strict=False)
     except json.JSONDecodeError as error:
@@ -238,7 +242,7 @@ def _encoded(value: object) -> msgspec.Raw:
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
-        return _NO_ARGS  # decodes to nothing, and is then counted as malformed
+        return _NO_ARGS  # fails to decode later and is counted as malformed
 
 
 def _value(raw: msgspec.Raw) -> Any:

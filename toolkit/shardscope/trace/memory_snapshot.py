@@ -1,7 +1,7 @@
-"""What a memory snapshot of ``torch.cuda.memory`` says: what was alive at the peak, and whose segments.
+"""Summary of a ``torch.cuda.memory`` snapshot: live allocations at the peak, and segments.
 
-The file is a pickle, so it is read by an unpickler that refuses every global: it can make plain lists, dicts,
-numbers and text, and can call nothing. The format is documented at ``torch.cuda.memory._snapshot``.
+The file is a pickle, so it is read by an unpickler that rejects all globals: it creates only lists, dicts,
+numbers and text, and calls nothing. The format is documented at ``torch.cuda.memory._snapshot``.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from shardscope.core.number_format import gib
 from shardscope.trace.files import read_bytes, refuse_file
 
 BEFORE = "allocated before the history begins"
-"""What is said of an allocation whose stack nobody kept."""
+"""Place of allocations that were made before the history was recorded."""
 NO_STACK = "no stack was kept"
 SHOWN_FRAMES = 20
-"""Places that a summary lists, largest first; what is left is summed up."""
+"""Number of places that a summary lists, largest first; the rest is one sum."""
 
 _BROKEN = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
     MemoryError, OverflowError, RecursionError,
 )  # fmt: skip
-"""Whatever bytes that are no pickle can raise."""
+"""Exceptions that bytes other than a valid pickle can raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveBytes:
-    """Allocations of one place in the code that were alive at the peak."""
+    """Live bytes at the peak that were allocated at one place in the code."""
 
     frame: str
-    """File, line and function: the innermost Python frame outside of torch, or the innermost of all."""
+    """File, line and function of the innermost Python frame outside of torch, or of the innermost frame."""
     num_bytes: int
     num_allocations: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentBytes:
-    """One piece of memory that the caching allocator had from ``cudaMalloc`` when the snapshot was taken."""
+    """One segment (``cudaMalloc``) of the caching allocator at the time of the snapshot."""
 
     kind: str
-    """``large`` or ``small``: allocations of up to 1 MiB share small segments."""
+    """``large`` or ``small``; allocations of up to 1 MiB are in small segments."""
     stream: int
     total_bytes: int
     allocated_bytes: int
-    """In use by tensors; the rest is cached, or too small a gap."""
+    """Bytes in use by tensors; the rest is cached or fragmented."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +58,17 @@ class MemorySnapshot:
 
     path: Path
     peak_bytes: int
-    """Most bytes that tensors had at once, while the history was kept."""
+    """Peak of allocated bytes during the recorded history."""
     at_peak: tuple[LiveBytes, ...]
-    """What was alive then by place in the code, largest first; all that remains is one entry at the end."""
+    """Live bytes at the peak by place in the code, largest first; the rest is one entry at the end."""
     segments: tuple[SegmentBytes, ...]
-    """As the snapshot was taken, largest first."""
+    """Segments at the time of the snapshot, largest first."""
     num_events: int
-    """Allocations and frees in the history."""
+    """Number of events in the history (allocations and frees)."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments, as nvidia-smi would count them."""
+        """Bytes of all segments, as nvidia-smi counts them."""
         return sum(segment.total_bytes for segment in self.segments)
 
     @property
@@ -94,13 +94,13 @@ class _Allocation:
     num_bytes: int
     frames: Any
     begins: int
-    """Index of the event that made it; -1: before all of them."""
+    """Index of its alloc event; -1: before the history."""
     ends: int
-    """Index of the event that gave it back; the number of events: none did."""
+    """Index of its free event; the number of events if it was not freed."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Refuses all that could run code: classes, functions and references to what lies outside of the file."""
+    """Unpickler that rejects everything that could run code: classes, functions, persistent references."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"asks for {module_name}.{global_name}")
@@ -110,15 +110,16 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
-    """The summary of a snapshot file, of the device that has most memory in it.
+    """Read a snapshot file and summarize the device with the most memory in it.
 
-    Raises ``ValueError`` for a file that is none, is damaged, or asks for any global.
+    Raises ``ValueError`` for a file that is not a snapshot, is damaged, or references any global.
     """
     path = Path(path)
     snapshot = _plain(path)
     if not isinstance(snapshot, Mapping):
         _refuse(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
     segments = _dicts(path, snapshot, "segments")
+    # A snapshot may have segments of several devices: use the one with the most memory.
     held: dict[int, int] = {}
     for segment in segments:
         device = _number(path, segment, "device", 0)
@@ -160,9 +161,10 @@ def _plain(path: Path) -> Any:
 def _allocations(
     path: Path, segments: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
 ) -> list[_Allocation]:
-    """Every allocation that was alive at some time of the history."""
+    """Return all allocations that were live at some time of the history."""
     found: list[_Allocation] = []
     alive: dict[int, _Allocation] = {}
+    # Match each free with its alloc by address. A free without one was allocated before the history.
     for index, event in enumerate(events):
         action = event.get("action")
         if action not in ("alloc", "free_requested"):
@@ -175,6 +177,7 @@ def _allocations(
             known.ends = index
         else:
             found.append(_Allocation(num_bytes, BEFORE, -1, index))
+    # Active blocks without an alloc event were allocated before the history and never freed.
     for segment in segments:
         place = _number(path, segment, "address", 0)
         for block in _dicts(path, segment, "blocks"):
@@ -190,7 +193,8 @@ def _allocations(
 def _at_peak(
     path: Path, allocations: Sequence[_Allocation], num_events: int
 ) -> tuple[int, tuple[LiveBytes, ...]]:
-    """The most bytes at once, and what they were."""
+    """Return the peak in bytes, and the live bytes at the peak by place in the code."""
+    # A running sum over the net change of bytes at each event gives the peak.
     changes = [0] * (num_events + 2)
     for each in allocations:
         changes[each.begins + 1] += each.num_bytes

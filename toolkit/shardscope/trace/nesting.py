@@ -1,4 +1,4 @@
-"""On which row of its track a slice is drawn: calls beneath their caller, and nothing hidden."""
+"""Nesting of slices: their rows in a track, their parents, and the union of their times."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ Int64s = npt.NDArray[np.int64]
 
 
 def nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
-    """Row of each slice of one track; slices must come sorted by start, the longer first on a tie.
+    """Return the row of each slice of one track. Slices must be sorted by start, longer first on ties.
 
-    A slice inside another is one row beneath it. A slice that outlives the one it started in (streams,
-    asynchronous work: pytorch#174555) takes the first row that is free there, so that both stay visible.
+    A slice inside another is one row below it. A slice that outlives the one it started in (streams,
+    asynchronous work: pytorch#174555) gets the first free row, so that both stay visible.
     """
     depth = np.zeros(len(start_ns), dtype=np.int32)
     if len(start_ns) < 2 or bool(np.all(start_ns[1:] >= end_ns[:-1])):
         return depth
-    row_ends: list[int] = []  # when the last slice of each row ends
+    row_ends: list[int] = []  # end of the last slice of each row
     rows = [0] * len(start_ns)
     for index, (start, end) in enumerate(zip(start_ns.tolist(), end_ns.tolist(), strict=True)):
+        # Leave the rows of slices that have ended.
         while row_ends and row_ends[-1] <= start:
             row_ends.pop()
         if not row_ends or row_ends[-1] >= end:
             rows[index] = len(row_ends)
             row_ends.append(end)
             continue
+        # It outlives its enclosing slice: find the innermost one that contains it, then a free row below.
         row = len(row_ends)
         while row > 0 and row_ends[row - 1] < end:
             row -= 1
@@ -41,7 +43,7 @@ def nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
 
 
 def union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
-    """Nanoseconds covered by at least one of the intervals."""
+    """Return the nanoseconds covered by at least one of the intervals."""
     if len(start_ns) == 0:
         return 0
     order = np.argsort(start_ns, kind="stable")
@@ -54,10 +56,10 @@ def union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
 def parents_of(
     start_ns: Int64s, end_ns: Int64s, row_bounds: Int64s, is_first_row: npt.NDArray[np.bool_]
 ) -> Int64s:
-    """The slice that each slice is directly inside of, one row above it on its track; -1 where there is none.
+    """Return the parent of each slice, the slice around it one row above in its track; -1 if there is none.
 
-    Slices are sorted by row and start; row r has those from ``row_bounds[r]`` to ``row_bounds[r + 1]``, and
-    ``is_first_row[r]`` says that a track begins there. A slice that outlives the one above it has no parent.
+    Slices are sorted by row and start. Row r has the slices ``row_bounds[r]`` to ``row_bounds[r + 1]``, and
+    ``is_first_row[r]`` marks the first row of a track. A slice that outlives the one above it has no parent.
     """
     parents = np.full(len(start_ns), -1, dtype=np.int64)
     for row in np.flatnonzero(~is_first_row).tolist():
@@ -69,7 +71,7 @@ def parents_of(
 
 
 def inside_its_own_name(parents: Int64s, names: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Which slices are, at whatever distance, inside one of the same name: their time is in that one's."""
+    """Return a mask of slices with an ancestor of the same name, which includes their time already."""
     inside = np.zeros(len(parents), dtype=bool)
     slices = np.flatnonzero(parents >= 0)
     around = parents[slices]

@@ -1,4 +1,4 @@
-"""The Trace: all slices of all ranks as numpy columns on one time axis."""
+"""``Trace``: all slices of all ranks as numpy columns on one time axis."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ GPU_CATEGORIES = frozenset(
         "mtia_ccp_events",
     }
 )
-"""Categories of work on a device; the capitalised ones are what torch wrote before 1.11."""
+"""Categories of work on a device; torch wrote the capitalized ones before 1.11."""
 
 PYTHON_CATEGORY = "python_function"
 """Python stack frames, recorded with ``with_stack=True``: 38 to 55 rows in real traces."""
 
 WRAPPER_CATEGORIES = frozenset({"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace"})
-"""Slices that stand around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
+"""Categories of slices around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
 
-_EPOCH_NS = 10**18  # the year 2001: a sum above this is a wall clock, one below counts from boot or from zero
+_EPOCH_NS = 10**18  # the year 2001: times above it are wall clock, times below count from boot or zero
 _FAR_NS = 24 * 3600 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """One GPU stream of one rank, the operators of one thread, or the Python stacks of one thread."""
+    """A GPU stream of one rank, the operators of one thread, or the Python stacks of one thread."""
 
     rank: int
     process: int | str
@@ -55,7 +55,7 @@ class Track:
     name: str
     """ "pt_autograd_0", "CPU thread 123", "stream 7" or "Python stacks of CPU thread 123". """
     num_rows: int
-    """Rows that its nested slices need."""
+    """Rows needed for its nested slices."""
     num_slices: int
 
     @property
@@ -65,7 +65,7 @@ class Track:
 
 
 class Trace:
-    """All slices of all ranks. Sorted by track, row and start: slices of one row never overlap.
+    """All slices of all ranks, sorted by track, row and start. Slices of one row never overlap.
 
     Columns, one entry per slice: ``start_ns`` (from the trace's first slice) and ``duration_ns`` (int64),
     ``name_index`` into ``names``, ``category_index`` into ``categories``, ``track_index`` into ``tracks``,
@@ -73,11 +73,11 @@ class Trace:
     """
 
     def __init__(self, recordings: list[Recording]) -> None:
-        """Built by :meth:`load`."""
+        """Build the columns; use :meth:`load`."""
         recordings = _ranked(recordings)
         self.ranks: list[int] = [_known(recording.rank) for recording in recordings]
         self.notes: list[str] = []
-        """What was mended, left out or assumed while loading, in words."""
+        """Messages about what was corrected, left out or assumed while loading."""
         self.names: list[str] = []
         self.categories: list[str] = []
         self.tracks: list[Track] = []
@@ -104,8 +104,8 @@ class Trace:
         """Read a trace file, a folder of ranks, or a run's traces.
 
         Kineto's microseconds count from ``baseTimeNanoseconds``, so ranks share the wall clock of their
-        hosts; where a file does not say, every rank starts at 0 and ``notes`` tells so. Raises ``ValueError``
-        naming the file, what is wrong and the fix.
+        hosts. Without it every rank starts at 0, and ``notes`` has a message about that. Raises
+        ``ValueError`` with the file, the problem and the fix.
         """
         return cls(read_recordings(source))
 
@@ -117,16 +117,16 @@ class Trace:
 
     @property
     def duration_ns_total(self) -> int:
-        """From the first slice's start to the last slice's end."""
+        """Nanoseconds from the first slice's start to the last slice's end."""
         return int((self.start_ns + self.duration_ns).max()) if len(self) else 0
 
     @property
     def duration_seconds(self) -> float:
-        """From the first slice's start to the last slice's end, over all ranks."""
+        """Seconds from the first slice's start to the last slice's end, over all ranks."""
         return self.duration_ns_total / 1e9
 
     def args(self, index: int) -> dict[str, Any]:
-        """What the profiler noted about slice ``index`` (shapes, stream, collective), decoded on request."""
+        """Return the profiler's args of slice ``index`` (shapes, stream, collective); empty if malformed."""
         try:
             value = msgspec.json.decode(self._args[index])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -134,7 +134,7 @@ class Trace:
         return value if isinstance(value, dict) else {}
 
     def slice(self, index: int) -> dict[str, Any]:
-        """Everything about one slice, as a person reads it; seconds count from the trace's first slice."""
+        """Return all fields of one slice; seconds count from the trace's first slice."""
         track = self.tracks[self.track_index[index]]
         return {
             "index": int(index),
@@ -148,11 +148,11 @@ class Trace:
         }
 
     def summary(self) -> TraceSummary:
-        """Return sentences, a row of times per rank, and the names that took most time.
+        """Return a summary: sentences, times per rank, and the names with most time of their own.
 
-        It shows itself as tables at the end of a notebook cell, and prints as text elsewhere.
+        It is shown as HTML tables in notebooks and as text otherwise.
         """
-        from shardscope.trace.analysis.summary import summarize  # it imports this module
+        from shardscope.trace.analysis.summary import summarize  # circular import
 
         return summarize(self)
 
@@ -161,7 +161,7 @@ class Trace:
 
 
 class _Builder:
-    """Collects columns rank by rank, then sorts them into tracks and rows."""
+    """Builder of the columns: adds rank by rank, then sorts by track and row."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -171,10 +171,12 @@ class _Builder:
         self.args: list[msgspec.Raw] = []
 
     def add(self, recording: Recording, start_ns: Int64s) -> None:
+        # Drop slices without a usable time.
         duration_ns, keep = _durations(recording, start_ns)
         kept = np.flatnonzero(keep)
         events = [recording.slices[index] for index in kept.tolist()]
         start_ns, duration_ns = start_ns[kept], duration_ns[kept]
+        # Intern strings: columns have integer indices into names, categories and (process, thread) keys.
         names, categories = self.names, self.categories
         name_index = _int32([names.setdefault(event.name, len(names)) for event in events])
         category_index = _int32([categories.setdefault(event.cat, len(categories)) for event in events])
@@ -183,7 +185,7 @@ class _Builder:
         self._tracks(
             recording, list(keys), key_index, categories, (start_ns, duration_ns, name_index, category_index)
         )
-        # Copies, because a Raw view would keep the whole file's text alive.
+        # Copied, because a view (msgspec.Raw) would keep the whole file's text in memory.
         self.args.extend(event.args.copy() for event in events)
 
     def _tracks(
@@ -195,6 +197,8 @@ class _Builder:
         columns: tuple[Int64s, Int64s, Int32s, Int32s],
     ) -> None:
         start_ns, duration_ns, name_index, category_index = columns
+        # A track is a GPU stream if most of its slices are GPU work, or if the metadata labels its process
+        # so.
         gpu_categories = [index for name, index in categories.items() if name in GPU_CATEGORIES]
         on_gpu = np.isin(category_index, gpu_categories)
         slices = np.bincount(key_index, minlength=len(keys))
@@ -203,6 +207,7 @@ class _Builder:
             bool(gpu_share[i] > 0.5) or (process in recording.gpu_processes)
             for i, (process, _) in enumerate(keys)
         ]
+        # Python frames get separate tracks and do not count as busy time.
         is_frame = category_index == categories.get(PYTHON_CATEGORY, -1)
         busy = np.bincount(key_index, weights=duration_ns * ~is_frame, minlength=len(keys))
         threads = sorted((i for i in range(len(keys)) if not gpu[i]), key=lambda i: -busy[i])
@@ -231,8 +236,8 @@ class _Builder:
                 )
             )
 
-        # The GPU comes first: it is what the trace was recorded for, and stacks would push it out of
-        # view. Streams by number; then threads by how much they did, so the training thread comes first.
+        # GPU streams come first, by number: they are the purpose of the trace, and stacks would push them out
+        # of view. Then threads by busy time, so that the training thread comes first.
         for key in streams:
             add_track(key, np.flatnonzero(key_index == key), "gpu")
         for key in threads:
@@ -255,7 +260,10 @@ class _Builder:
 
 
 def _ranked(recordings: list[Recording]) -> list[Recording]:
-    """Sorted by rank; files that do not say their rank take the free numbers in order of their names."""
+    """Return the recordings by rank. Files without a rank get the free numbers in order of their names.
+
+    Raises ``ValueError`` for two files of one rank.
+    """
     seen: dict[int, Recording] = {}
     for recording in recordings:
         if recording.rank is None:
@@ -276,7 +284,10 @@ def _ranked(recordings: list[Recording]) -> list[Recording]:
 
 
 def _on_one_axis(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
-    """Start of every slice on one clock: the wall clock if all ranks have it and ran at the same time."""
+    """Return the start of each slice on a common clock, for each recording.
+
+    It is the wall clock if all ranks have it and their recordings overlap; otherwise each rank starts at 0.
+    """
     starts = [_absolute_ns(recording) for recording in recordings]
     spans = [
         (int(start[start != _ABSENT].min()), int(start.max())) for start in starts if np.any(start != _ABSENT)
@@ -299,20 +310,20 @@ _ABSENT = np.iinfo(np.int64).min
 
 
 def _absolute_ns(recording: Recording) -> Int64s:
-    """Wall clock of each slice's start; absent where ``ts`` is missing or far from all the others."""
+    """Return each slice's start in ns; ``_ABSENT`` if ``ts`` is missing or over a day from the median."""
     readable = np.isfinite(recording.start_us) & (np.abs(recording.start_us) < 2**62 / 1e3)
     start = np.full(len(readable), _ABSENT, dtype=np.int64)
     if not readable.any():
         _count(recording, "slices without a readable ts left out", len(readable))
         return start
-    # Microseconds since 1970 times 1,000 no longer fit a float64, so whole and rest are scaled apart.
+    # Nanoseconds since 1970 exceed float64's 53 bits, so integer part and fraction are scaled separately.
     whole = np.floor(recording.start_us[readable])
     rest = recording.start_us[readable] - whole
     start[readable] = (
         whole.astype(np.int64) * 1000 + np.rint(rest * 1000).astype(np.int64) + recording.base_ns
     )
     there = np.sort(start[readable])
-    middle = int(there[(len(there) - 1) // 2])  # of two, one must stay
+    middle = int(there[(len(there) - 1) // 2])  # lower median: with two slices, one of them is kept
     far = readable & (np.abs(start - middle) > _FAR_NS)
     start[far] = _ABSENT
     _count(recording, "slices without a readable ts left out", int((~readable).sum()))
@@ -329,7 +340,7 @@ def _from_zero(start: Int64s) -> Int64s:
 
 
 def _durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-    """Durations in nanoseconds, and which slices to keep; negative and missing ones become 0, counted."""
+    """Return durations in ns (negative and missing ones 0, and counted), and a mask of slices to keep."""
     keep = start_ns != _ABSENT
     duration = recording.duration_us * 1000
     absent, negative = np.isnan(duration), duration < 0
@@ -362,7 +373,7 @@ def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
 
 
 def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], gpu: list[bool]) -> list[str]:
-    """Return what each thread and stream of one rank is called, no two the same."""
+    """Return a unique display name for each thread and stream of one rank."""
     devices = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if is_gpu}
     processes = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if not is_gpu}
     names = []
@@ -370,13 +381,13 @@ def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], 
         number = str(thread).removeprefix("stream ").strip()
         known = recording.thread_names.get((process, thread), "")
         if is_gpu:
-            # Kineto's own names of streams ("stream 7 7") add nothing.
+            # Kineto names streams "stream 7 7", which repeats the number.
             name = f"stream {number}" if known.startswith("stream") or not known else known
             names.append(f"GPU {process} {name}" if len(devices) > 1 else name)
             continue
         name = known if known and known != number else f"CPU thread {number}"
         if known and str(thread) == str(process) and "main" not in known:
-            name = f"main thread ({known})"  # Linux numbers it as its process
+            name = f"main thread ({known})"  # on Linux the main thread's id is the pid
         if len(processes) > 1:
             name = f"{recording.process_names.get(process, 'process')} {process} {name}"
         names.append(name)
@@ -388,7 +399,7 @@ def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], 
 
 
 def _stream_order(process: int | str, stream: int | str) -> tuple[str, float, str]:
-    # Before torch 1.11 the thread of a stream read "stream 7".
+    # torch before 1.11 wrote "stream 7" as the thread of a stream.
     number = str(stream).removeprefix("stream ").strip()
     return (
         str(process).zfill(12),
@@ -407,5 +418,5 @@ def _int32(values: list[int]) -> Int32s:
 
 
 def _known(rank: int | None) -> int:
-    assert rank is not None  # _ranked gave every recording one
+    assert rank is not None  # set by _ranked
     return rank

@@ -1,4 +1,4 @@
-"""A small result: a list of dicts that knows how to become a data frame."""
+"""``Table``: a small result as a list of dicts that converts to a data frame."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Table(list[dict[str, Any]]):
         return html_table(names, [[row[key] for key in head] for row in self])
 
     def to_frame(self) -> pd.DataFrame:
-        """The same rows as a pandas data frame."""
+        """Return the rows as a pandas data frame."""
         import pandas as pd  # slow to import, and most callers only read the rows
 
         return pd.DataFrame(list(self))

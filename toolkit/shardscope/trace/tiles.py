@@ -1,7 +1,7 @@
-"""What a screen can show of a trace: marks for one stretch of time at one width, as binary columns.
+"""Tiles of a trace for display: marks of one time range at one pixel width, as binary columns.
 
-Slices narrower than a pixel are merged into runs, so the width of the screen bounds the marks of a tile, not
-the length of the trace; zooming in asks for the next tile.
+Slices narrower than a pixel are merged, so the number of marks depends on the width of the screen, not on the
+length of the trace. Zooming requests a new tile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = (
 )
 """Name and type of each buffer of a tile, in order; little-endian, as every browser reads them.
 
-Times are nanoseconds from the trace's first slice in float64, exact up to 104 days, where float32 would lose
+Times are nanoseconds from the trace's first slice in float64, exact up to 104 days. float32 would lose
 sub-microseconds beyond 16 s.
 """
 
@@ -52,7 +52,7 @@ COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Marks of every row between two times; ``columns`` has one array per entry of :data:`COLUMNS`."""
+    """Marks of all rows between two times. ``columns`` has one array per entry of :data:`COLUMNS`."""
 
     t0_ns: float
     t1_ns: float
@@ -60,12 +60,12 @@ class Tile:
 
     @property
     def num_marks(self) -> int:
-        """Rectangles to draw."""
+        """Number of rectangles to draw."""
         return len(self.columns["start"])
 
     @property
     def buffers(self) -> list[memoryview]:
-        """The columns' bytes in the order of :data:`COLUMNS`."""
+        """Bytes of the columns, in the order of :data:`COLUMNS`."""
         return [
             memoryview(self.columns[name].astype(kind).data).cast("B")
             if len(self.columns[name])
@@ -75,7 +75,7 @@ class Tile:
 
 
 class Tiler:
-    """Cuts tiles from one trace."""
+    """Creator of tiles and totals of one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -94,7 +94,7 @@ class Tiler:
         self.name_colour = _name_colours(trace)
 
     def matches(self, text: str) -> npt.NDArray[np.bool_]:
-        """Which slices have ``text`` in their name, whatever the case; none for an empty text."""
+        """Return a mask of slices with ``text`` in their name, case-insensitive; all False for empty text."""
         wanted = text.casefold().strip()
         if not wanted or not len(self.trace):
             return np.zeros(len(self.trace), dtype=bool)
@@ -104,17 +104,19 @@ class Tiler:
     def tile(
         self, t0_ns: float, t1_ns: float, width: int, matches: npt.NDArray[np.bool_] | None = None
     ) -> Tile:
-        """Marks that touch ``t0_ns..t1_ns`` when that stretch is ``width`` pixels wide."""
+        """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide."""
         index = self._visible(t0_ns, t1_ns)
         start = self.trace.start_ns[index]
         duration = self.trace.duration_ns[index]
         match = matches[index] if matches is not None else np.zeros(len(index), dtype=bool)
+        # Merge slices into marks; ``first`` and ``last`` delimit the slices of each mark.
         first = self._mark_starts(index, start, duration, t0_ns, (t1_ns - t0_ns) / width)
         count = np.diff(first, append=len(index))
         last = first + count - 1
         begin = start[first]
         extent = start[last] + duration[last] - begin
         busy = np.add.reduceat(duration, first) if len(first) else duration
+        # Each mark shows the name of one of its slices.
         shown = _representatives(duration, match, first, count)
         name = self.trace.name_index[index[shown]]
         return Tile(
@@ -134,14 +136,15 @@ class Tiler:
         )
 
     def totals(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table:
-        """The names with most time of their own between two times, over all ranks: name, slices, seconds.
+        """Return the names with most self time between two times, over all ranks: name, slices, seconds.
 
-        ``self_seconds`` are without what is called directly inside: over all names they add up to the time
-        that tracks are busy. ``total_seconds`` are with it, calls inside of one of their own name once.
-        Python stacks are left out: they are tracks of their own, beside the operators that they call.
+        ``self_seconds`` exclude direct callees, so they add up to the busy time of all tracks over all names.
+        ``total_seconds`` include callees; recursive calls are counted once. Python stacks are left out,
+        because their separate tracks would count the time of operators twice.
         """
         index = self._visible(t0_ns, t1_ns)
         index = index[~self._is_frame[index]]
+        # Time of each slice inside the range, and the time of its direct callees.
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
         called = self._parents[index] >= 0
         by_caller = np.bincount(
@@ -167,7 +170,7 @@ class Tiler:
 
     @cached_property
     def _is_frame(self) -> npt.NDArray[np.bool_]:
-        """Slices that are Python frames."""
+        """Mask of slices that are Python frames."""
         is_python = np.array([track.kind == "python" for track in self.trace.tracks], dtype=bool)
         return is_python[self.trace.track_index] if len(self.trace) else np.zeros(0, dtype=bool)
 
@@ -179,11 +182,14 @@ class Tiler:
 
     @cached_property
     def _is_counted(self) -> npt.NDArray[np.bool_]:
-        """Slices whose time is in that of one of the same name around them."""
+        """Mask of slices nested in a slice of the same name, which includes their time already."""
         return inside_its_own_name(self._parents, self.trace.name_index)
 
     def _visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
-        """Slices that touch the stretch, in store order: within a row both starts and ends ascend."""
+        """Return indices of slices that overlap the range, in store order.
+
+        Starts and ends both ascend within a row, so binary search finds them.
+        """
         pieces = []
         for first, last in zip(self.row_bounds[:-1].tolist(), self.row_bounds[1:].tolist(), strict=True):
             low = first + int(np.searchsorted(self.end_ns[first:last], t0_ns, side="left"))
@@ -200,7 +206,7 @@ class Tiler:
         t0_ns: float,
         pixel_ns: float,
     ) -> npt.NDArray[np.int64]:
-        """Where new marks begin: a slice of a pixel or more stands alone, smaller ones share a pixel."""
+        """Return where marks begin: slices of a pixel or more stay separate, smaller ones merge per pixel."""
         if not len(index):
             return index
         row = self.row[index]
@@ -216,7 +222,7 @@ def _representatives(
     first: npt.NDArray[np.int64],
     count: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """The slice that a run is named after: its longest, but one that matches the search before all others."""
+    """Return the slice that names each mark: the longest, or the longest that matches the search."""
     if not len(first):
         return first
     weight = duration + np.where(match, np.int64(2**60), np.int64(0))
@@ -224,12 +230,12 @@ def _representatives(
     run = np.repeat(np.arange(len(first)), count)
     candidates = np.flatnonzero(weight == best[run])[::-1]
     chosen = np.empty(len(first), dtype=np.int64)
-    chosen[run[candidates]] = candidates  # reversed, so the earliest is written last and stays
+    chosen[run[candidates]] = candidates  # reversed: the last write wins, so ties go to the earliest
     return chosen
 
 
 def _name_colours(trace: Trace) -> npt.NDArray[np.uint8]:
-    """Colour number of every name: annotations muted, communication its own, else a hue fixed by the name."""
+    """Return the color index of each name: muted for annotations, one for communication, else a hash hue."""
     wrapper_categories = [i for i, name in enumerate(trace.categories) if name in WRAPPER_CATEGORIES]
     wrappers = set(np.unique(trace.name_index[np.isin(trace.category_index, wrapper_categories)]).tolist())
     colours = np.empty(len(trace.names), dtype=np.uint8)

@@ -1,1 +1,1 @@
-"""Arithmetic on one plan's numbers or on columns of many plans', each distinct value computed once."""
+"""Arithmetic on the numbers of one plan or the columns of many, each distinct value computed once."""

@@ -1,4 +1,4 @@
-"""The few operations that must mean the same for a number and for an array of plans."""
+"""Operations for formulas that accept one plan's numbers or the arrays of many plans."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ _ARRAY: Any = (np.ndarray, Column)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it stands for many plans."""
+    """Return whether ``value`` holds the numbers of many plans."""
     return isinstance(value, _ARRAY)
 
 
 def by_value(number: Any) -> Any:
-    """The same number; of many plans told apart by itself, where not all that made it matters any more.
+    """Return the number, and a column re-keyed by its own distinct values.
 
-    Tokens are a product of the micro-batch and the parts of a sequence: what they decide is then computed
-    once for all plans that have as many.
+    Use it where only the value matters from here on. Tokens per rank, for example, are the product of the
+    micro-batch size and the sequence length per rank: quantities that depend on tokens are then computed once
+    for all plans with equal tokens.
     """
     return column.by_value(number) if number.__class__ is Column else number
 
 
 def smallest(first: Any, second: Any) -> Any:
-    """The smaller of two, element by element if either is an array."""
+    """Return the smaller of two, element by element if either is an array."""
     if first.__class__ is Column:
         return applied(np.minimum, first, second)
     if second.__class__ is Column:
@@ -39,7 +40,7 @@ def smallest(first: Any, second: Any) -> Any:
 
 
 def largest(first: Any, *others: Any) -> Any:
-    """The largest of all, element by element if any is an array."""
+    """Return the largest value, element by element if any is an array."""
     for other in others:
         if first.__class__ is Column or other.__class__ is Column:
             return _largest_column(first, *others)
@@ -52,7 +53,7 @@ def largest(first: Any, *others: Any) -> Any:
 
 @remembering
 def _largest_column(*values: Any) -> Any:
-    """Those that the same keys decide are compared first: these have the fewest rows."""
+    """Return the maximum. Columns with equal keys are compared first, because they have the fewest rows."""
     alike: dict[int, Any] = {}
     plain: list[Any] = []
     for value in values:
@@ -68,14 +69,14 @@ def _largest_column(*values: Any) -> Any:
 
 
 def ceil_div(amount: Any, parts: Any) -> Any:
-    """``amount / parts`` rounded up: what the fullest of ``parts`` ranks holds."""
+    """Return ``amount / parts`` rounded up, the share of the fullest of ``parts`` ranks."""
     return -(-amount // parts)
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:
-    """``then`` where the condition holds, element by element if it is an array.
+    """Return ``then`` where the condition is true, else ``otherwise``; element by element for an array.
 
-    Two named tuples of a kind give one of that kind, field by field.
+    Two named tuples of one type give a named tuple of that type, field by field.
     """
     if condition is True:
         return then
@@ -93,12 +94,12 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 
 
 def holds(condition: Any) -> bool:
-    """Whether a condition that is the same in all rows of an array holds."""
+    """Return whether a condition is true, in all rows if it is an array."""
     return condition if isinstance(condition, bool) else bool(condition.all())
 
 
 def fullest(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The row whose first number is largest, the first of several; element by element if any is an array."""
+    """Return the row with the largest first number (the earliest on ties), element by element for arrays."""
     found = rows[0]
     for row in rows[1:]:
         fuller = row[0] > found[0]
@@ -110,11 +111,11 @@ def fullest(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
-    """``function(*numbers)``, which takes plain numbers only, called once for each distinct row of arrays.
+    """Return ``function(*numbers)``, calling the scalar function once for each distinct row of the arrays.
 
-    For what is counted tensor by tensor: of thousands of plans few differ in the degrees that it depends on.
-    It returns a number, or a named tuple of numbers, whose fields become arrays. What a ``partial`` binds is
-    hashable: then many questions are asked once.
+    Use it for quantities that are counted tensor by tensor: thousands of plans have few distinct degrees.
+    ``function`` returns a number, or a named tuple of numbers whose fields become arrays. Pass a ``partial``
+    with hashable arguments to have the results cached.
     """
     if ARRAYS.isdisjoint(map(type, numbers)):
         return function(*numbers)
@@ -128,5 +129,5 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def _made(like: tuple[Any, ...], fields: Iterable[Any]) -> Any:
-    """A tuple of the same kind, named or plain."""
+    """Return a tuple of the type of ``like``, named or plain."""
     return getattr(type(like), "_make", tuple)(fields)

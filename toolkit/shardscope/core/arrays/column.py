@@ -1,13 +1,13 @@
-"""Numbers of many plans, of which each is computed once for all plans that agree in what decides it.
+"""A column type for batch evaluation: each distinct value is computed once for all plans that share it.
 
-A search asks of hundreds of thousands of plans what few of their numbers decide: a layer's weights depend on
-tp alone, its activations on tp and the micro-batch. A :class:`Column` has one value for each distinct row of
-the keys that decide it, and arithmetic between two columns is done for the distinct rows of both: as numpy
-broadcasts axes, but over the combinations that there are, not over all that there could be.
+A search evaluates hundreds of thousands of plans, and most quantities depend on few of their options: a
+layer's weights on tp alone, its activations on tp and the micro-batch size. A :class:`Column` stores one
+value for each distinct row of the keys that it depends on. Arithmetic between two columns runs over the
+distinct rows of both. This is numpy's broadcasting over axes, restricted to the combinations that occur.
 
-What was computed once is not computed again: an operation on the same columns gives the very same column, so
-that plans which differ in recomputation only, say, have the seconds of their products in common. That is
-value numbering (Cocke 1970): a column is known by the operation and the columns that made it.
+Results are cached: the same operation on the same columns returns the same column object. Plans that differ
+only in recomputation, for example, share the seconds of their matmuls. This is value numbering (Cocke 1970):
+a column is identified by its operation and its operands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _numbers = count()
 
 
 class Column:
-    """One number for each distinct row of some keys; reads like a number in formulas that broadcast."""
+    """One number for each distinct row of some keys, usable like a number in formulas that broadcast.
+
+    ``keys`` is a bit mask of the keys of ``rows`` that the values depend on. ``number`` is a unique id.
+    """
 
     __slots__ = ("keys", "number", "rows", "spread", "values")
 
@@ -41,18 +44,18 @@ class Column:
         self.spread: dict[int, NDArray[Any]] | None = None
 
     def max(self) -> Any:
-        """The largest number."""
+        """Return the largest value."""
         return self.values.max()
 
     def any(self) -> bool:
-        """Whether it holds in any row."""
+        """Return whether the value is true in any row."""
         return bool(self.values.any())
 
     def all(self) -> bool:
-        """Whether it holds in all rows."""
+        """Return whether the value is true in all rows."""
         return bool(self.values.all())
 
-    # Else comparisons, which are set below, would leave it without one.
+    # Python sets __hash__ to None on classes that define __eq__ (set below with the other comparisons).
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
@@ -85,11 +88,11 @@ class Column:
 
 
 _WHOLE = (int, bool)
-"""Of these 0 adds nothing; 0.0 makes a float of a whole number."""
+"""Types whose 0 is neutral in a sum. The float 0.0 is not: adding it turns integers into floats."""
 
 
 def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
-    """``ufunc`` (or ``numpy.where``) of the values, some of them columns, at the distinct rows of all."""
+    """Return ``ufunc`` (or ``numpy.where``) of the values, over the distinct rows of all columns in them."""
     rows, key = question(ufunc, values)
     found = rows.known.get(key)
     if found is None:
@@ -100,13 +103,13 @@ def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
 
 
 ARRAYS = frozenset({Column, np.ndarray})
-"""What stands for many numbers."""
+"""Types that hold the numbers of many plans."""
 
 
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with what it answered of the very same columns before, or of equal numbers.
+    """Decorate ``function`` to cache its results by its arguments: columns by identity, numbers by value.
 
-    Whatever else it is given has to be hashable, but for numpy's arrays: of these it is asked each time.
+    Other arguments must be hashable. Calls with numpy arrays are not cached.
     """
     of_numbers = lru_cache(maxsize=2**14)(function)
 
@@ -125,7 +128,7 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def question(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
-    """The rows of those values that are columns, and what tells this question from others."""
+    """Return the table of the columns among ``values``, and the cache key of ``operation`` on ``values``."""
     rows: Any = None
     told = [operation]
     for value in values:
@@ -133,13 +136,13 @@ def question(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ..
             rows = value.rows
             told.append(value.number)
         else:
-            # 1, 1.0 and True are equal and not the same.
+            # The class is part of the key: 1, 1.0 and True compare equal but give different dtypes.
             told.append((value.__class__, value))
     return rows, tuple(told)
 
 
 def keys_of(values: Sequence[Any]) -> int:
-    """Keys that decide all of them."""
+    """Return the bit mask of keys that all of ``values`` together depend on."""
     keys = 0
     for value in values:
         if type(value) is Column:
@@ -148,7 +151,7 @@ def keys_of(values: Sequence[Any]) -> int:
 
 
 def at_rows(rows: Rows, keys: int, value: Any) -> Any:
-    """``value`` at the distinct rows of ``keys``."""
+    """Return ``value`` at the distinct rows of ``keys``: an array for a column, else the number itself."""
     if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
     places = rows.joined(keys, value.keys)[2]
@@ -156,7 +159,7 @@ def at_rows(rows: Rows, keys: int, value: Any) -> Any:
 
 
 def applied(ufunc: Any, left: Column, right: Any) -> Any:
-    """``ufunc`` of a column and a column or a number."""
+    """Return ``ufunc`` of a column and a column or number, from the cache if it was computed before."""
     rows = left.rows
     if right.__class__ is not Column:
         key = ufunc, left.number, right.__class__, right
@@ -181,16 +184,16 @@ def _of_two(ufunc: Any, left: Column, right: Column) -> Column:
 
 
 def _spread(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
-    """Its values at the distinct rows of ``keys``, which lie at ``places`` of its own.
+    """Return the column's values at the distinct rows of ``keys``; ``places`` indexes the column's own.
 
-    Half of them are asked for again: a layer's seconds are added to several others.
+    The result is cached, since half of the calls repeat: a layer's seconds enter several sums.
     """
     spread = column.spread
-    if spread is None:  # most are never asked, and every container is one more for the garbage collector
+    if spread is None:  # created on demand: most columns need none, and each dict costs garbage collection
         spread = column.spread = {}
     found = spread.get(keys)
     if found is None:
-        # Places are never out of range: "clip" only leaves the check out.
+        # The indices are always in range; mode="clip" only skips numpy's bounds check.
         found = spread[keys] = column.values.take(places, mode="clip")
     return found
 
@@ -204,7 +207,7 @@ def _alone(ufunc: Any, column: Column) -> Column:
 
 
 def total(values: Sequence[Any]) -> Any:
-    """The sum, of columns that the same keys decide first: these have the fewest rows."""
+    """Return the sum. Columns with equal keys are added first, because they have the fewest rows."""
     alike: dict[int, Any] = {}
     plain: Any = 0
     for value in values:
@@ -217,9 +220,9 @@ def total(values: Sequence[Any]) -> Any:
 
 
 def by_value(column: Any) -> Any:
-    """The same numbers, told apart by themselves: a product of two degrees may decide what both do.
+    """Return the column re-keyed by its own distinct values; return anything else unchanged.
 
-    What is no column stays as it is.
+    A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
     """
     if type(column) is not Column:
         return column

@@ -1,4 +1,4 @@
-"""Which rows of a table are alike: whole numbers that stand for what they have in common."""
+"""Deduplication of table rows: integer codes that are equal where rows are equal."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SPARSE = 64
-"""Rows are told apart by a table of all combinations as long as these are so many times the rows at most."""
+"""Largest ratio of possible codes to rows for which :func:`distinct` uses a lookup table, not a sort."""
 
 
 class Distinct(NamedTuple):
-    """Which of some numbers are alike."""
+    """The distinct values of an array of codes."""
 
     number: int
-    """Distinct ones."""
+    """Count of distinct values."""
     codes: NDArray[np.int64]
-    """Of each which of these it is."""
+    """Index of each element's distinct value, shape ``(elements,)``."""
     rows: NDArray[np.int64]
-    """Of each of these where one is."""
+    """Index of one element that has each distinct value, shape ``(number,)``."""
 
 
 class Index:
-    """How rows agree in some keys."""
+    """Grouping of a table's rows by the values of some keys."""
 
     __slots__ = ("_codes", "base", "number", "rows", "within")
 
@@ -34,23 +34,23 @@ class Index:
 
     def __init__(self, within: Distinct, base: Index | None = None) -> None:
         self.number = within.number
-        """Distinct rows."""
+        """Count of distinct rows."""
         self.rows = within.rows if base is None else base.rows.take(within.rows, mode="clip")
-        """Of each of these one row."""
+        """One table row for each distinct row."""
         self.within, self.base = within.codes, base
-        """Of each distinct row of ``base``, which tells apart all that this does, which of these it is."""
+        """Index of each ``base`` row's distinct row. ``base`` is an equal or finer grouping."""
         self._codes = within.codes if base is None else None
 
     @property
     def codes(self) -> NDArray[np.int64]:
-        """Of each row which of these it is."""
+        """Index of each table row's distinct row."""
         if self._codes is None:
             assert self.base is not None
             self._codes = self.within.take(self.base.codes, mode="clip")
         return self._codes
 
     def at(self, other: Index) -> NDArray[np.int64]:
-        """Of each distinct row of ``other`` which of these it is."""
+        """Return the index of the distinct row here for each distinct row of ``other``."""
         if self.base is other:
             return self.within
         if self._codes is None and self.base is not None:
@@ -59,17 +59,17 @@ class Index:
 
 
 def in_order(index: Index) -> NDArray[np.int64]:
-    """Of each row which of these it is, numbered as they come: the same however they were found."""
+    """Return ``index.codes`` renumbered by first occurrence, which is equal for equal groupings."""
     codes = index.codes
     first, order = np.empty(index.number, np.int64), np.empty(index.number, np.int64)
-    # Of several rows the last that is written stays.
+    # numpy keeps the last write to an index, so writing backwards keeps the first occurrence.
     first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
     order[np.argsort(first)] = np.arange(index.number)
     return order.take(codes, mode="clip")
 
 
 def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
-    """Which of ``codes`` (0 to below ``limit``) are alike."""
+    """Return the distinct values of ``codes``, integers in ``[0, limit)``."""
     if limit > _SPARSE * len(codes) + 1024:
         _, first, places = np.unique(codes, return_index=True, return_inverse=True)
         return Distinct(len(first), places.reshape(-1), first)
@@ -82,15 +82,16 @@ def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
         places[present] = np.arange(len(present))
         found = places.take(codes, mode="clip")
     rows = np.empty(len(present), np.int64)
-    # Of several rows the last that is written stays.
+    # numpy keeps the last write to an index: any row of a group may represent it.
     rows[found] = np.arange(len(codes))
     return Distinct(len(present), found, rows)
 
 
 def rows_alike(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
-    """Which rows are alike in several numbers, of which each has its codes and how many these are."""
+    """Return the distinct rows of several columns, each given as its codes and their count."""
     (found, limit), *others = codes
     for own, number in others:
+        # Renumber before the product of the counts outgrows the lookup table (and, later, int64).
         if limit * number > _SPARSE * len(found) + 1024:
             limit, found, _ = distinct(found, limit)
         found, limit = found * number + own, limit * number
@@ -98,7 +99,7 @@ def rows_alike(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
 
 
 def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Which of ``values`` are alike, as whole numbers from 0, and how many these are."""
+    """Return integer codes from 0 that are equal where ``values`` are, and an upper bound of their count."""
     if values.dtype == bool:
         return values.astype(np.int64), 2
     if values.dtype == np.int64:

@@ -1,4 +1,4 @@
-"""Functions of plain numbers, asked once for each distinct row of columns (``column.py``)."""
+"""Evaluation of scalar functions on columns (``column.py``), once for each distinct row."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class _Questions(NamedTuple):
-    """The distinct rows of several numbers."""
+    """The distinct argument rows of one function call on columns."""
 
     keys: int
     codes: NDArray[np.int64]
-    """Of each distinct row of ``keys`` which question it is."""
+    """Index into :attr:`each` for each distinct row of ``keys``."""
     each: list[tuple[Any, ...]]
-    """The plain numbers of each question."""
+    """The plain numbers of each distinct argument row."""
 
 
 def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
-    """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
+    """Return ``function(*numbers)``, calling the scalar function once for each distinct row of the columns.
 
-    A named tuple of numbers becomes one of columns, tuples inside of it too. A ``partial`` is known by what
-    it is made of, and so is not asked again; its arguments have to be hashable.
+    A named tuple of numbers becomes a named tuple of columns, nested tuples included. The results of a
+    ``partial`` are cached by its function and arguments, which must be hashable.
     """
     rows, key = question(_Questions, numbers)
     name = _name_of(function)
@@ -48,7 +48,7 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
         found = rows.known[name, *key] = _answered(rows, asked, answers)
         return found
     inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
-    # Other functions are made anew for each question: they are known by what they answer.
+    # A closure is a new object on each call, so it cannot be a cache key: its results are the key.
     told = (*key, *answers, *map(type, inside))
     found = rows.known.get(told)
     if found is None:
@@ -57,7 +57,7 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def _name_of(function: Any) -> Any:
-    """What tells it from other functions; None of one that keeps what it was made with."""
+    """Return the cache key of a function; None for closures and functions with bound defaults."""
     if type(function) is partial:
         return function.func, function.args, *function.keywords.items()
     if getattr(function, "__closure__", None) or getattr(function, "__defaults__", None):
@@ -66,7 +66,7 @@ def _name_of(function: Any) -> Any:
 
 
 def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
-    """``made`` of many answers; of tuples of one form such a tuple, of what is made of each field."""
+    """Return ``made(answers)``; for tuples of one type, a tuple of that type with ``made`` of each field."""
     first = answers[0]
     if not isinstance(first, tuple):
         return made(answers)
@@ -76,6 +76,7 @@ def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> 
 
 def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
     keys = keys_of(numbers)
+    # Combine the value codes of all columns into one code per row, in mixed radix.
     codes, limit, at = np.zeros(1, np.int64), 1, []
     for number in numbers:
         values = at_rows(rows, keys, number)
@@ -93,6 +94,7 @@ def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
 
 
 def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
+    # Group argument rows with equal results, so that the result has as few distinct rows as possible.
     kinds: dict[Any, int] = {}
     kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
     answers = list(kinds)

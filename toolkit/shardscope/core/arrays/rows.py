@@ -1,4 +1,4 @@
-"""The rows of a table by the keys that decide their numbers (``column.py``): which of them agree in what."""
+"""The table behind the columns (``column.py``): its rows, their keys, and the distinct rows of key sets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The rows of a table by their keys: small whole numbers, one array for each key, shape ``(rows,)``.
+    """A table of plans with integer keys, one array of shape ``(rows,)`` for each key.
 
-    Rows may come in groups, which have keys of their own; these are then the first.
+    A set of keys is a bit mask: bit i stands for the i-th key. Rows may be grouped (``groups``); the keys of
+    groups, arrays of shape ``(groups,)``, take the lowest bits. ``known`` caches computed columns.
     """
 
     def __init__(
@@ -29,37 +30,37 @@ class Rows:
         self.num_rows = len(keys[0])
         self._all_differ = False
         self._each = Index(Distinct(self.num_rows, *2 * [np.arange(self.num_rows)]))
-        """Tells all rows apart, in their order."""
+        """The grouping in which each row is its own group, in table order."""
         self._groups = None if groups is None else Index(groups)
         self._of_groups = (1 << len(keys_of_groups)) - 1
-        """The keys that tell groups apart, all together."""
+        """Bit mask of the keys of groups."""
         bases = [*(self._groups for _ in keys_of_groups), *(None for _ in keys)]
         self._indices: dict[int, Index] = {}
         self._decided: dict[int, int] = {}
-        """Of the keys of each index all keys that these decide."""
+        """Key set -> all keys whose values it determines (functional dependency)."""
         self._deciding: list[tuple[int, int]] = []
-        """Keys that were made of others, each with those."""
+        """Pairs of a derived key and the keys that it was derived from."""
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
             self._keep(1 << bit, Index(distinct(codes, int(codes.max()) + 1), base))
         self.known: dict[tuple[Any, ...], Any] = {}
-        """What was computed, by the operation and the numbers of the columns in it."""
+        """Cache of results by operation and operands (``column.question``)."""
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         self._told: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
 
     @classmethod
     def one_by_one(cls, number: int) -> Rows:
-        """So many rows, whose one key (1) tells them all apart: nobody looks which agree in what."""
+        """Return a table of ``number`` rows with one key (bit mask 1), unique to each row; none merge."""
         rows = cls([np.arange(number)])
         rows._all_differ = True
         return rows
 
     def column(self, keys: int, values: NDArray[Any]) -> Any:
-        """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
+        """Return a column of ``values``, shape ``(rows,)``, which depend on ``keys``; a number if equal."""
         return self._column(keys, values[self._index(keys).rows])
 
     def column_of_groups(self, keys: int, values: NDArray[Any]) -> Any:
-        """The same of each group's ``values``."""
+        """Return a column of ``values``, shape ``(groups,)``, as :meth:`column` does."""
         assert self._groups is not None
         return self._column(keys, values[self._groups.codes[self._index(keys).rows]])
 
@@ -67,13 +68,14 @@ class Rows:
         return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
 
     def forget(self) -> None:
-        """Keeps nothing of what was computed: it stays right, and takes its time again."""
+        """Clear the cache of results to free memory; later calls recompute them."""
         self.known.clear()
 
     def regrouped(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-        """A key that tells apart what ``codes`` of the distinct rows of ``keys`` do, and no more.
+        """Return a key with the grouping of ``codes``, and its representatives.
 
-        And for each of its own distinct rows one of those of ``keys``.
+        ``codes`` has one integer for each distinct row of ``keys``. The second value has, for each distinct
+        row of the new key, the index of one distinct row of ``keys``. Equal groupings get the same key.
         """
         if self._all_differ:
             return keys, np.arange(self.num_rows)
@@ -85,6 +87,7 @@ class Rows:
             if own.number == index.number:
                 self._told[told] = keys
                 return keys, np.arange(index.number)
+            # An equal grouping may exist already, derived from other keys: then both share one key.
             fresh = 1 << max(self._indices).bit_length()
             found = self._partitions.setdefault(in_order(own).tobytes(), fresh)
             if found == fresh:
@@ -97,14 +100,14 @@ class Rows:
         return found, index.at(self._index(found))
 
     def spread(self, value: Any) -> NDArray[Any]:
-        """A column, or a number, row by row, shape ``(rows,)``: not to be written to."""
+        """Return a column or number expanded to shape ``(rows,)``. Do not write to the result."""
         if isinstance(value, Column):
             index = self._index(value.keys)
             return value.values if index is self._each else value.values.take(index.codes, mode="clip")
         return np.full(self.num_rows, value)
 
     def joined(self, left: int, right: int) -> tuple[int, Any, Any]:
-        """The keys of both, and for its distinct rows the place in either; None where they are in order."""
+        """Return the joint keys, and for their distinct rows the indices into both sides (None: identity)."""
         found = self._joined.get((left, right))
         if found is None:
             found = self._joined[left, right] = self._join(left, right)
@@ -115,7 +118,7 @@ class Rows:
         one, other = self._index(left), self._index(right)
         if one is other:
             return left, None, None
-        # Keys that decide the others are enough: no new rows, no new order.
+        # If one key set determines the other, its distinct rows are the joint ones.
         if self._decided[left] & right == right:
             return left, None, other.at(one)
         if self._decided[right] & left == left and one.number < other.number:
@@ -135,7 +138,7 @@ class Rows:
         return found
 
     def _both(self, left: int, right: int) -> Index:
-        """The distinct rows of the keys of both, found among those of the fewest that tell them apart."""
+        """Group the rows by both key sets, starting from the coarsest known grouping that is fine enough."""
         whole = left | right
         one, other = self._index(left), self._index(right & ~left)
         if left & right:
@@ -148,7 +151,7 @@ class Rows:
                 base = index
         finest = base or self._each
         for index in (one, other):
-            if index.number == finest.number:  # it tells apart all that there is to be told apart
+            if index.number == finest.number:  # already as fine as possible: no need to combine
                 return self._keep(whole, index)
         pairs = (
             one.codes * other.number + other.codes
@@ -156,8 +159,8 @@ class Rows:
             else one.at(base) * other.number + other.at(base)
         )
         told = distinct(pairs, one.number * other.number)
-        # What tells as many apart tells the same apart, and has an order: two would be brought into one
-        # again and again.
+        # A known grouping with as many groups is the same grouping. Reuse it with its order: with a second
+        # order, every later join would have to convert between the two.
         same = (index for index in (finest, one, other) if index.number == told.number)
         return self._keep(whole, next(same, None) or Index(told, base))
 

@@ -1,4 +1,4 @@
-"""Several nouns of one type, read as formulas read one."""
+"""A stand-in for many objects of one type (recipes, layouts) in formulas that are written for one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Varied:
-    """Several nouns of one type as formulas read one: what differs are columns, the rest is ``like``'s.
+    """Many objects of one type: attributes that differ are columns, all others are those of ``like``.
 
-    Its properties and methods are the type's own, over the columns.
+    Properties and methods are those of the type, evaluated on the columns.
     """
 
     def __init__(self, kind: type, like: Any = None, /, **differing: Any) -> None:

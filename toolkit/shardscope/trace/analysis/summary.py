@@ -1,4 +1,4 @@
-"""``trace.summary()``: what each rank did with its time, and which names took most of it."""
+"""``trace.summary()``: times of each rank, and the names with most time of their own."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """Sentences and numbers of a trace; the last line of a cell shows them as tables."""
+    """Sentences and numbers of a trace, shown as HTML tables in notebooks."""
 
     sentences: tuple[str, ...]
-    """The findings in plain sentences, each with its number."""
+    """Main results as sentences, each with its number."""
     ranks: Table
     """A row per rank: ``rank``, ``slices``, ``start_seconds``, ``span_seconds``, ``cpu_busy_seconds``,
     ``gpu_busy_seconds``, ``compute_seconds``, ``communication_seconds``,
     ``exposed_communication_seconds`` and ``idle_seconds``.
 
     The last four are of GPU streams, None for a rank without any. Busy means that at least one operator,
-    runtime call or kernel ran; annotations and Python frames, which also span idle time, do not count.
-    Exposed communication overlaps with no other kernel or copy; idle is the rest of the span.
+    runtime call or kernel ran; annotations and Python frames do not count, because they span idle time too.
+    Exposed communication is not overlapped with any other kernel or copy. Idle is the rest of the span.
     """
     operators: Table
-    """Operators and kernels by their own time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
+    """Operators and kernels by self time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
 
     def to_frame(self) -> pd.DataFrame:
         """Return :attr:`ranks` as a pandas data frame."""
@@ -124,7 +124,8 @@ def _annotation_names(trace: Trace) -> set[str]:
 
 
 def _rank_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return one row per rank, in the order of the ranks."""
+    """Return one row per rank, in the order of :attr:`Trace.ranks`."""
+    # Masks over all slices: annotations and frames, copies, collectives, GPU streams.
     end_ns = trace.start_ns + trace.duration_ns
     is_wrapper = _of_category(trace, WRAPPER_CATEGORIES)
     is_copy = _of_category(trace, COPY_CATEGORIES)
@@ -146,6 +147,7 @@ def _rank_rows(trace: Trace) -> list[dict[str, Any]]:
         first = int(trace.start_ns[mine].min()) if mine.any() else 0
         span = (int(end_ns[mine].max()) - first) / 1e9 if mine.any() else 0.0
         busy = covered(kernels)
+        # The busy time that is not covered by other kernels is exposed communication.
         others = covered(kernels & ~is_communication)
         rows.append(
             {
