@@ -129,6 +129,10 @@ def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
         inputs = {*attention_inputs(arch), *mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
         for module in {*inputs, names.output, names.down}:
             assert not any(name.endswith(f".{module}.weight") for name in kept), module
+        for name in whole.keys() - kept:
+            if whole[name].group != "experts":
+                row_parallel = name.split(".")[-2] in {names.output, names.down}
+                assert (cut[name].columns < whole[name].columns) == row_parallel, name
         for name in kept:
             group, vector = whole[name].group, whole[name].columns == 1
             assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._WHOLE, name

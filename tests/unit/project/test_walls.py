@@ -281,6 +281,14 @@ def test_every_package_stands_in_a_layer() -> None:
     assert {place for place in outside if not place.endswith("__init__")} == set()
 
 
+def test_no_file_of_the_tree_is_ignored() -> None:
+    """Git would not add a new one beside it, the wheel would lack it and ruff would pass it by."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: run it in one, where git says what it ignores")
+    question = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(question, cwd=ROOT, check=True, capture_output=True, text=True).stdout == ""
+
+
 def test_frameworks_do_not_import_each_other() -> None:
     found = []
     for name in frameworks:

@@ -174,6 +174,7 @@ def test_what_tasks_were_asked_is_among_the_differences(tmp_path: Path) -> None:
     finetune = {"num_steps": 30, "weights": "/models/x"}
     leave_run(tmp_path, "f", plan_of(), task="shardscope.training.tasks.finetune.Finetune", asked=finetune)
     leave_run(tmp_path, "old", plan_of(recompute="full"), task=pretrain, num_steps=60)
+    leave_run(tmp_path, "moved", plan_of(), task="shardscope.training.pretrain.Pretrain", num_steps=30)
     leave_run(tmp_path, "mine", plan_of(), task="__main__.train")
     leave_run(tmp_path, "yours", plan_of(), task="workshop.train")
     found = ss.runs(tmp_path)
@@ -189,6 +190,7 @@ def test_what_tasks_were_asked_is_among_the_differences(tmp_path: Path) -> None:
     assert "Task settings that differ: num steps 60 → 30; seed 0 → 1; save checkpoint no → yes.<" in html
     assert found.compare("b", "f").differences == ["task Pretrain → Finetune"]
     assert found.compare("old", "b").differences == ["recompute full → none", "num steps 60 → 30"]
+    assert found.compare("moved", "b").differences == [], "an earlier version had the class elsewhere"
     assert found.compare("mine", "yours").differences == ["task __main__.train → workshop.train"]
     same = found.compare("a", "old")._repr_html_()
     assert "of old only the task" in same, "what is not known is not called equal"

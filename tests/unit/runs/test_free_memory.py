@@ -6,10 +6,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pretended_gpus import GIB, TOTAL, pretend_cards
 from tests.needs import needs_installed
 
 import shardscope as ss
@@ -20,8 +20,6 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, holders
 from shardscope.runs.watch import host_monitor as host_watch
-from pretended_gpus import GIB, TOTAL, pretend_cards
-
 
 
 def plan_of(size: str = "1b") -> ss.Plan:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardscope as ss
 from shardscope.machine import processes
 from shardscope.machine.processes import start_of
 from shardscope.records.files import read_json, read_lines, write_json
@@ -19,7 +21,16 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import supervisor as supervising
 from shardscope.runs.launch.supervisor import Supervisor
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangWatch
-from shardscope.runs.watch.stacks import busy_with, main_thread, place_in_words, process_state
+from shardscope.runs.watch.stacks import (
+    BUSY_WITH,
+    ENGINE_FOLDERS,
+    busy_with,
+    main_thread,
+    place_in_words,
+    process_state,
+)
+
+TOOLKIT = Path(ss.__file__).parent
 
 RANK = """
 import sys, time
@@ -232,3 +243,9 @@ def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> 
     assert busy_with(engine) is None
     assert busy_with(engine.replace(" in inner", " in export")) == "at a checkpoint"
     assert place_in_words("") == "" and busy_with("it did not answer") is None
+
+
+def test_files_of_ours_that_explain_a_pause_are_there() -> None:
+    ours = [file.relative_to(TOOLKIT.parent).as_posix() for file in TOOLKIT.rglob("*.py")]
+    parts = [part for part in (*BUSY_WITH, *ENGINE_FOLDERS) if part.startswith("shardscope/")]
+    assert parts and not [part for part in parts if not any(file.startswith(part) for file in ours)]

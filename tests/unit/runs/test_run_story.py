@@ -15,10 +15,10 @@ from shardscope.machine.host import memory_limit
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.failure import all_failures
-from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
-from shardscope.runs.explain.prevention import numbers, prevention
-from shardscope.runs.explain.out_of_memory import Shortage, read_shortage
 from shardscope.runs.explain.failure_story import tell
+from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
+from shardscope.runs.explain.out_of_memory import Shortage, read_shortage
+from shardscope.runs.explain.prevention import numbers, prevention
 from shardscope.runs.run import Run
 from shardscope.runs.watch import host_monitor as host_watch
 from shardscope.runs.watch.host_monitor import HostWatch, Seen, used_bytes

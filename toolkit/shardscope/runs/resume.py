@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
+from shardscope.runs.task_fields import own_task
 from shardscope.training.checkpoints.choice import choose_for_resume
 from shardscope.training.checkpoints.folders import POSITION_FILE
 
@@ -108,10 +109,9 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
 
-    package, _, name = str(description.get("task")).rpartition(".")
+    name = own_task(description)
     for kind in (Pretrain, Finetune):
-        # The module has moved since earlier versions wrote their run.json.
-        if name == kind.__name__ and package.startswith("shardscope.training."):
+        if name == kind.__name__:
             return kind
     raise _CannotResumeError(
         "the task is your own code, which a run folder does not keep", "launch it again from your notebook"

@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
 
+OWN_TASKS = frozenset({"Pretrain", "Finetune"})
+
+
+def own_task(description: Mapping[str, Any]) -> str | None:
+    """Return which of Shardscope's own tasks ``run.json`` names, None for other people's code.
+
+    The classes' modules have moved since earlier versions wrote their ``run.json``.
+    """
+    package, _, name = str(description.get("task")).rpartition(".")
+    return name if name in OWN_TASKS and package.startswith("shardscope.training.") else None
+
+
 def asked_of(task: object) -> dict[str, Any] | None:
     """The fields of a task that trains the plan's own model: numbers, choices and paths by name.
 
@@ -50,7 +62,7 @@ def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
     from shardscope.planner.differences import Difference
 
     before, after = _description(first), _description(second)
-    kinds = before.get("task"), after.get("task")
+    kinds = [own_task(one) or one.get("task") for one in (before, after)]
     old, new = _asked(first, before), _asked(second, after)
     pairs = {name: (old[name], new[name]) for name in old if name in new}
     if all(isinstance(kind, str) for kind in kinds):

@@ -32,7 +32,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     ``reshard_after_forward`` decides the second gather: none (False), over all ranks (True), or over the few
     that it resharded to. Prefetching lets the next layer's run beneath this layer's arithmetic. Gathered
     parameters are copied out of one buffer, gradients into one (``_fsdp_collectives.py``). A pipeline stage
-    keeps parameters once it has gone backward, and reduces when its schedule has ended (memory/pipelined.py).
+    keeps parameters once it has gone backward, and reduces when its schedule has ended (memory/pipeline.py).
     """
     layout: Any = plan.layout
     degrees, width = plan.degrees, widths[plan.recipe.precision]

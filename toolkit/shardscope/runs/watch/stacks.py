@@ -29,9 +29,8 @@ BUSY_WITH = {
     "torch/serialization": "at a checkpoint",
     "safetensors/": "at a checkpoint",
     "megatron/core/dist_checkpointing/": "at a checkpoint",
-    "shardscope/training/checkpoint": "at a checkpoint",
-    "shardscope/training/pretrained": "at a checkpoint",
-    "shardscope/training/aside": "at a checkpoint",
+    "shardscope/training/checkpoints/": "at a checkpoint",
+    "shardscope/training/weights/pretrained": "at a checkpoint",
 }
 """Parts of file names that say why a main thread may rightly take longer than a step."""
 BUSY_FUNCTIONS = {

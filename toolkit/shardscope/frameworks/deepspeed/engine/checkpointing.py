@@ -1,6 +1,6 @@
 """Checkpoints in DeepSpeed's own format, and whole weights out of its parts.
 
-DeepSpeed writes a file for each rank and pickles in it, which ``checked_files.py`` reads with care.
+DeepSpeed writes a file for each rank and pickles in it, which :func:`checked_files` has read with care.
 What one number of ranks at one stage wrote, only the same number at the same stage reads back.
 """
 
