@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.needs import few, needs, skip_without
+from tests.needs import few, needs, skip_without, thorough
 
 import shardscope as ss
 
@@ -45,8 +45,6 @@ STARTS = {
 KEPT = [
     ("ddp", "torchrun"),
     ("fsdp2", "accelerate launch"),
-    ("deepspeed", "torchrun"),
-    ("megatron", "accelerate launch"),
 ]
 ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
@@ -83,6 +81,7 @@ def ran(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@thorough()
 def test_torchrun_sh_starts_it(tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.ddp())
     plan.export(tmp_path)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from needs import needs
+from needs import needs, thorough
 
 needs("torch")
 
@@ -74,6 +74,7 @@ print("done")
 """
 
 
+@thorough()
 def test_a_group_is_handed_out_when_every_rank_has_connected(tmp_path: Path) -> None:
     """A rank that left before would close connections that the others are still making."""
     ranks = [

@@ -21,7 +21,7 @@ def plan_of(layout: ss.Layout, **recipe: Any) -> ss.Plan:
 
 @pytest.mark.parametrize(
     ("framework", "recompute"),
-    few([("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")], [("ddp", "none"), ("fsdp2", "full")]),
+    few([("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")], [("fsdp2", "full")]),
 )
 def test_components_of_a_run_are_the_predicted_ones(framework: str, recompute: str, tmp_path: Path) -> None:
     plan = plan_of(getattr(ss.Layout, framework)(), recompute=recompute)

@@ -265,7 +265,7 @@ def test_another_base_than_the_plan_s_is_refused(found: tuple[list[dict[str, Any
     }
 
 
-@pytest.mark.parametrize("framework", few(["ddp", "fsdp2"], ["fsdp2"]))
+@pytest.mark.parametrize("framework", few(["ddp", "fsdp2"], []))
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
 def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     """``launch`` with ``Pretrain``: it trains, says what it was, saves, exports, and goes on from there."""

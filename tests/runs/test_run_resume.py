@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from run_helpers import seconds_until
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 needs("torch")
 needs("transformers")
@@ -26,6 +26,7 @@ def steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics() if line["rank"] == 0]
 
 
+@thorough()
 def test_a_saved_and_stopped_run_is_resumed_to_the_step_it_was_launched_for(tmp_path: Path) -> None:
     plan = tiny_plan("ddp", 2, num_micro_batches=1)
     run = launch(plan, Pretrain(num_steps=300, seed=3, learning_rate=2e-3), folder=tmp_path, name="first")
