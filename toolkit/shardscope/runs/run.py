@@ -48,7 +48,7 @@ LONG_WAIT_SECONDS = 0.2
 """Polling interval after ``PATIENT_AFTER_SECONDS`` of waiting: longer, to leave the core to CPU ranks."""
 PATIENT_AFTER_SECONDS = 3.0
 MAX_WAIT_SECONDS = 1e9
-"""Upper bound of a timeout, about thirty years: ``time.sleep`` overflows at much larger values."""
+"""Upper bound of a timeout, about thirty years."""
 START_GRACE_SECONDS = 30.0
 """Time after which a "starting" run whose supervisor has written no record counts as lost."""
 MAX_NAMES = 20
