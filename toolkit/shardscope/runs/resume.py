@@ -1,4 +1,4 @@
-"""Resuming a run that ended early: launch its task again from its newest complete checkpoint."""
+"""Resuming of a run that ended early: its task is launched again from its newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PATH_FIELDS = frozenset({"text", "weights", "resume"})
 def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
     """Launch a run that continues ``run`` from its newest complete checkpoint, and return it.
 
-    Plan, task and the total number of steps stay the same, so the new run trains the steps that are left. It
-    gets a folder of its own beside the first one. Only a checkpoint that a launch of this user saved is
-    taken, with a warning where there are newer ones. ``outlive_kernel=None`` keeps the choice of the first
-    launch; ``force`` launches although GPU memory is short, as in :func:`shardscope.launch`.
+    Plan, task and the total number of steps stay the same, so the new run trains the remaining steps. It gets
+    its own folder in the same parent. Only checkpoints saved by this user's own launches are used, with a
+    warning if there are newer ones. ``outlive_kernel=None`` keeps the choice of the first launch; ``force``
+    launches despite too little free GPU memory, as in :func:`shardscope.launch`.
 
     Raises ``ValueError`` with the reason if the run cannot be resumed.
     """
@@ -56,9 +56,9 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
 
 
 def why_not_resumable(run: Run) -> str | None:
-    """Return why :func:`resume_run` would refuse ``run``, as one sentence, or None if it would launch.
+    """Return why :func:`resume_run` would raise for ``run``, as one sentence, or None if it would launch.
 
-    Whether this machine has what the plan needs is checked at the launch only.
+    The hardware that the plan needs is checked only at the launch.
     """
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
@@ -71,7 +71,7 @@ def why_not_resumable(run: Run) -> str | None:
 
 
 class _CannotResumeError(Exception):
-    """``reason`` is a clause without its end, ``fix`` the nearest fix."""
+    """Error with a ``reason`` (a clause without a period) and a suggested ``fix``."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
@@ -79,12 +79,12 @@ class _CannotResumeError(Exception):
 
 
 def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, str]:
-    """Return the task of ``run`` with its newest checkpoint as ``resume``, and what was not taken."""
+    """Return the task of ``run`` with its newest checkpoint as ``resume``, and a notice of skipped ones."""
     if run.status not in FINAL:
         raise _CannotResumeError(f"the run is {run.status}", "stop it first")
     if run.status == "finished":
         raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
-    # Checked before the checkpoint: a function that saved nothing would not be resumable with one either.
+    # Check the task first: the user's own function cannot be resumed, with or without a checkpoint.
     kind = _task_class(description)
     choice = choose_for_resume(run.folder, description)
     checkpoint = choice.checkpoint
@@ -105,7 +105,7 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, 
 
 
 def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
-    """Return the class of the run's task if it is one of Shardscope's, which save and load checkpoints."""
+    """Return the class of the run's task if it is a built-in one; raise ``_CannotResumeError`` otherwise."""
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
 
@@ -119,10 +119,10 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
 
 
 def _arguments(kind: type[TextTask], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of the task as ``run.json`` keeps them.
+    """Return the constructor arguments of the task recorded in ``run.json``.
 
-    A field that is not kept (``asked_of`` leaves out text, and older versions had fewer fields) could have
-    had any value: resuming with its default might train something else without a word.
+    Raise ``_CannotResumeError`` if a field is missing (``asked_of`` leaves out text, and older versions had
+    fewer fields): resuming with its default value might silently train something else.
     """
     asked = description.get("asked")
     kept = asked if isinstance(asked, Mapping) else {}

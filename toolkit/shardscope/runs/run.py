@@ -1,4 +1,4 @@
-"""``Run``: a handle on one run folder. Any number of them, in any process, at any time, see the same run."""
+"""``Run``: a handle on one run folder. Any number of handles, in any process, may exist at the same time."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
-"""Between looks once a wait is longer than ``PATIENT_AFTER_SECONDS``: ranks may need the core."""
+"""Polling interval after ``PATIENT_AFTER_SECONDS`` of waiting: longer, to leave the core to CPU ranks."""
 PATIENT_AFTER_SECONDS = 3.0
 MAX_WAIT_SECONDS = 1e9
-"""Some thirty years."""
+"""Upper bound of a timeout, about thirty years."""
 START_GRACE_SECONDS = 30.0
-"""How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
+"""Time after which a "starting" run whose supervisor has written no record counts as lost."""
 MAX_NAMES = 20
-"""Of runs in a folder that is none, in an error message."""
+"""Maximum number of run names listed in an error message."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
-"""How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
+"""Time without a heartbeat after which a run supervised on another machine counts as lost."""
 
 
 class Run:
-    """One launched run. Everything it tells is read from its folder; it is safe to use from any thread."""
+    """One launched run. All of its data is read from its folder; it may be used from any thread."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Raises ``ValueError`` if ``run.json`` or ``status.jsonl`` is damaged."""
+        """Open a run. Raises ``ValueError`` if ``run.json`` or ``status.jsonl`` is damaged."""
         self._folder = folder
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
         self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
-        # As bytes: of thousands of runs, parsed plans would fill the memory.
+        # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
         self._run_json, description = read_description(folder)
         self._world_size: int = description["world_size"]
         self._created: float = description["created"]
@@ -77,9 +77,10 @@ class Run:
 
     @classmethod
     def attach(cls, folder: str | os.PathLike[str]) -> Run:
-        """The run in ``folder``, stop included. A folder that holds exactly one run stands for that one.
+        """Return a full handle (``stop()`` included) on the run in ``folder``.
 
-        Raises ``ValueError`` if there is no run, or several, or one that is damaged, by the name of its file.
+        ``folder`` may also be the parent of exactly one undamaged run. Raises ``ValueError`` if it holds no
+        run or several, or if the run is damaged; the message then names the damaged file.
         """
         from shardscope.runs.summaries import is_run, list_runs
 
@@ -99,12 +100,12 @@ class Run:
 
     @property
     def created(self) -> float:
-        """When it was launched, in seconds since the epoch; 0 where its folder does not say."""
+        """Launch time in seconds since the epoch; 0 if it is not recorded."""
         return self._created
 
     @property
     def asked(self) -> dict[str, Any] | None:
-        """The fields of its task that its folder keeps; None of a task that is somebody's own."""
+        """The recorded fields of a built-in task; None for the user's own function."""
         asked = self._description.get("asked")
         return asked if isinstance(asked, dict) else None
 
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the run lives."""
+        """The run folder."""
         return self._folder.path
 
     @property
@@ -146,12 +147,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """starting, running, stopping, finished, stopped, failed or lost."""
+        """Current status: starting, running, stopping, finished, stopped, failed or lost."""
         return str(self._state()["status"])
 
     @property
     def reason(self) -> str:
-        """Why the status is what it is, in one line."""
+        """Reason of the current status, one line."""
         return plain_text(str(self._state()["reason"] or ""))
 
     @property
@@ -167,20 +168,20 @@ class Run:
 
     @property
     def is_here(self) -> bool:
-        """Whether it was launched on this machine: another one may share its folder, and has other cards."""
+        """Whether the run was launched on this machine; one on a shared file system may run on another."""
         return bool(self._description.get("machine") == this_machine())
 
     @property
     def gpus(self) -> list[int]:
-        """The cards it was launched on, in the order of ranks, as the driver counts them; none on the CPU."""
+        """Driver indices of the run's GPUs, in rank order; empty for CPU ranks."""
         found = self._description.get("gpus")
         return [card for card in found if isinstance(card, int)] if isinstance(found, list) else []
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Every status that it had, in order: dicts of time (seconds since the epoch), status, reason.
+        """All statuses so far, oldest first: dicts of time (seconds since the epoch), status, reason.
 
-        A run that is lost is so since its supervisor's last sign of life; None where there was none.
+        The time of "lost" is the supervisor's last heartbeat, or None if there was none.
         """
         kept = ("time", "status", "reason")
         records = [record for record in read_lines(self._folder.status) if _is_transition(record)]
@@ -195,31 +196,34 @@ class Run:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """What ``plan.step()`` said when it was launched; None where it could not say."""
+        """Seconds per step that ``plan.step()`` predicted at launch; None if it had no prediction."""
         predicted = self._description.get("predicted")
         seconds = predicted.get("step_seconds") if isinstance(predicted, dict) else None
         return float(seconds) if isinstance(seconds, int | float) else None
 
     @property
     def num_steps(self) -> int | None:
-        """Optimizer steps in all, those before a resume included; None where its task has no such number."""
+        """Total number of optimizer steps, including those before a resume; None if the task has no limit."""
         found = self._description.get("num_steps")
         return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
     @property
     def trains_the_plan(self) -> bool:
-        """Whether its task is one that trains the plan's own model, and saves when it is asked to stop so."""
+        """Whether the task is a built-in one, which trains the plan's model and saves on a stop request."""
         return self._description.get("trains_the_plan") is True
 
     @property
     def looks_for_stop(self) -> bool:
-        """Whether ``stop(checkpoint=True)`` is heard: its task is made so, or has looked on every rank."""
+        """Whether ``stop(checkpoint=True)`` has an effect.
+
+        True for a built-in task, and for a function that has read ``ctx.should_stop`` on every rank.
+        """
         self._looks_for_stop |= self.trains_the_plan or every_rank_looks(self._folder, self._world_size)
         return self._looks_for_stop
 
     @property
     def note(self) -> str:
-        """What whoever launched it says of it to people who watch it; may be set. Raises ``OSError``."""
+        """The user's note on this run. Setting it raises ``OSError`` on a write error."""
         note = (read_json(self._folder.note) or {}).get("note", "")
         return note if isinstance(note, str) else ""
 
@@ -228,7 +232,7 @@ class Run:
         write_json(self._folder.note, {"note": words})
 
     def expected(self) -> Expected | None:
-        """What was predicted of the metrics that its ranks log; None where its model may be another."""
+        """Return the predicted values of the logged metrics; None if the task may train another model."""
         from shardscope.runs.explain.expected import expected
 
         try:
@@ -239,25 +243,26 @@ class Run:
         return expected(plan, self._description, engine)
 
     def cards(self) -> list[dict[str, Any]]:
-        """How its cards were: dicts of time, rank, gpu (as the driver counts), and what NVML answered.
+        """Return NVML samples of the run's GPUs: dicts of time, rank, gpu (driver index) and readings.
 
-        ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``, which counts
-        everybody's processes; once a second, and of a long run some hundred times in all. Empty on CPU ranks.
+        The readings are ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``
+        (all processes on the GPU, not only this run's). One sample a second; a long run is thinned to a few
+        hundred. Empty for CPU ranks.
         """
         from shardscope.runs.watch.gpu_monitor import card_samples
 
         return card_samples(self._folder, self.gpus)
 
     def follow(self) -> Follow:
-        """A reader of :meth:`metrics` from their beginning, which keeps nothing: for runs of any length."""
+        """Return a streaming reader of :meth:`metrics`, from the first record; it keeps nothing in memory."""
         return Follow(self._folder, self._world_size)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.
+        """Return all logged metrics: dicts of step, rank, time (seconds since the epoch) and each metric.
 
-        In the order in which it was read, so a later call's list begins with an earlier call's; per rank that
-        is the order of logging. Only what is new is read from disk. Raises ``ValueError`` where another kind
-        of file is in the place of one.
+        Records come in the order of reading, so the result of an earlier call is a prefix of a later one's;
+        each rank's records are in the order of logging. A call reads only new lines from disk. Raises
+        ``ValueError`` if an event file is not a regular file.
         """
         for rank in range(self._world_size):
             check_regular(self._folder.events(rank))
@@ -268,14 +273,14 @@ class Run:
             return list(self._metrics)
 
     def memory(self) -> MeasuredMemory:
-        """What ranks measured: a ``MemoryReport`` with ``tier="measured"``, its ``.error`` and ``.sentence``.
+        """Return the measured memory: a ``MemoryReport`` with ``tier="measured"``, ``.error``, ``.sentence``.
 
-        Iterating over it gives, per rank that logged any: rank, step, time, memory_bytes (latest) and
-        peak_memory_bytes (highest). Of a run that recorded nothing it is empty. ``.snapshot(rank)`` sums up
-        the memory snapshot of a rank that was asked for one.
+        Iterating over it yields one dict per rank that logged memory: rank, step, time, memory_bytes (latest)
+        and peak_memory_bytes (highest). It is empty if nothing was logged. ``.snapshot(rank)`` summarizes the
+        memory snapshot of a rank, if one was requested.
         """
         from shardscope.runs.explain.measured import (
-            measured_memory,  # Not above: the supervisor starts sooner so.
+            measured_memory,  # Imported lazily: it would slow down the supervisor's start.
         )
 
         try:
@@ -290,23 +295,23 @@ class Run:
             return self._memory.read()
 
     def what_it_was(self) -> dict[int, dict[str, Any]]:
-        """What the engine of each rank really made, by rank; empty until engines have recorded it."""
+        """Return what each rank's engine built (shards, stage, groups), by rank; empty until recorded."""
         records = {rank: read_json(self._folder.what_it_was(rank)) for rank in range(self._world_size)}
         return {rank: record for rank, record in records.items() if record is not None}
 
     def logs(self, rank: int = 0, max_bytes: int = 64 * 1024) -> str:
-        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without control sequences.
+        """Return the last ``max_bytes`` of the log of ``rank``, without terminal control sequences.
 
-        Raises ``ValueError`` for a rank that it has not, and for a log that is no regular file.
+        Raises ``ValueError`` if the rank does not exist or its log is not a regular file.
         """
         rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
         max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
         check_regular(self._folder.log(rank))
-        # The supervisor masks secrets in the file a moment later than they come.
+        # Redact here too: the supervisor masks secrets in the file only some time after they are printed.
         return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
 
     def trace(self) -> Any:
-        """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
+        """Load the :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
         if not any(self._folder.traces.glob("*.json.gz")):
             raise ValueError(why_no_trace(self.name, self.status, self._description.get("asked")))
         from shardscope.trace import Trace
@@ -314,11 +319,12 @@ class Run:
         return Trace.load(self._folder.traces)
 
     def stop(self, checkpoint: bool = False) -> None:
-        """Ask the run to end and return at once; harmless when it has ended. ``run.wait()`` waits for it.
+        """Request a stop and return immediately; no effect on an ended run. ``run.wait()`` waits for the end.
 
-        With ``checkpoint`` the ranks first finish their step and save, if their task looks at
-        ``ctx.should_stop``. Raises ``ValueError`` where it is known that the task never looks, and
-        ``OSError`` if the folder cannot be written; both where ``control.jsonl`` is no regular file.
+        With ``checkpoint`` the ranks first finish their step and save, if their task reads
+        ``ctx.should_stop``. Raises ``ValueError`` if the task is known never to read it, ``OSError`` if the
+        folder cannot be written, and ``NotRegularFileError`` (a subclass of both) if ``control.jsonl`` is not
+        a regular file.
         """
         if flag("run.stop checkpoint", checkpoint) and self._description.get("saves_when_asked") is False:
             task = str(self._description.get("task")).rpartition(".")[2]
@@ -327,7 +333,7 @@ class Run:
         self._ask_to_stop(checkpoint=checkpoint)
 
     def press(self, button: Button) -> None:
-        """The same for a person who pressed it: that is what the run then says of its end."""
+        """Request the stop of ``button`` on behalf of the user; the run's final reason names the button."""
         self._ask_to_stop(checkpoint=button == "Save and stop", button=button)
 
     def _ask_to_stop(self, **arguments: Any) -> None:
@@ -335,22 +341,22 @@ class Run:
         self.send("stop", **arguments, **({} if where is None else {"notebook": where}))
 
     def send(self, command: str, **arguments: Any) -> None:
-        """Append a command for the supervisor or for ``ctx.commands()``; harmless when the run has ended."""
+        """Append a command for the supervisor or for ``ctx.commands()``; no effect on an ended run."""
         if self.status in FINAL:
             return
         try:
             append_line(self._folder.control, {"command": command, "time": time.time(), **arguments})
         except FileNotFoundError:
-            return  # The folder was deleted meanwhile; the supervisor ends such a run by itself.
+            return  # The folder was deleted in the meantime; the supervisor ends such a run by itself.
         except NotRegularFileError:
             raise
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait for the end, or ``timeout`` seconds; the status then. An interrupt ends only the wait.
+        """Wait for the end of the run, at most ``timeout`` seconds (None: no limit). Return the status.
 
-        Raises ``ValueError`` for a ``timeout`` that is no number of seconds; None: as long as it takes.
+        Ctrl-C ends only the wait, not the run. Raises ``ValueError`` for an invalid ``timeout``.
         """
         for seconds in _looks(timeout):
             if self.status in FINAL:
@@ -359,8 +365,8 @@ class Run:
         return self.status
 
     async def wait_async(self, timeout: float | None = None) -> str:
-        """The same without blocking the kernel's event loop."""
-        import asyncio  # Not above: the supervisor imports this package, and starts sooner without.
+        """Wait like :meth:`wait`, without blocking the kernel's event loop."""
+        import asyncio  # Imported lazily: the supervisor imports this module and starts faster without it.
 
         for seconds in _looks(timeout):
             if self.status in FINAL:
@@ -369,7 +375,7 @@ class Run:
         return self.status
 
     def _repr_html_(self) -> str:
-        """Its line of the table of runs, and why its status is what it is."""
+        """Render the run's row of the run table, followed by the reason of its status."""
         from html import escape
 
         from shardscope.runs.explain.compare import Runs
@@ -381,7 +387,7 @@ class Run:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
 
     def _state(self) -> dict[str, Any]:
-        """The last transition, or "lost" if nobody is left to write the next one."""
+        """Return the last transition, or "lost" if no supervisor is left to write the next one."""
         with self._lock:
             self._read_status()
             if self._last["status"] in FINAL:
@@ -396,16 +402,16 @@ class Run:
                     if self._statuses.unreadable is None
                     else self._unseen(self._statuses.unreadable)
                 )
-            self._read_status()  # It may have ended in good order just before we looked.
+            self._read_status()  # The run may have ended normally between the two checks.
             return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": gone}
 
     def _unseen(self, error: OSError) -> dict[str, Any]:
-        """The last known status, with the reason why nobody knows whether it still is the one."""
+        """Return the last known status, with ``error`` as the reason why it may be outdated."""
         words = f"no news: the run's files or processes cannot be read now, {describe_os_error(error)}"
         return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), words)))}
 
     def _check_status(self) -> None:
-        """Read status.jsonl for the first time. Raises ``ValueError`` if it is damaged."""
+        """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
         check_regular(self._folder.status)
         records = self._statuses.read(MAX_LINES_BYTES)
         if self._statuses.num_malformed and not records:
@@ -421,15 +427,20 @@ class Run:
                 self._last = {"reason": "", **record}
 
     def _why_supervisor_is_gone(self) -> str | None:
-        """None if it is not. Raises ``OSError`` where that cannot be seen now."""
+        """Return why the supervisor is gone, or None if it is alive.
+
+        Raises ``OSError`` if the folder or the process table cannot be read now.
+        """
         if not _is_folder(self.folder):
             return "its folder is gone"
         record = read_present_json(self._folder.supervisor) or {}
         pid = record.get("pid")
+        # No valid record yet: the supervisor is still starting, or died before it could write one.
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
             since = self._last.get("time")
             waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
+        # On this machine the process itself can be checked; on another one only its heartbeat is visible.
         if record.get("machine") == this_machine():
             if is_alive(pid, record["started"]):
                 return None
@@ -442,7 +453,10 @@ class Run:
         return f"{words}. It said: {said}" if said else words
 
     def _heartbeat_stands_still(self) -> bool:
-        """Judged by our own monotonic clock: the clocks of two machines need not agree."""
+        """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.
+
+        The age is measured with our own monotonic clock: the clocks of two machines may differ.
+        """
         try:
             beat = self._folder.supervisor.stat().st_mtime
         except OSError as error:
@@ -460,7 +474,7 @@ def _is_transition(record: dict[str, Any]) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether there is a folder. Raises ``OSError`` where nobody can tell."""
+    """Return whether ``path`` is a folder. Raises ``OSError`` if it cannot be read now."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
@@ -470,7 +484,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _looks(timeout: float | None) -> Iterator[float]:
-    """Seconds to sleep between one look at a run and the next, until ``timeout`` seconds are over."""
+    """Yield the seconds to sleep between two status checks, until ``timeout`` seconds are over."""
     if timeout is not None:
         real_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
     start = time.monotonic()
@@ -479,10 +493,10 @@ def _looks(timeout: float | None) -> Iterator[float]:
 
 
 def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
-    """Every run in ``folder`` (by default ``./runs``), oldest first: a list that shows itself as a table.
+    """Return all runs in ``folder`` (default ``./runs``), oldest first: a list with a table as its display.
 
-    Damaged folders are rows of that table, and summaries in ``.damaged``. Raises ``OSError`` if ``folder``
-    cannot be read.
+    Damaged folders are rows of that table, with their summaries in ``.damaged``. Raises ``OSError`` if
+    ``folder`` cannot be read.
     """
     from shardscope.runs.explain.compare import Runs
     from shardscope.runs.summaries import list_runs

@@ -1,4 +1,4 @@
-"""Asking a run to stop: who asked, in words, and whether its ranks look at all whether somebody did."""
+"""Stop requests to a run: their origin as text, and whether the run's task reads them at all."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from shardscope.records.files import keep_json, read_json
 from shardscope.records.folder import RunFolder
 
 Button = Literal["Stop", "Save and stop"]
-"""The buttons that ask a run to stop; the second one with a checkpoint."""
+"""The buttons that request a stop; "Save and stop" with a checkpoint."""
 MAX_NAME = 100
 _MARK = "looks_for_stop"
 
 
 def notebook() -> str | None:
-    """The notebook that this process is the kernel of, by its file's name; None where nobody says so.
+    """Return the file name of the notebook whose kernel this process is; None if unknown.
 
-    Jupyter's server tells a kernel when it starts it; a notebook that was renamed since has its first name.
+    Jupyter's server sets JPY_SESSION_NAME when it starts the kernel, so a notebook renamed later has its
+    original name.
     """
     name = PurePath(os.environ.get("JPY_SESSION_NAME", "")).name
     return name if name.endswith(".ipynb") else None
 
 
 def who_asked(command: Mapping[str, Any]) -> str:
-    """``Stop was pressed in 00_studio.ipynb``, ``run.stop() was called``: of a command of control.jsonl."""
+    """Describe the origin of a stop command of ``control.jsonl``.
+
+    For example ``Stop was pressed in 00_studio.ipynb`` or ``run.stop() was called``.
+    """
     saving = command.get("checkpoint") is True
     if command.get("button") is not None:
         what = f"{'Save and stop' if saving else 'Stop'} was pressed"
     else:
         what = f"run.stop({'checkpoint=True' if saving else ''}) was called"
     where = command.get("notebook")
-    # Whoever can write the folder can write here: one line, and no longer than a name.
+    # Other programs may write commands too: limit the name to one line of printable characters.
     name = "".join(filter(str.isprintable, where))[:MAX_NAME] if isinstance(where, str) else ""
     return f"{what} in {name}" if name else what
 
 
 def note_that_it_looks(folder: RunFolder, rank: int) -> None:
-    """Keep in a rank's record that its task looks whether a stop was asked. Raises ``OSError``."""
+    """Note in a rank's record that its task reads stop requests. Raises ``OSError``."""
     keep_json(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), _MARK: True})
 
 
 def every_rank_looks(folder: RunFolder, world_size: int) -> bool:
-    """Whether the task has looked on every rank: with one that does not, the others would wait for it."""
+    """Return whether the task has read stop requests on every rank.
+
+    Otherwise a stop could hang the run: ranks that leave would be waited for by those that do not look.
+    """
     return all((read_json(folder.rank(rank)) or {}).get(_MARK) is True for rank in range(world_size))

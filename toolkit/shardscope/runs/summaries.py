@@ -1,4 +1,4 @@
-"""Summaries of all runs in a folder, for a list: a few small reads per run, and none for an unchanged one."""
+"""Summaries of all runs in a folder: a few small reads per run, and none for an unchanged ended one."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 TAIL_BYTES = 8 * 1024
-"""Read from the end of rank 0's metrics: some ten lines of a task that logs thirty metrics."""
+"""Bytes read from the end of rank 0's metrics: about ten lines of a task that logs thirty metrics."""
 DAMAGED = "damaged"
 """The status of a folder that cannot be read; no run has it."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunSummary:
-    """One run of a list. Its fields are cheap; its properties read files once, when a row is first shown."""
+    """One run of a list. The fields are cheap; the properties read files on first access."""
 
     name: str
     run: Run | None
-    """None where the folder is damaged."""
+    """The run; None if the folder is damaged."""
     damage: str = ""
-    """Why the folder cannot be read."""
+    """Reason why the folder cannot be read; "" if it can."""
     status: str = DAMAGED
-    """One of the statuses of a run, or "damaged"."""
+    """Status of the run, or "damaged"."""
     reason: str = ""
     created: float = 0.0
-    """Seconds since the epoch; 0 where not known."""
+    """Launch time in seconds since the epoch; 0 if unknown."""
 
     @property
     def is_living(self) -> bool:
@@ -52,9 +52,7 @@ class RunSummary:
         """The plan, or None if it cannot be read."""
         try:
             return None if self.run is None else self.run.plan
-        except (
-            Exception
-        ):  # A plan of another version, or one that was edited: the run is listed all the same.
+        except Exception:  # A plan of another version, or an edited one: the run is still listed.
             return None
 
     @cached_property
@@ -69,13 +67,13 @@ class RunSummary:
 
     @property
     def num_steps_done(self) -> int | None:
-        """Steps up to the last one that rank 0 logged, those before a resume included."""
+        """Number of steps up to the last one logged by rank 0, including those before a resume."""
         step = _number(self.last.get("step"))
         return int(step) + 1 if step is not None and 0 <= step < 1e15 else None
 
     @property
     def num_steps(self) -> int | None:
-        """Steps that the task was launched for; None where a task has no such number."""
+        """Number of steps that the task was launched for; None if the task has no limit."""
         return None if self.run is None else self.run.num_steps
 
     @cached_property
@@ -95,7 +93,7 @@ class RunSummary:
 
     @cached_property
     def failed_early(self) -> bool:
-        """Whether the run ended before its task did."""
+        """Whether the run ended before its task was finished."""
         return self.status in ("stopped", "failed", "lost")
 
     @cached_property
@@ -105,12 +103,12 @@ class RunSummary:
             return self.damage
         try:
             return why_not_resumable(self.run)
-        except Exception as error:  # Whatever run.json holds: it becomes the reason.
+        except Exception as error:  # Damaged run.json: return the error as the reason.
             return f"Its folder cannot be read: {type(error).__name__}."
 
     @cached_property
     def resumed_from(self) -> str | None:
-        """The run whose checkpoint this one started from, by name; None if it started from the beginning."""
+        """Name of the run whose checkpoint this one started from; None if it started from step 0."""
         asked = None if self.run is None else self.run.asked
         path = asked.get("resume") if isinstance(asked, dict) else None
         if not isinstance(path, str):
@@ -121,15 +119,15 @@ class RunSummary:
 
 
 class RunSummaries:
-    """The runs in ``folder``, living ones first, then the newest first."""
+    """Cached summaries of the runs in ``folder``: live runs first, then the newest first."""
 
     def __init__(self, folder: str | os.PathLike[str] = "runs") -> None:
         self.folder = Path(folder)
         self._known: dict[Path, tuple[tuple[int, ...], RunSummary]] = {}
-        """By run folder: modification times of its files, and what was read at these."""
+        """By run folder: the modification times of its files and the summary read at that time."""
 
     def read(self) -> list[RunSummary]:
-        """Return a summary of each run, damaged ones included. Raises ``OSError`` if it cannot list them."""
+        """Return a summary of each run, damaged ones included. Raises ``OSError`` if listing them fails."""
         known = {path: self._summary(path) for path in run_folders(self.folder)}
         self._known = known
         summaries = [summary for _, summary in known.values()]
@@ -140,19 +138,19 @@ class RunSummaries:
         files = (folder.run_json, folder.status, folder.events(0), folder.traces, path / "checkpoints")
         changed = tuple(map(_modified, files))
         before = self._known.get(path)
-        # Of a living run more changes than its files: it may be lost.
+        # A live run may change without a change of its files: it may become lost.
         if before is not None and before[0] == changed and not before[1].is_living:
             return before
-        # The same handle again, unless run.json was replaced: it measures for how long the heartbeat of a run
-        # on another machine has stood still.
+        # Reuse the handle unless run.json was replaced: it measures the age of the heartbeat of a run on
+        # another machine.
         run = before[1].run if before is not None and before[0][0] == changed[0] else None
         return changed, summarize(path, run)
 
 
 def run_folders(parent: Path) -> Iterator[Path]:
-    """Yield the folders in ``parent`` that a run made, damaged ones included; none if there is no ``parent``.
+    """Yield the run folders in ``parent``, damaged ones included; none if ``parent`` does not exist.
 
-    Users keep other things beside their runs. Raises ``OSError`` if ``parent`` cannot be listed.
+    Other files and folders in ``parent`` are skipped. Raises ``OSError`` if ``parent`` cannot be listed.
     """
     try:
         entries = list(os.scandir(parent))
@@ -161,16 +159,16 @@ def run_folders(parent: Path) -> Iterator[Path]:
     for entry in entries:
         try:
             is_folder = entry.is_dir()
-        except OSError:  # A link in a circle, or into another user's folder.
+        except OSError:  # A symbolic link in a loop, or into another user's folder.
             continue
         path = Path(entry.path)
-        # A launch under way has a hidden folder.
+        # The folder of a launch in progress is hidden.
         if is_folder and entry.name[0] != "." and is_run(path):
             yield path
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` has the name of one of the two files that every run has, whatever stands there."""
+    """Return whether ``path`` contains one of the two files of every run, readable or not."""
     return os.path.lexists(path / "run.json") or os.path.lexists(path / "status.jsonl")
 
 
@@ -180,10 +178,10 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
 
 def summarize(path: Path, run: Run | None = None) -> RunSummary:
-    """Return the summary of the run in ``path``, by its handle if there is one already.
+    """Return the summary of the run in ``path``, using its handle ``run`` if given.
 
-    Whatever is wrong with the folder becomes the summary's ``damage``. Raises ``OSError`` where this process
-    lacks descriptors or memory.
+    Any problem with the folder becomes the summary's ``damage``. Raises ``OSError`` if this process has no
+    file descriptors or memory left.
     """
     folder = RunFolder(path)
     try:
@@ -201,14 +199,14 @@ def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the last value of each metric in the tail of ``path``, a file of JSON lines."""
     found: dict[str, Any] = {}
     data = read_tail(path, TAIL_BYTES)
-    # A line without its newline is still being written; the first one may have been cut.
+    # A line without its newline is still being written; the first line may be incomplete.
     for record in reversed(parse_lines(data[: data.rfind(b"\n") + 1]).records):
         found = {**{name: finite_or_special(value) for name, value in record.items()}, **found}
     return found
 
 
 def _number(value: Any) -> float | None:
-    # A loss may be infinite, or not a number.
+    # A loss may be infinite or NaN, which `is_number` rejects.
     return float(value) if isinstance(value, float) or is_number(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What a task was asked, beside the plan: kept in ``run.json``, and compared between two runs."""
+"""Recorded fields of a task (``run.json``), and their differences between two runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def own_task(description: Mapping[str, Any]) -> str | None:
 
 
 def asked_of(task: object) -> dict[str, Any] | None:
-    """The fields of a task that trains the plan's own model: numbers, choices and paths by name.
+    """Return the numbers, flags and paths among the fields of a built-in task, by name.
 
-    None for a task of somebody's own, and no field that is text and no path: either may hold a token.
+    None for the user's own function. Text fields other than paths are left out: they may contain secrets.
     """
     if getattr(task, "trains_the_plan", False) is not True or not is_dataclass(task):
         return None
@@ -43,7 +43,7 @@ def asked_of(task: object) -> dict[str, Any] | None:
 
 
 def why_no_trace(name: str, status: str, asked: object) -> str:
-    """Why the run ``name`` has none; ``asked`` as its folder keeps it, if it does."""
+    """Return why the run ``name`` has no trace; ``asked`` are the recorded fields of its task, if any."""
     if isinstance(asked, Mapping) and asked.get("profile") is True:
         how = f"{status} before" if status in FINAL else "has not come to"
         return f"The run {name} {how} the steps that are profiled: steady ones, of a short run the last."
@@ -55,9 +55,9 @@ def why_no_trace(name: str, status: str, asked: object) -> str:
 
 
 def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
-    """What the tasks of two runs were asked otherwise, from the first to the second.
+    """Return the differences of two runs' tasks, from the first to the second.
 
-    Another kind of task is one difference; of its fields those are compared that both have.
+    A different class of task is one difference; only fields that both tasks have are compared.
     """
     from shardscope.planner.differences import Difference
 
@@ -71,19 +71,19 @@ def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
 
 
 def kept_what_was_asked(run: Run) -> bool:
-    """Whether its folder says more of its task than a name and a number of steps."""
+    """Return whether the run folder has the fields of its task, not only its name and number of steps."""
     return isinstance(_description(run).get("asked"), dict)
 
 
 def _asked(run: Run, description: Mapping[str, Any]) -> dict[str, Any]:
-    """A run that was launched before fields were kept has its number of steps at least."""
+    """Return the recorded task fields; a run of an older version has at most the number of steps."""
     kept = description.get("asked")
     steps = {} if run.num_steps is None else {"num_steps": run.num_steps}
     return {**steps, **kept} if isinstance(kept, dict) else steps
 
 
 def _names(before: object, after: object) -> tuple[str, str]:
-    """Without their modules, unless these are what tells them apart."""
+    """Return two class names without their modules, unless only the modules differ."""
     short = tuple(str(name).rpartition(".")[2] for name in (before, after))
     return (short[0], short[1]) if short[0] != short[1] else (str(before), str(after))
 

@@ -25,7 +25,7 @@ def source_of(task: object) -> str | None:
 
 
 def names_engine(task: object) -> bool:
-    """Whether the user's function reads ``engine`` off one of its parameters, as ``ctx.engine``."""
+    """Return whether the user's function reads the attribute ``engine`` of a parameter (``ctx.engine``)."""
     source = source_of(task)
     if source is None or "engine" not in source:
         return False

@@ -29,8 +29,8 @@ class ScalarFile:
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Write one event for each line of metrics that has a step and a number. Raises ``OSError``."""
-        # Most tasks of a notebook end within seconds, and the supervisor starts before its ranks: the import
-        # waits for the first number.
+        # Import lazily, at the first number: it would delay the start of every run, and most tasks of a
+        # notebook end within seconds.
         events = [event for record in records if (event := scalar_event(record)) is not None]
         if not events:
             return
@@ -41,7 +41,7 @@ class ScalarFile:
             # The synchronous writer: SummaryWriter's thread would swallow a full disk's OSError.
             self._writer = EventsWriter(str(self.folder / "events"), ".shardscope")
             for path in self.folder.iterdir():
-                path.chmod(0o600)  # As everything in a run folder; it is opened with the user's umask.
+                path.chmod(0o600)  # Like all files of a run folder; tensorboardX uses the user's umask.
         for event in events:
             self._writer.write_event(event)
         self._writer.flush()
@@ -65,9 +65,9 @@ def scalar_event(record: Mapping[str, Any]) -> Event | None:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Let tensorboardX be imported without torch, which it imports where it can (2.6.5, x2num.py, writer.py).
+    """Prevent tensorboardX from importing torch, which it does if it can (2.6.5, x2num.py, writer.py).
 
-    The supervisor stays a small process: torch would take 300 MiB and seconds at its start.
+    torch would add 300 MiB and seconds to the start of the supervisor.
     """
     if "torch" in sys.modules:
         yield
@@ -84,6 +84,6 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         number = finite_or_special(value)
         if name in NOT_METRICS or isinstance(number, bool) or not isinstance(number, int | float):
             continue
-        # JSON has integers that no float has room for; ``float`` would raise.
+        # JSON integers may exceed the range of a float; ``float`` would raise OverflowError.
         is_too_large = isinstance(number, int) and abs(number) > 1e308
         yield str(name), math.copysign(math.inf, number > 0 or -1) if is_too_large else float(number)

@@ -1,7 +1,7 @@
-"""Totals of a run's metrics, for lists of runs: computed once, and kept in the folder of an ended run.
+"""Totals of a run's metrics, for lists of runs: computed once and cached in the folder of an ended run.
 
-``summary.json`` has no status, and is believed only where it names the very files that it was computed from,
-by size and time. Whoever could forge it could forge the metrics as well.
+The cache ``summary.json`` is used only if it was computed from the current files, by size and modification
+time. It needs no protection: anyone who can forge it can forge the metrics as well.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
 TAIL_BYTES = 2**20
-"""Read from the end of each rank's metrics for the last loss and the median step: thousands of steps."""
+"""Bytes read from the end of each rank's metrics for last loss and median step: thousands of steps."""
 ALL_TAILS_BYTES = 2**26
 MAX_STEPS_BYTES = 2**30
-"""Of all ranks' metrics, in which steps are counted."""
-# As ``records.encode`` writes it. In a value that is text the quotes of such words have backslashes.
+"""Maximum total size of the metrics in which steps are counted."""
+# Matches the output of ``records.encode``. Inside a text value the quotes would be escaped, so none matches.
 _STEP = re.compile(rb'"step":\s*(\d{1,17})(?=\s*[,}])')
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTotals:
-    """Numbers of one run; None where they are not known."""
+    """Totals of one run; None where unknown."""
 
     plan: str
-    """The plan in words."""
+    """Description of the plan."""
     num_steps: int | None = None
-    """Different steps that ranks logged."""
+    """Number of distinct steps that ranks logged."""
     loss: float | None = None
-    """The last one, the mean over ranks."""
+    """Last loss, averaged over ranks."""
     step_seconds: float | None = None
-    """The median, of the last steps if the run was long."""
+    """Median step time; only of the last steps if the run was long."""
     tensor_bytes: int | None = None
-    """Measured at the peak; None where nothing tells its error."""
+    """Measured tensor bytes at the peak; None if there is no prediction to compare with."""
     predicted_tensor_bytes: int | None = None
     memory_error: float | None = None
     """(predicted - measured) / measured."""
 
 
 def totals_of(run: Run) -> RunTotals:
-    """Return the totals of ``run``. Raises ``ValueError`` if one of its files is no regular file."""
+    """Return the totals of ``run``. Raises ``ValueError`` if one of its files is not a regular file."""
     folder = RunFolder(run.folder)
-    # Before the metrics are read: what is logged meanwhile makes the summary an old one.
+    # Before reading the metrics: a record logged in the meantime must invalidate the cache.
     source = _source(folder)
     kept = _kept(folder, source)
     if kept is not None:
         return kept
     from shardscope.runs.run import Run
 
-    # By a handle of its own, which goes: a handle keeps its plan and what it has read of its metrics.
+    # Use a temporary handle: a handle keeps its plan and the metrics that it has read in memory.
     found = _compute(Run(folder), folder)
     if run.status in FINAL:
         _keep(folder, found, source)
@@ -77,9 +77,9 @@ def totals_of(run: Run) -> RunTotals:
 
 
 def records_of(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield what ranks logged, as ``run.metrics()`` has it, and keep none of it.
+    """Yield the records of ``run.metrics()`` without keeping them in memory.
 
-    Raises ``ValueError`` if one of the files is no regular file.
+    Raises ``ValueError`` if one of the files is not a regular file.
     """
     folder = RunFolder(run.folder)
     for rank in range(run.world_size):
@@ -96,7 +96,7 @@ def _compute(run: Run, folder: RunFolder) -> RunTotals:
     latest = [
         _as_logged(record)
         for rank in range(run.world_size)
-        # The first line of a tail is rarely whole.
+        # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
     ]
     losses, step = curve(latest, "loss"), median_step(latest)
@@ -139,7 +139,7 @@ def _as_logged(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(folder: RunFolder) -> str:
-    """Name the files that totals are computed from: each by size and time, and this version's formulas."""
+    """Return a hash of the source files' sizes and modification times and of this package's version."""
     from shardscope.core.version import __version__
 
     parts = [__version__, _stamp(folder.run_json)]
@@ -176,7 +176,7 @@ def _kept(folder: RunFolder, source: str) -> RunTotals | None:
 
 
 def _keep(folder: RunFolder, found: RunTotals, source: str) -> None:
-    """Write ``summary.json`` into a folder of this user's; others' folders stay as they are."""
+    """Write ``summary.json``, but only into a folder that this user owns."""
     with contextlib.suppress(OSError):
         if hasattr(os, "getuid") and folder.path.stat().st_uid == os.getuid():
             write_json(folder.summary, {**asdict(found), "source": source})

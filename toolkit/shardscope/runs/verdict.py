@@ -1,8 +1,8 @@
-"""The final status of a run, decided here and nowhere else.
+"""The final status of a run, derived from rank records and exit codes.
 
-Each rank's own marker comes first: only the rank that wrote "finished" knows that its task returned. Exit
-codes come second. They may be lost (another process reaped it, SIGCHLD was ignored) and they may mislead: a
-process may exit with 0 in mid-task, or crash in a library's clean-up after all work is saved.
+Each rank's own record comes first: only the rank that wrote "finished" knows that its task returned. Exit
+codes come second. They may be lost (another process reaped it, SIGCHLD was ignored) or misleading: a process
+may exit with 0 in the middle of a task, or crash in a library's cleanup after all work is saved.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardscope.runs.explain.failure import Failure, describe_exit, describe_lat
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The facts that are known when no process of a run is left."""
+    """The facts known when no process of a run is left."""
 
     markers: Sequence[Mapping[str, Any]]
     """The record that each rank wrote about itself, in the order of ranks; empty where there is none."""
     failures: Sequence[Failure]
-    """The failure that came first is the first one."""
+    """Failures, earliest first."""
     launcher_code: int | None
     """The launcher's exit code; None if no launcher was started."""
     stop_reason: str | None = None
-    """The reason of a stop; None if nobody requested one before every task had returned."""
+    """The reason of a stop; None if none was requested before every task had returned."""
     was_ended: bool = False
     """Whether the supervisor sent signals to the ranks for that stop, and no rank had died before."""
     left_behind: str = ""
@@ -60,7 +60,7 @@ def decide_status(evidence: Evidence) -> Verdict:
 
 
 def is_finished_everywhere(markers: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the task returned on every rank, as the ranks themselves say."""
+    """Return whether the task returned on every rank, by the ranks' own records."""
     return bool(markers) and all(marker.get("exit") == "finished" for marker in markers)
 
 
@@ -76,7 +76,7 @@ def _describe_aftermath(evidence: Evidence) -> str:
 
 
 def _describe_launcher_exit(evidence: Evidence) -> str:
-    """Return how the run ended where no rank left an exception or an exit code."""
+    """Return how the run ended if no rank left an exception or an exit code."""
     who, code = "the launcher", evidence.launcher_code
     if len(evidence.markers) == 1:
         who = "rank 0"

@@ -1,6 +1,6 @@
-"""What every engine is: one framework really training one plan, on CUDA or CPU ranks.
+"""Engine interface: the training of one plan with one framework, on CUDA or CPU ranks.
 
-This file imports no torch, so the launcher and the tests may name engines without paying for it.
+This module imports no torch, so that the launcher and tests can import it quickly.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from shardscope.training.weights.stored_weights import StoredWeights
 
 BuildModel = Callable[[], "torch.nn.Module"]
-"""Makes the model, untouched by any framework. Called once per rank, under a seed that all ranks share.
+"""Builds the unwrapped model. Called once per rank, with the same seed on all ranks.
 
-Its ``forward(**batch)`` returns the mean loss over labelled tokens, or an object with such a ``.loss``."""
+The model's ``forward(**batch)`` returns the mean loss over labelled tokens, or an object with a ``.loss``."""
 
 BuildOptimizer = Callable[["list[torch.nn.Parameter]"], "torch.optim.Optimizer"]
-"""Makes the optimizer over the trainable parameters that the framework left on this rank."""
+"""Builds the optimizer from the trainable parameters (shards, if the framework shards) of this rank."""
 
 
 class Context(Protocol):
-    """What an engine needs of a rank's context; the process group is up before an engine is made."""
+    """The part of a rank's context that an engine needs. The process group is initialized before."""
 
     @property
     def rank(self) -> int: ...
@@ -43,156 +43,154 @@ class Context(Protocol):
 
 
 def _nothing() -> None:
-    """Wait for a checkpoint that is whole."""
+    """Wait for a checkpoint that is already complete: do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensors:
-    """What an engine holds on this rank at this moment, by whose it is; a storage may come more than once."""
+    """Current tensors of an engine on this rank, by kind; a storage may occur more than once."""
 
     parameters: Iterable[torch.Tensor]
-    """This rank's own, shards where the framework shards."""
+    """Parameters of this rank (shards, if the framework shards)."""
     gradients: Iterable[torch.Tensor]
     optimizer: Iterable[torch.Tensor]
-    """Moments and main copies."""
+    """Optimizer moments and master weights."""
     gathered: Iterable[torch.Tensor] = ()
-    """Whole parameters held beside their shards, emptied ones included."""
+    """All-gathered (full) parameters, including those whose storage was freed."""
     buffers: Iterable[torch.Tensor] = ()
-    """The module's own, which no optimizer touches."""
+    """Buffers of the module."""
 
 
 class Engine(ABC):
-    """One framework, one plan, this rank.
+    """Training of one plan with one framework on this rank.
 
-    ``setup`` makes the model and checks afterwards what it really made: it writes that into the run folder as
-    ``engine`` and raises ``RuntimeError`` where it contradicts the plan.
+    ``setup`` builds the model, reads back what was built, writes that into the run folder as ``engine`` and
+    raises ``RuntimeError`` if it contradicts the plan.
     """
 
     framework: str = ""
-    """The name that ``Layout.framework`` has for it."""
+    """Name of the framework, as in ``Layout.framework``."""
     seed: int = 0
     """Seed of the initial weights, the same on every rank. Set it before ``setup``."""
     fresh_weights: bool = False
-    """Whether ``build_model`` makes a decoder whose weights are random anyway. Set it before ``setup``.
+    """Whether the weights of ``build_model`` are random anyway. Set it before ``setup``.
 
-    Engines that shard may then draw them shard by shard from ``seed``, and never hold the model whole. If
-    False, the weights that ``build_model`` gives are kept exactly, and each rank builds them in host memory.
+    Engines that shard may then initialize them shard by shard from ``seed``, without ever holding the full
+    model. If False, the weights of ``build_model`` are kept exactly: each rank builds them in host memory.
     """
     weights: StoredWeights | None = None
-    """Where the weights of the decoder that ``build_model`` makes are read from, in the place of its own. Set
-    it before ``setup``.
+    """Stored weights that replace those of ``build_model``. Set it before ``setup``.
 
-    A rank reads what it keeps: with stages its layers; where parameters are sharded no rank ever holds the
-    whole model. Adapters over it are drawn from ``seed``.
+    A rank reads only what it keeps (its pipeline stage's layers, or its shards): no rank holds the full
+    model. Adapters are initialized from ``seed``.
     """
     frozen_base: Mapping[str, Any] | None = None
-    """What adapters are over, in a few words: a checkpoint has it beside them, for it holds no base. Set it
-    before ``setup``."""
+    """Identification of the frozen base of adapters, saved with each checkpoint, which does not contain the
+    base. Set it before ``setup``."""
     max_grad_norm: float | None = 1.0
-    """Every step scales the gradient of the whole model down to this norm; None: never. Set it before
-    ``setup``: some frameworks are told then."""
+    """Maximum norm of the whole model's gradient, to which every step clips; None: no clipping. Set it before
+    ``setup``: some frameworks are configured there."""
     learning_rate: float = 3e-4
-    """Of the optimizer that ``setup`` makes itself, until ``set_learning_rate``. Set it before ``setup``."""
+    """Initial rate of the optimizer that ``setup`` builds itself. Set it before ``setup``."""
     weight_decay: float = 0.1
-    """The same of its decoupled decay, on matrices only."""
+    """Decoupled weight decay of that optimizer, on matrices only. Set it before ``setup``."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.plan = ctx.plan
         self.num_steps_done = 0
-        """Optimizer steps taken so far, those before the loaded checkpoint included."""
+        """Number of optimizer steps so far, including those before a loaded checkpoint."""
         self.grad_norm = float("nan")
         """Norm of the whole model's gradient in the last step, before clipping."""
         self.held_after_step: dict[str, int] = {}
-        """Bytes of parameters, gradients and optimizer as the last step left them."""
+        """Bytes of parameters, gradients and optimizer after the last step."""
         self.peak_accounted_bytes = 0
-        """Most bytes of the three seen together, right after an optimizer step."""
+        """Maximum sum of the three, right after an optimizer step."""
 
     @property
     def data_rank(self) -> int:
-        """Which share of each global batch is this rank's; a tensor or pipeline group has one share."""
+        """Data-parallel rank, the index of this rank's share of a global batch."""
         return self.ctx.rank
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many shares a global batch is cut."""
+        """Number of data-parallel ranks, the shares of a global batch."""
         return self.ctx.world_size
 
     @abstractmethod
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run.
+        """Build, shard, check and record the model. Raises ``ValueError`` first for an unsupported plan.
 
-        Without ``build_optimizer`` the engine makes the recipe's, of ``learning_rate`` and ``weight_decay``.
-        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` or ``weights`` is set.
-        Steps clip gradients to ``max_grad_norm``, with an optimizer of one's own too.
+        Without ``build_optimizer`` the engine builds the recipe's optimizer with ``learning_rate`` and
+        ``weight_decay``. The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` or
+        ``weights`` is set. Steps clip gradients to ``max_grad_norm``, also with the user's own optimizer.
         """
 
     @abstractmethod
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Take one optimizer step on this rank's share of a global batch.
 
-        Before the optimizer's step the gradient of the whole model is clipped to ``max_grad_norm``, 1.0
-        unless it was set; ``grad_norm`` says how long it was.
+        Before the optimizer's step the gradient of the whole model is clipped to ``max_grad_norm`` (default
+        1.0); ``grad_norm`` is the norm before that.
 
         ``batch`` has ``input_ids`` and ``labels`` of shape ``[num_micro_batches * micro_batch_size,
-        seq_len]``; labels are aligned with inputs (the model shifts them) and -100 is not trained on.
-        A module of one's own may take other tensors of as many rows: labels that have not the shape of
-        ``input_ids`` are not shifted, and all but -100 count. Returns the mean loss over all labels of all
-        ranks.
+        seq_len]``; labels are aligned with inputs (the model shifts them), and -100 is ignored. The user's
+        own module may take other tensors with as many rows: labels of another shape than ``input_ids`` are
+        not shifted, and all but -100 count. Return the mean loss over all labels of all ranks.
         """
 
     @abstractmethod
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder, all ranks together: aside first, renamed when it is whole.
+        """Write a checkpoint folder, all ranks together: under a temporary name, renamed when it is complete.
 
-        A relative ``path`` is one in the run folder (``ctx.folder``); an older checkpoint there is replaced.
-        In it are the weights (of LoRA the adapters), the optimizer's state, the number of steps done and
-        where each rank's random numbers stand.
+        A relative ``path`` is resolved against the run folder (``ctx.folder``); an older checkpoint there is
+        replaced. It contains the weights (with LoRA only the adapters), the optimizer state, the number of
+        steps and each rank's random number generator states.
         """
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
-        """Start what :meth:`save` does; what comes back waits, on all ranks, until it is done.
+        """Start to save asynchronously. Return a function that waits, on all ranks, until it is complete.
 
-        Steps may be taken meanwhile, another checkpoint not be begun. Engines whose framework cannot write
-        beside training write here, and there is nothing to wait for.
+        Steps may run in the meantime, but no other save. Engines whose framework cannot save asynchronously
+        save here, and the returned function does nothing.
         """
         self.save(path)
         return _nothing
 
     @abstractmethod
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint of the same model that ``save`` wrote in a run folder of this user.
+        """Load a checkpoint of the same model that ``save`` wrote in a run folder of this user.
 
-        All ranks together, after ``setup``. A relative ``path`` is one in this run's own folder
-        (``ctx.folder``). The number of ranks, and DDP or FSDP2, may differ from those that saved. Raises
-        ``FileNotFoundError`` if there is no whole checkpoint, ``PermissionError`` if it is another user's,
-        ``ValueError`` if it asks for more than tensors, plain values and the classes of its format, and no
-        manifest proves that a launch of this user saved it.
+        Call it on all ranks together, after ``setup``. A relative ``path`` is resolved against this run's
+        folder (``ctx.folder``). The number of ranks may differ, and DDP and FSDP2 load each other's. Raises
+        ``FileNotFoundError`` if there is no complete checkpoint, ``PermissionError`` if it belongs to another
+        user, ``ValueError`` if its pickles contain more than tensors, plain values and the classes of its
+        format, and no manifest proves that a launch of this user saved it.
         """
 
     @abstractmethod
     def export(self, path: str | Path) -> None:
-        """Write the model's weights as a folder that ``transformers`` opens, all ranks together.
+        """Write the model's weights as a Hugging Face checkpoint, all ranks together, after ``setup``.
 
-        After ``setup``. ``config.json`` and ``model.safetensors``, where it is large in several files with an
-        index, which ``AutoModelForCausalLM.from_pretrained`` reads; of adapters peft's own format. Weights
-        have the type that the engine keeps: fp32 but for a pure bf16 recipe. Aside first, renamed when it is
-        whole; a relative ``path`` is one in the run folder, and an older export there is replaced.
+        The folder has ``config.json`` and ``model.safetensors`` (several files with an index if it is large),
+        which ``AutoModelForCausalLM.from_pretrained`` reads; adapters are in peft's format. Weights have the
+        engine's parameter type: fp32, except for a pure bf16 recipe. The folder has a temporary name until it
+        is complete. A relative ``path`` is resolved against the run folder; an older export is replaced.
         """
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds now: ``parameters``, ``gradients``, ``optimizer``, the device's own."""
+        """Return this rank's current bytes: ``parameters``, ``gradients``, ``optimizer``, device totals."""
 
     def held_tensors(self) -> HeldTensors | None:
-        """The tensors behind :meth:`memory`, for the census of a step; None where no engine can tell them."""
+        """Return the tensors behind :meth:`memory`, for the census of a step; None if not supported."""
         return None
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of buffers that the framework keeps for gradients, whether or not gradients lie in them."""
+        """Bytes of the framework's gradient buckets, in use or not."""
         return 0
 
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the rate of the next step."""
+        """Set the learning rate of the next step."""

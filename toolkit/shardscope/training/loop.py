@@ -1,4 +1,4 @@
-"""The loop: a batch, a step, a line of metrics, until the last step or until somebody says stop."""
+"""The training loop: batches, optimizer steps, metrics, checkpoints and commands."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
-"""Left unrecorded at the start, where there are enough: the first steps allocate what later ones reuse."""
+"""Steps skipped before profiling, if there are enough: the first ones allocate memory for the others."""
 SNAPSHOT_STEPS = 3
-"""Steps whose allocations a memory snapshot has: the first two are not like all others."""
+"""Number of steps in a memory snapshot: the first two differ from all others."""
 MAX_RECORDED_WINDOWS = 4096
 
 
@@ -45,11 +45,10 @@ def train(
 ) -> None:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
 
-    Between steps all ranks obey the same commands: asked to stop, they save a checkpoint and return; asked
-    for a checkpoint, they save it and go on, as they do every ``save_every`` steps; asked for a profile, they
-    record the next steps, the first of them a warm-up. ``profile`` records a few steps without being asked,
-    at least one however few there are. Raises ``RuntimeError`` if two ranks would read the same text in one
-    step, or if the loss is not a number.
+    Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
+    one and continues, as happens every ``save_every`` steps; "profile" records the next steps, the first of
+    them as a warmup. ``profile`` records a few steps without a command, at least one. Raises ``RuntimeError``
+    if two ranks would read the same text in one step, or if the loss is NaN.
     """
     first = engine.num_steps_done
     check_ranks_read_apart(windows, first, ctx.device)
@@ -57,6 +56,7 @@ def train(
     told = told_steps(first, schedule.num_steps)
     checkpoint_asked = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
+    # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
         print(f"nothing is left to train: num_steps is {schedule.num_steps:,}", flush=True)
     with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
@@ -65,13 +65,14 @@ def train(
         if profile:
             recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
         for step in range(first, schedule.num_steps):
+            # Obey commands before the step; all ranks get the same ones at the same step.
             orders = look(ctx, PROFILED_STEPS)
             if orders.stop:
                 save_checkpoint = True
                 break
             checkpoint_asked |= orders.checkpoint
             is_due = save_every is not None and step % save_every == 0 and step > first
-            # Before its first step an optimizer has no state to save, so the checkpoint comes right after.
+            # An optimizer has no state before its first step, so a checkpoint requested there comes after it.
             if is_due or (checkpoint_asked and step):
                 checkpoints.begin()
                 checkpoint_asked = False
@@ -83,7 +84,7 @@ def train(
             engine.set_learning_rate(rate)
             batch = windows.batch(step)
             began = time.perf_counter()
-            # The loss comes back as a number, which waits for the device: the clock sees the whole step.
+            # engine.step returns the loss as a number, which synchronizes: the time covers the whole step.
             loss = engine.step(batch)
             seconds = time.perf_counter() - began
             seen += windows.indices(step)
@@ -112,7 +113,7 @@ def train(
 
 
 class Checkpoints:
-    """Of one run: at most one under way, and the ``keep_last`` of most steps kept (None: all)."""
+    """Checkpoints of one run: at most one in progress, and the latest ``keep_last`` kept (None: all)."""
 
     def __init__(self, ctx: Any, engine: Engine, keep_last: int | None) -> None:
         self._ctx, self._engine, self._keep_last = ctx, engine, keep_last
@@ -120,14 +121,14 @@ class Checkpoints:
         self._name = ""
 
     def begin(self) -> None:
-        """Save what the engine holds now, beside the steps to come where the engine can."""
+        """Start to save the engine's state, asynchronously if the engine supports it."""
         self.finish()
         path = checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._wait = self._engine.begin_save(path)
         self._name = str(path.relative_to(self._ctx.folder))
 
     def finish(self) -> None:
-        """Wait for the one under way, and forget older ones."""
+        """Wait for the checkpoint in progress, then delete older ones."""
         if self._wait is None:
             return
         self._wait()
@@ -146,15 +147,15 @@ def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
 
 
 def told_steps(first: int, num_steps: int) -> frozenset[int]:
-    """The steps of which a log has a line: the first, the last, and each that ends a tenth of the run."""
+    """Return the steps that are printed to the log: the first one and the end of each tenth of the run."""
     tenths = (num_steps * tenth // 10 - 1 for tenth in range(1, 11))
     return frozenset(step for step in (first, *tenths) if first <= step < num_steps)
 
 
 def check_ranks_read_apart(windows: Windows, step: int, device: torch.device) -> None:
-    """Raise ``RuntimeError`` if ranks were dealt the same windows: their work would be thrown away.
+    """Raise ``RuntimeError`` if different data-parallel ranks got the same text windows.
 
-    A text shorter than one global batch repeats itself, and is let through.
+    A text shorter than one global batch has to repeat, and is allowed.
     """
     own = torch.tensor([windows.rank, *windows.indices(step)], device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -168,7 +169,7 @@ def check_ranks_read_apart(windows: Windows, step: int, device: torch.device) ->
 
 
 def _epoch_turns(windows: Windows, step: int) -> bool:
-    """Whether the step spans two epochs: a window may then rightly come twice."""
+    """Return whether the step spans two epochs, in which case a window may occur twice."""
     batch = windows.rows * windows.num_ranks
     return step * batch // windows.num_windows != ((step + 1) * batch - 1) // windows.num_windows
 
@@ -187,31 +188,31 @@ def _data_record(windows: Windows, first: int, end: int, seen: list[int]) -> dic
     }
 
 
-# ---- What somebody asked of a running training: to stop, to save a checkpoint, to record the next steps
+# ---- Commands to a running training
 
 
 MAX_PROFILED_STEPS = 1000
-"""A trace of more is gigabytes, held in the rank's memory until it is written."""
+"""Maximum number of profiled steps: a longer trace would be gigabytes in the rank's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """The commands of one look, the same on every rank."""
+    """Commands of one poll, the same on every rank."""
 
     stop: bool = False
     checkpoint: bool = False
     profile_steps: int = 0
-    """Steps to record; 0: not asked."""
+    """Number of steps to profile; 0 if not requested."""
     memory_snapshot: bool = False
-    """Keep torch's history of allocations over the next steps and write it into the run folder."""
+    """Whether to record torch's allocation history over the next steps into the run folder."""
 
 
 def look(ctx: Any, profile_steps: int) -> Orders:
-    """Read the commands that came since the last look; once a step, on every rank.
+    """Read the new commands since the last call. Call it once per step on every rank.
 
-    ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}``, and ``{"command": "profile", "steps":
-    n}``, whose ``steps`` default to ``profile_steps``. Whatever else came is ignored with a line in the log:
-    a slip must not end a training.
+    Commands are ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}`` and ``{"command":
+    "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is logged and
+    ignored: a typo must not end a training run.
     """
     stop, commands = ctx.look()
     checkpoint, memory_snapshot, num_steps = False, False, 0
@@ -236,18 +237,18 @@ def _profile_steps(command: Mapping[str, Any], default: int) -> int:
     return whole_number("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
 
 
-# ---- What a training step says of itself, once per step and rank
+# ---- Metrics of a training step, per rank
 
 
 def step_metrics(
     engine: Engine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Names and values for ``ctx.log``.
+    """Return names and values for ``ctx.log``.
 
-    ``tokens_per_second`` is this rank's; steps are synchronous, so all ranks together make ``num_data_ranks``
-    times as many. ``memory_bytes`` and ``peak_memory_bytes`` are the CUDA allocator's; on CPU ranks, which
-    have no allocator to ask, the bytes of parameters, gradients and optimizer, and ``rss_bytes`` beside
-    them.
+    ``tokens_per_second`` is this rank's; steps are synchronous, so all ranks together process
+    ``num_data_ranks`` times as many. ``memory_bytes`` and ``peak_memory_bytes`` come from the CUDA caching
+    allocator. On CPU ranks, which have no such allocator, they are the bytes of parameters, gradients and
+    optimizer, and ``rss_bytes`` is added.
     """
     metrics: dict[str, Any] = {
         "loss": loss,

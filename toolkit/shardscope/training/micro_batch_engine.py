@@ -1,6 +1,6 @@
-"""A step over micro-batches of a module that returns its loss, and what a run is told of it.
+"""Base class of the DDP, FSDP2 and DeepSpeed engines: a step over micro-batches, and the run's record of it.
 
-What DDP, FSDP2 and DeepSpeed share; how the model is wrapped and its weights updated is each one's own.
+Subclasses wrap the model and update its weights.
 """
 
 from __future__ import annotations
@@ -41,71 +41,71 @@ from shardscope.training.weights.initial_weights import (
 from shardscope.training.weights.stored_weights import WithAdapters
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-"""What matrices are multiplied in when fp32 originals are kept."""
+"""Compute dtype of the precisions that keep fp32 master weights."""
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class MicroBatchEngine(Engine):
-    """An engine whose micro-batches go one by one through a module; a subclass makes that and updates it."""
+    """Engine that runs micro-batches through a module one by one; subclasses build and update it."""
 
     model: torch.nn.Module
-    """The model under its framework's wrapper: its parameter names are the checkpoint's."""
+    """The model inside its framework's wrapper; checkpoints use its parameter names."""
     optimizer: torch.optim.Optimizer
     _module: torch.nn.Module
-    """What is called."""
+    """The callable wrapper."""
 
     shards_parameters = False
-    """Whether the framework cuts parameters, which then must be of a type that it can cut."""
+    """Whether the framework shards parameters, which limits their storage type."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self.recipe = self.plan.recipe
         self._watch: MemoryWatch | None = None
 
-    # ---- what a framework says for itself
+    # ---- implemented by each framework
 
     @abstractmethod
     def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
-        """Make ``self.model``, what is called of it and its optimizer; the parameters that train."""
+        """Build the model, its callable wrapper and the optimizer. Return the trainable parameters."""
 
     @abstractmethod
     def what_it_is(self) -> dict[str, Any]:
-        """What was really made, read back from the objects themselves; ``RuntimeError`` if not the plan's."""
+        """Read back what was built. Raises ``RuntimeError`` if it differs from the plan."""
 
     @abstractmethod
     def in_words(self, found: Mapping[str, Any], where: str) -> str:
-        """What :meth:`what_it_is` found, as one plain sentence; ``where`` is "(gloo, cpu)" or its like."""
+        """Describe the result of :meth:`what_it_is` in a sentence; ``where`` is like "(gloo, cpu)"."""
 
     @abstractmethod
     def reduce_on(self, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch: whether its backward is the step's last."""
+        """Return a context for one micro-batch that reduces gradients only in the ``last`` backward."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """Differentiate one micro-batch's share of the loss."""
+        """Run backward for the weighted loss of one micro-batch."""
 
     @abstractmethod
     def _update(self) -> torch.Tensor:
-        """Clip, step and free; the gradient's norm, still on the device."""
+        """Clip gradients, step the optimizer and free gradients. Return the norm, still on the device."""
 
     @abstractmethod
     def whole_tensors(self) -> pretrained.WholeTensors:
-        """What :meth:`export` writes: adapters alone where they train, else all weights."""
+        """Return the full tensors for :meth:`export`: only adapters if they train, else all weights."""
 
     @abstractmethod
     def _accounted(self) -> dict[str, int]:
-        """Bytes of the tensors that this rank holds, by walking them."""
+        """Return the bytes of this rank's tensors by kind, summed over the tensors."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What matrices are multiplied in."""
+        """Dtype of matmuls."""
         return next(self.model.parameters()).dtype
 
     def precision_found(self, trained: list[Parameter]) -> str:
-        """The recipe's name of what was made; ``RuntimeError`` if the recipe has another."""
+        """Return the precision that was built. Raises ``RuntimeError`` if it differs from the recipe's."""
         if self.recipe.base_quantization:
-            # Adapters over it are fp32 by either name.
+            # Adapters over a quantized base are fp32 in either precision.
             return check_copied(self.recipe.precision, self.compute_dtype)
         return check_precision(self.recipe.precision, (p.dtype for p in trained), self.compute_dtype)
 
@@ -121,9 +121,9 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
-        # Where parts are all that is left of a parameter, the framework counts what trains.
+        # what_it_is() comes last: a framework that shards counts the full trainable parameters itself.
         found = {**self._adapters_found(trained), **self.what_it_is()}
-        # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
+        # dist.get_backend() returns the requested name; this is the backend actually used for this device.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
         words = self.in_words(found, f"({backend}, {self.ctx.device.type})")
@@ -174,14 +174,14 @@ class MicroBatchEngine(Engine):
                 self.backward(part)
                 watch.mark("backward")
             total += part.detach().float()
-        # Summed, and divided here: gloo has no average. The optimizer's update hides it.
+        # gloo has no average, so sum here and divide below. The all-reduce overlaps with the optimizer step.
         summing = dist.all_reduce(total, async_op=True)
         watch.begin("optimizer")
         norm = self._update()
         watch.mark("optimizer")
         summing.wait()
         self.num_steps_done += 1
-        # The one place of a step at which the host waits for the device.
+        # The only synchronization of host and device in a step.
         numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
         loss, self.grad_norm = numbers
         return loss
@@ -189,14 +189,14 @@ class MicroBatchEngine(Engine):
     def optimizer_over(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None
     ) -> torch.optim.Optimizer:
-        """The task's own optimizer, or the recipe's."""
+        """Build the task's own optimizer, or the recipe's."""
         if build_optimizer is not None:
             return build_optimizer(trained)
         name, rate, decay = self.recipe.optimizer, self.learning_rate, self.weight_decay
         return optimizers.build_optimizer(name, trained, rate, decay, model)
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
-        """The model in host memory, the same on every rank, in the recipe's precision, with its adapters."""
+        """Build the model with adapters in host memory, identical on all ranks, in the recipe's precision."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.built(build_model)
@@ -214,36 +214,39 @@ class MicroBatchEngine(Engine):
         return model
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
-        """The task's model, or this rank's part of it, with the weights that it begins from."""
+        """Build the task's model, or this rank's part of it, with its initial weights."""
         if self._packs_as_made:
             return build_on_meta(build_model)
         return build_model() if self.weights is None else build_filled(build_model, self.first_weights)
 
     @property
     def _packs_as_made(self) -> bool:
-        """Whether the numbers of a base in few bits are still to come, and no more of them than is packed."""
+        """Whether a quantized base is built on the meta device and its weights are quantized one by one."""
         none_yet = self.weights is not None or self.is_drawn_in_parts
         return none_yet and self.recipe.base_quantization is not None
 
     @property
     def is_drawn_in_parts(self) -> bool:
-        """Whether its weights are random ones, too many for every rank to make them all."""
+        """Whether the weights are initialized randomly shard by shard: too large to build on every rank."""
         return self.fresh_weights and self.weights is None and is_drawn_in_parts(self.plan)
 
     def first_weights(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:
-        """What gives ``model``, made without memory, its weights; random ones are drawn on ``device``."""
+        """Return the source of a meta ``model``'s weights; random ones are generated on ``device``."""
         if self.weights is None:
             return FreshWeights(model, seed=self.seed, device=device)
         return WithAdapters(self.weights, model, self.seed)
 
     def _adapters_found(self, trained: list[Parameter]) -> dict[str, Any]:
-        """What trains, and what a frozen base really is; ``RuntimeError`` if it is not the recipe's."""
+        """Return the number of trainable parameters and the base's quantization.
+
+        Raises ``RuntimeError`` if the base differs from the recipe.
+        """
         base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
         number = sum(parameter.numel() for parameter in trained)
         return {"num_trained_parameters": number, **base}
 
     def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Adapters over ``model``, which is frozen in the type of products: it has no fp32 original."""
+        """Add adapters to ``model``, which is frozen in the compute dtype, without fp32 master weights."""
         recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
         kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
         cast_parameters(model, kind)
@@ -253,16 +256,16 @@ class MicroBatchEngine(Engine):
             quantized.quantize_base(model, recipe, sharded=sharded, compute=kind, weights=weights)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
-            # Over a base on meta peft makes adapters in fp32.
+            # If the base is on the meta device, peft creates the adapters in fp32.
             cast_parameters(model, kind)
         return model
 
     def _in_run(self, path: str | Path) -> Path:
-        """``path``, from the run folder if it is relative: the ranks' own folder means nothing to anybody."""
+        """Return ``path``, resolved against the run folder, not the ranks' working folder."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
     def _position(self) -> dict[str, Any]:
-        """Where training is, for a checkpoint."""
+        """Return the position of the training for a checkpoint."""
         return {**position_of(self), "world_size": dist.get_world_size()}
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -272,10 +275,10 @@ class MicroBatchEngine(Engine):
 
 
 def cast_parameters(model: torch.nn.Module, kind: torch.dtype) -> None:
-    """Keep the parameters of ``model`` in ``kind``, and its buffers as they are.
+    """Cast the parameters of ``model`` to ``kind`` in place, but not its buffers or quantized weights.
 
-    A table of a rotation's angles in bf16 is off by whole turns after some hundred tokens; from_pretrained
-    leaves it in fp32. Of what a task quantised itself the bytes are no numbers.
+    Rotary angles in bf16 are wrong by whole turns after a few hundred tokens; from_pretrained keeps those
+    buffers in fp32 as well. The bytes of quantized weights are packed codes, which a cast would destroy.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

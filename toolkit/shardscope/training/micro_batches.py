@@ -1,4 +1,4 @@
-"""Cut a step's batch into micro-batches, and weigh them so that every labelled token counts once."""
+"""Micro-batches of a step, and their loss weights, with which every labelled token counts the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 IGNORED_LABEL = -100
-"""What transformers and ``torch.nn.CrossEntropyLoss`` leave out of the mean."""
+"""Label that transformers and ``torch.nn.CrossEntropyLoss`` ignore."""
 
 
 def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
-    """``batch`` in ``num_micro_batches`` equal cuts along its first dimension.
+    """Split ``batch`` into ``num_micro_batches`` equal parts along its first dimension.
 
-    Raises ``ValueError`` if a tensor does not divide: dropping the rest would change the global batch in
-    silence.
+    Raises ``ValueError`` if a tensor is not divisible: dropping rows would silently change the global batch.
     """
     for name, tensor in batch.items():
         if tensor.shape[0] == 0 or tensor.shape[0] % num_micro_batches:
@@ -29,17 +28,16 @@ def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dic
 
 
 class LossWeights:
-    """What each micro-batch's mean loss is multiplied with before ``backward``.
+    """Factors of each micro-batch's mean loss before ``backward``.
 
-    A token here is one label: of text, of a class, of whatever ``labels`` holds. Without ``labels`` every
-    micro-batch counts the same.
+    A token is one label (of text, of a class, ...). Without ``labels`` all micro-batches weigh the same.
 
-    Frameworks average gradients over ranks, so with tokens ``n_i`` here, ``N`` on all ``R`` ranks, the weight
-    ``n_i * R / N`` makes the sum the mean over all N tokens, however unevenly ``-100`` falls
-    (https://huggingface.co/blog/gradient_accumulation tells what equal weights do wrong).
+    Frameworks average gradients over ranks. With ``n_i`` tokens in a micro-batch and ``N`` on all ``R``
+    ranks, the weight ``n_i * R / N`` makes the sum the mean over all N tokens, however unevenly ``-100`` is
+    distributed (https://huggingface.co/blog/gradient_accumulation shows the error of equal weights).
 
-    Counting starts when this is made and is waited for when the first weight is asked for, so that the first
-    forward hides it: ranks that met here first would wait for the slowest twice a step.
+    The all-reduce of the counts starts in the constructor and is waited for at the first weight, so it
+    overlaps with the first forward: a blocking one would make ranks wait for the slowest twice per step.
     """
 
     def __init__(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
@@ -47,12 +45,12 @@ class LossWeights:
             int((_predicted(micro) != IGNORED_LABEL).sum()) for micro in micro_batches if "labels" in micro
         ]
         self._equal = 1 / len(micro_batches)
-        # In host memory, where every run has gloo: a device would be waited for.
+        # In host memory, for which every run has gloo: a GPU tensor would need a synchronization.
         self._totals = torch.tensor([sum(self._counts), self._counts.count(0)], dtype=torch.int64)
         self._counting = dist.all_reduce(self._totals, async_op=True) if self._counts else None
 
     def __getitem__(self, index: int) -> float:
-        """The weight of one micro-batch. Raises ``ValueError`` on every rank if one anywhere has no label."""
+        """Return the weight of a micro-batch. Raises ``ValueError`` on all ranks if any has no label."""
         if not self._counts:
             return self._equal
         if self._counting is not None:
@@ -69,9 +67,9 @@ class LossWeights:
 
 
 def _predicted(micro: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The labels that go into the model's loss, those of -100 among them."""
+    """Return the labels that the model's loss uses, including those of -100."""
     labels, inputs = micro["labels"], micro.get("input_ids")
     if labels.ndim >= 2 and inputs is not None and inputs.shape == labels.shape:
-        # The first label of a row has no token before it: a causal model predicts one less than it reads.
+        # A causal model shifts labels: the first one of a row has no token before it.
         return labels[..., 1:]
     return labels

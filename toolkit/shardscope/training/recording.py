@@ -1,4 +1,4 @@
-"""Which steps of a run are recorded with torch.profiler: some that are left, whenever somebody asks."""
+"""Profiling of some of the remaining steps of a run with torch.profiler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 def fit(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
-    """Steps to skip, to warm up in and to record, of the ``num_left`` to come.
+    """Return the numbers of steps to skip, to warm up and to record, of the ``num_left`` remaining ones.
 
-    Where there are too few, steps are skipped first, then recorded, less; the warm-up stays, since the
-    profiler's own start would be in the first recorded step. A single step is recorded without.
+    If there are too few, fewer steps are skipped, then fewer recorded. The warmup stays, because the first
+    recorded step would otherwise include the profiler's start; only a single step is recorded without it.
     """
     warmup = 1 if num_left > 1 else 0
     recorded = min(num_steps, num_left - warmup)
@@ -18,7 +18,7 @@ def fit(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
 
 
 class Recorder:
-    """At most one recording at a time; as a context manager it ends what is under way."""
+    """Recorder of at most one profile at a time; as a context manager it ends the current one."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
@@ -28,11 +28,11 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a recording is under way, its skipped steps included."""
+        """Whether a recording is in progress, its skipped steps included."""
         return self._watching is not None
 
     def start(self, num_steps: int, *, num_left: int, skip: int = 0) -> None:
-        """Record ``num_steps`` of the ``num_left`` steps to come, or as many as there are."""
+        """Start to record ``num_steps`` of the ``num_left`` remaining steps, or as many as there are."""
         if num_left < 1:
             return
         skip, warmup, recorded = fit(num_left, num_steps, skip)
@@ -41,7 +41,7 @@ class Recorder:
         self._num_left = skip + warmup + recorded
 
     def step(self) -> None:
-        """One training step is over."""
+        """Mark the end of a training step."""
         if not self.is_recording:
             return
         if self._profiler is not None:

@@ -1,4 +1,4 @@
-"""What plain PyTorch gives an engine, which DDP and FSDP2 share; wrapping is theirs alone."""
+"""Base class of the DDP and FSDP2 engines: torch's optimizers, gradient scaler and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class TorchEngine(MicroBatchEngine):
         self._scaler: torch.amp.GradScaler | None = None
         self._saving_group: Any = None
 
-    # ---- what a framework says for itself
+    # ---- implemented by each framework
 
     @abstractmethod
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
-        """Build the model and put it under the framework; set ``self.model``; return what is called."""
+        """Build and wrap the model, and set ``self.model``. Return the callable wrapper."""
 
     @property
     @abstractmethod
     def shard_group(self) -> Any | None:
-        """The process group over which parameters are sharded; None if each rank holds them whole."""
+        """Process group over which parameters are sharded; None if they are replicated."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type that autocast computes in; None where the framework casts by itself, or nothing does."""
+        """Dtype of autocast; None if the framework casts by itself or nothing is cast."""
         return None
 
     @property
@@ -61,7 +61,7 @@ class TorchEngine(MicroBatchEngine):
         )
 
     def gathered_tensors(self) -> Iterable[torch.Tensor]:
-        """Whole parameters that the framework gathered and holds beside its shards, emptied ones included."""
+        """Return the framework's all-gathered parameters, including those with a freed storage."""
         return ()
 
     def save(self, path: str | Path) -> None:
@@ -90,13 +90,13 @@ class TorchEngine(MicroBatchEngine):
     def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         self._module = self.wrap(build_model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Taken now: while a layer runs, a framework may have put gathered parameters in their place. And
-        # walking all modules takes as long as what a step asks of their parameters.
+        # Keep the lists: while a layer runs, a framework may replace its parameters by all-gathered ones, and
+        # iterating over all modules in each step is slow.
         self._parameters = list(self.model.parameters())
         self._scales = quantized.scales(self.model)
         self.optimizer = self.optimizer_over(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
-            # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
+            # torch's default, 2^16, overflows in the first steps; the scaler adapts the scale anyway.
             self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
         return trained
 
@@ -111,7 +111,7 @@ class TorchEngine(MicroBatchEngine):
         return pretrained.whole_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients held now."""
+        """Return the current bytes of gradients."""
         return tensors.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -133,13 +133,13 @@ class TorchEngine(MicroBatchEngine):
             self.optimizer.step()
         held = self._accounted()
         self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(held.values()))
-        # Freed here, not before the next backward: the plan counts no gradients during forward.
+        # Free gradients here, not before the next backward: the plan counts none during forward.
         self.optimizer.zero_grad(set_to_none=True)
         self.held_after_step = {**held, "gradients": self.gradient_bytes()}
         return norm
 
     def clip_gradients(self) -> torch.Tensor:
-        """Scale gradients down to ``max_grad_norm``; the whole model's norm before that, on the device."""
+        """Clip gradients to ``max_grad_norm``. Return the whole model's norm before that, on the device."""
         return gradients.clip(self._parameters, self.ctx.device, self.shard_group, self.max_grad_norm)
 
     def _accounted(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""``ss.calibrate()``: rank processes that measure this machine; the kernel never imports torch for it.
+"""``ss.calibrate()``: rank processes that measure this machine, without importing torch in the kernel.
 
-``process.py`` runs in the kernel: it starts the ranks, listens to the first, and ends all of them. What each
-of them runs is ``rank.py``, how it times ``stopwatch.py``, what it measures ``curves.py``. What a calibration
-is, and what a prediction takes from it, is in ``timing/calibration/curves.py``.
+``process.py`` runs in the kernel: it starts the ranks, reads the first one's output, and ends all of them.
+``rank.py`` is the program of a rank, ``stopwatch.py`` its timing and ``curves.py`` the measured operators.
+``timing/calibration/curves.py`` defines a calibration and its use in predictions.
 """

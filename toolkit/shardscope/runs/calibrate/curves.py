@@ -1,6 +1,6 @@
-"""What ranks measure: the operators and collectives that a training step is made of, from small to large.
+"""Measured curves: the operators and collectives of a training step, from small to large sizes.
 
-Sizes grow as far as the time goes. Products and attention allocate their outputs anew, as a step does.
+Sizes grow as long as there is time. Matmuls and attention allocate new outputs in each call, as a step does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardscope.catalog import entries
 from shardscope.runs.calibrate.stopwatch import MIN_SAMPLES, Stopwatch
 
 Said = Callable[[str, float], None]
-"""Called with words and the share of the whole that is done."""
+"""Callback with a description and the completed fraction."""
 
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARES = {
@@ -30,16 +30,16 @@ SHARES = {
     "host_copies": 0.05,
     "collectives": 0.2,
 }
-"""Of the time, what each curve gets."""
+"""Share of the total time of each curve."""
 GROWTH = 4
-"""How much longer the next case of a curve may take than the last one."""
+"""Assumed ratio of the times of two successive cases of a curve."""
 FEWEST_CALLS = MIN_SAMPLES + 2
-"""Calls that each case makes: a first one, one that tells how long it takes, and the samples."""
+"""Minimum number of calls per case: a warmup, one to estimate the time, and the samples."""
 MIB = 2**20
 
 
 class Curves:
-    """Measures all curves on this rank, together with the others."""
+    """Measurement of all curves on this rank, together with the other ranks."""
 
     def __init__(self, device: torch.device, seconds: float, most_bytes: int, said: Said) -> None:
         self.device, self.seconds, self.most_bytes, self.said = device, seconds, most_bytes, said
@@ -49,7 +49,7 @@ class Curves:
         self.done = 0.0
 
     def measured(self) -> dict[str, Any]:
-        """Every curve as the fields of a ``Calibration``."""
+        """Measure all curves. Return them as fields of a ``Calibration``."""
         found: dict[str, Any] = {}
         found["matrix_products"] = self._told("matrix products", "matrix_products", self._products)
         found["attention"] = self._told("attention", "attention", self._attention)
@@ -69,10 +69,10 @@ class Curves:
     # ---- arithmetic
 
     def precisions(self) -> list[str]:
-        """Those whose products this device has kernels for."""
+        """Return the precisions for which this device has matmul kernels."""
         if not self.on_gpu:
             return ["fp32", "bf16"]
-        # Before Ampere bf16 is emulated, and tf32 is not there.
+        # Before Ampere (compute capability 8.0) bf16 is emulated and tf32 does not exist.
         newer = torch.cuda.get_device_capability(self.device) >= (8, 0)
         return ["fp32", "tf32", "bf16", "fp16"] if newer else ["fp32", "fp16"]
 
@@ -83,7 +83,7 @@ class Curves:
             for rows, inner, columns, took in self._growing(
                 self._shapes(), partial(self._product, TYPES[precision]), seconds / len(precisions)
             ):
-                # Forward, and backward's two: as many FLOPs each, in another order of memory.
+                # Forward and the two matmuls of backward: the same FLOPs with other memory layouts.
                 found.append({
                     "precision": precision, "rows": rows, "inner": inner, "columns": columns,
                     "seconds": took / 3,
@@ -92,7 +92,7 @@ class Curves:
         return found
 
     def _shapes(self) -> list[tuple[int, int, int]]:
-        """Squares, and the flat products of few tokens with wide weights, by FLOPs."""
+        """Return matmul shapes sorted by FLOPs: square ones, and few tokens with wide weights."""
         sizes = [512, 1024, 2048, 4096, 8192, 16384] if self.on_gpu else [64, 128, 256, 512, 1024, 2048]
         shapes = [(size, size, size) for size in sizes]
         shapes += [(size, 4 * size, size) for size in sizes[:-1]]
@@ -120,7 +120,7 @@ class Curves:
         heads, dim = (32, 128) if self.on_gpu else (8, 64)
         found = []
         for precision in kinds:
-            # Half of the time each way; the same lengths, for a share is of one pass.
+            # Half of the time for each; `_scores` with backward=True times forward and backward together.
             forward = self._scores(precision, lengths, heads, dim, seconds / 2 / len(kinds), backward=False)
             backward = self._scores(precision, lengths, heads, dim, seconds / 2 / len(kinds), backward=True)
             for length in lengths:
@@ -135,10 +135,10 @@ class Curves:
     def _scores(
         self, precision: str, lengths: list[int], heads: int, dim: int, seconds: float, *, backward: bool
     ) -> dict[int, float]:
-        """Seconds of a pass by sequence length: forward alone, or forward and backward."""
+        """Return the seconds of a pass by sequence length: forward alone, or forward and backward."""
 
         def made(case: Sequence[int]) -> Callable[[], Any]:
-            # Heads lie beside each other in a token, as projections leave them.
+            # The memory layout of a projection's output: the heads of a token are contiguous.
             q, k, v = (
                 self._random(TYPES[precision], 1, case[0], heads, dim).transpose(1, 2).requires_grad_(True)
                 for _ in range(3)
@@ -156,7 +156,7 @@ class Curves:
     # ---- memory
 
     def _passes(self, seconds: float) -> list[dict[str, Any]]:
-        # Past every cache: what an optimizer goes through is.
+        # Sizes up to 512 MiB, beyond all caches, as the data of an optimizer step are.
         sizes = [size for size in (MIB * 2**power for power in range(10)) if 3 * size <= self.most_bytes]
 
         def made(case: Sequence[int]) -> Callable[[], Any]:
@@ -170,16 +170,17 @@ class Curves:
         ]
 
     def _kernel(self, seconds: float) -> float:
-        """Of one operator of a layer whose tensors are so small that all its time goes to starting them.
+        """Return the launch overhead of one operator, in seconds.
 
-        A layer is what a deeper model takes beside a shallower one, forward and backward, over the number of
-        operators that the formulas count in it.
+        The tensors are so small that a layer's time is only overhead. The time of a layer, forward and
+        backward, is the difference of a deeper and a shallower model; it is divided by the number of
+        operators per layer that the formulas count.
         """
         shallow, deep = 2, 6
         took = [self.watch.work(self._steps(layers), seconds / 2) for layers in (shallow, deep)]
         counted = entries("efficiency")["passes"]["transformers"]
         operators = float(counted["kernels_forward"] + counted["kernels_backward"])
-        # Never less than an operator can take at all: noise must not make it negative.
+        # A lower bound of 0.1 us: noise must not make the result negative.
         return max((took[1] - took[0]) / (deep - shallow) / operators, 1e-7)
 
     def _steps(self, num_layers: int) -> Callable[[], Any]:
@@ -203,8 +204,8 @@ class Curves:
         return call
 
     def _updates(self, seconds: float) -> float:
-        """Parameters a second that torch's fused AdamW updates in host memory, all ranks together."""
-        # Parameter, gradient and two moments of fp32.
+        """Return the parameters per second of torch's fused AdamW in host memory, all ranks together."""
+        # Parameter, gradient and two moments in fp32: 16 bytes per parameter.
         parameter = torch.zeros(min(16 * MIB, self.most_bytes // 16), requires_grad=True)
         parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -239,17 +240,17 @@ class Curves:
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             made = getattr(self, f"_{name}")
             for size, took in self._growing(sizes, made, seconds / 5, self.watch.waiting):
-                # There and back.
+                # `_send` sends there and back.
                 each = took / 2 if name == "send" else took
                 found.append({"collective": name, "num_bytes": self._whole(size), "seconds": each})
         return found
 
     def _whole(self, size: int) -> int:
-        """``size`` rounded so that every rank has an equal part."""
+        """Return ``size`` rounded down so that all ranks have equal shards."""
         return size // (4 * self.num_ranks) * 4 * self.num_ranks
 
     def _vector(self, num_bytes: int) -> torch.Tensor:
-        # fp32 for CPU ranks, which reduce in it; bf16 where reductions usually are.
+        # fp32 on CPU ranks, bf16 on GPUs: the usual types of gradient reductions there.
         kind = torch.bfloat16 if self.on_gpu else torch.float32
         return torch.ones(num_bytes // kind.itemsize, dtype=kind, device=self.device)
 
@@ -273,7 +274,7 @@ class Curves:
         return lambda: dist.all_to_all_single(target, whole)
 
     def _send(self, case: Sequence[int]) -> Callable[[], Any]:
-        """To the neighbour and back; of an odd number of ranks the last one watches."""
+        """Return a send to the peer rank and back; with an odd number of ranks the last one is idle."""
         rank, whole = dist.get_rank(), self._vector(self._whole(case[0]))
         peer = rank ^ 1
         if peer >= self.num_ranks:
@@ -291,7 +292,7 @@ class Curves:
         seconds: float,
         timed: Callable[[Callable[[], Any], float], float] | None = None,
     ) -> Iterator[tuple[Any, ...]]:
-        """``(*case, seconds)`` of each case, smallest first, as far as the time goes; at least the first."""
+        """Yield ``(*case, seconds)`` for each case, smallest first, while time is left, but at least one."""
         timed = timed or self.watch.work
         end, last = time.monotonic() + seconds, 0.0
         for number, case in enumerate(cases):

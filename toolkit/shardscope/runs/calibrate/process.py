@@ -1,4 +1,4 @@
-"""``ss.calibrate()``: starts the ranks that measure, listens, ends them, and keeps what they found."""
+"""``ss.calibrate()`` in the kernel: the start and end of the measuring ranks, and their results."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from shardscope.timing.calibration.store import (
 )
 
 Progress = Callable[[str, float], Any]
-"""Called with words and the share that is done, 0 to 1."""
+"""Callback with a description and the completed fraction, 0 to 1."""
 
 NEEDED = ("torch", "transformers")
 START_SECONDS = 60.0
-"""What ranks may take beside measuring: importing torch, meeting each other."""
+"""Time that ranks may take besides measuring: importing torch, initializing the process group."""
 LOOK_SECONDS = 0.05
 REPEAT_SECONDS = 0.25
-"""How often progress is said again while nothing is new: whoever listens may end it, by an exception."""
+"""Interval of repeated progress calls while nothing changes: the callback may cancel by an exception."""
 MEMORY_SHARE = 1 / 16
-"""Of what a rank may use, the most that one measured call may hold."""
+"""Maximum share of a rank's usable memory for one measured call."""
 
 
 class CalibrationError(RuntimeError):
-    """The ranks could not measure; the message ends with what they said."""
+    """Failure of the measuring ranks; the message ends with their error output."""
 
 
 def calibrate(
@@ -55,21 +55,21 @@ def calibrate(
     progress: Progress | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Measure this machine, in processes of its own, and keep the result for predictions.
+    """Measure this machine in separate processes, and store the result for predictions.
 
-    Matrix products by size and precision, attention, memory, the start of operators, the host's optimizer,
-    copies between GPU and host, and collectives over all ranks (NCCL on GPUs, gloo on CPU ranks): all ranks
-    at once, with the threads that launched ranks get. ``cluster`` is this machine as ``Cluster.detect()``
-    finds it, or fewer GPUs of it, or any number of its CPU ranks ("2xcpu"). It measures for about ``seconds``
-    (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception in it,
-    KeyboardInterrupt included, ends the processes and is passed on.
+    Measures matmuls by size and precision, attention, memory bandwidth, kernel launches, the host's
+    optimizer, copies between GPU and host, and collectives over all ranks (NCCL on GPUs, gloo on CPU ranks).
+    All ranks measure at once, with as many threads as launched ranks. ``cluster`` is this machine as returned
+    by ``Cluster.detect()``, fewer GPUs of it, or any number of CPU ranks ("2xcpu"). ``seconds`` is the
+    approximate duration (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception in
+    it, KeyboardInterrupt included, ends the processes and propagates.
 
-    Kept in ``folder``, by default this user's data folder (``timing/calibration/store.py``), where
-    ``plan.step()`` finds it; another folder is read if ``SHARDSCOPE_DATA_HOME`` names it.
+    The result is stored in ``folder``, by default this user's data folder (``timing/calibration/store.py``),
+    where ``plan.step()`` reads it; set ``SHARDSCOPE_DATA_HOME`` to read another folder.
 
-    Raises ``ValueError`` for what is not this machine, ``ImportError`` without the extra "train",
-    ``RuntimeError`` while another calibration of it is under way, ``OSError`` naming a folder that cannot be
-    written, ``TimeoutError``, and ``CalibrationError`` with the words of the rank that failed.
+    Raises ``ValueError`` for a cluster that is not this machine, ``ImportError`` without the extra "train",
+    ``RuntimeError`` while another calibration of it is running, ``OSError`` if the folder cannot be written,
+    ``TimeoutError``, and ``CalibrationError`` with the error output of the failed rank.
     """
     real_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
     place = data_folder(folder)
@@ -110,7 +110,7 @@ def _check_extra() -> None:
 
 
 def _this_machine(cluster: Cluster | None) -> Cluster:
-    """``cluster`` if it is this machine, or a part of it. Raises ``ValueError``."""
+    """Return ``cluster`` if it is this machine or a part of it. Raises ``ValueError`` otherwise."""
     from shardscope.runs.launch.launch import most_cpu_ranks
 
     if cluster is None:
@@ -135,7 +135,10 @@ def _this_machine(cluster: Cluster | None) -> Cluster:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Two at once would measure each other."""
+    """Hold the calibration lock, because two calibrations would disturb each other.
+
+    Raises ``RuntimeError`` if another process holds it.
+    """
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
@@ -148,12 +151,12 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _measured(cluster: Cluster, seconds: float, progress: Progress | None) -> dict[str, Any]:
-    """What the first rank answers. Whatever happens, no process is left."""
+    """Run the ranks and return the first one's result. No process is left behind, even after an error."""
     limit = 1.5 * seconds + START_SECONDS
     ranks: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as held:
         held.callback(_end, ranks)
-        # Where ranks meet, as those of a run do.
+        # The ranks' FileStore is a private file, as in a run (runs/launch/local_store.py).
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardscope-"))
         store, store_path = open_private_file(Path(folder))
         held.callback(os.close, store)
@@ -184,7 +187,7 @@ def _start(
         "most_bytes": int(cluster.usable_bytes_per_gpu * MEMORY_SHARE),
         "store": store_path,
     }
-    # The environment of launched ranks: as many threads each, and gloo on the loopback interface.
+    # Use the environment of launched ranks: the same number of threads, and gloo on the loopback interface.
     environment = launcher_environment(dict(os.environ), {"world_size": cluster.num_gpus, "device": device})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
@@ -201,7 +204,7 @@ def _start(
         stderr=complaint,
         env=environment,
         pass_fds=(store,),
-        start_new_session=True,  # An interrupt is the kernel's: it ends the ranks itself.
+        start_new_session=True,  # Ctrl-C must reach only the kernel, which ends the ranks itself.
     )
 
 
@@ -231,7 +234,7 @@ def _listen(
             repeat = time.monotonic() + REPEAT_SECONDS
             progress(*latest)
         for rank, process in enumerate(ranks):
-            # The others leave when the first has answered; before that, they failed.
+            # Other ranks end only after the first one's result, so an earlier end is a failure.
             if process.poll() not in (None, 0) or (rank == 0 and ended):
                 raise CalibrationError(
                     f"rank {rank} ended with {process.returncode} and no answer\n{_tail(complaints[rank])}"
@@ -242,7 +245,7 @@ def _listen(
 
 
 def _words(said: dict[str, Any], ranks: list[subprocess.Popen[bytes]], complaints: list[IO[bytes]]) -> str:
-    """What the first rank says and, where others had failed before it, what they said: that is the cause."""
+    """Return the first rank's error and the output of other failed ranks, which is often the cause."""
     time.sleep(LOOK_SECONDS)
     failed = [rank for rank, process in enumerate(ranks) if rank and process.poll() not in (None, 0)]
     others = "".join(f"\nrank {rank}: {_tail(complaints[rank])}" for rank in failed)
@@ -265,12 +268,12 @@ def _tail(complaint: IO[bytes]) -> str:
 
 
 def _load() -> float:
-    """Runnable processes for each core over the last minute."""
+    """Return the load average per core over the last minute."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else 0.0
 
 
 def _processor() -> str:
-    """As the system names it."""
+    """Return the processor's model name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

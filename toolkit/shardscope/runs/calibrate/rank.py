@@ -1,7 +1,6 @@
-"""One rank that measures. Settings come as an argument, JSON lines go out by standard output.
+"""Program of a measuring rank: settings are a JSON argument, results JSON lines on standard output.
 
-``python -m shardscope.runs.calibrate.rank <pid of the kernel> <settings as JSON>`` is started by
-``process.py``.
+``process.py`` starts it as ``python -m shardscope.runs.calibrate.rank <pid of the kernel> <settings>``.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 
 def main() -> None:
-    """Measure together with the other ranks. Lines have ``progress``, ``measured`` or ``error``."""
+    """Measure together with the other ranks. Print lines with ``progress``, ``measured`` or ``error``."""
     from shardscope.machine.processes import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     settings = json.loads(sys.argv[2])
-    # What libraries print must not get between the lines of the answer.
+    # Redirect stdout to stderr: output of libraries must not mix with the JSON lines.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -55,10 +54,10 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
         from shardscope.runs.launch.gloo import use_one_thread
 
         patience = timedelta(seconds=settings["timeout_seconds"])
-        store = dist.FileStore(settings["store"])  # Not a TCPStore, which other users could write to.
+        store = dist.FileStore(settings["store"])  # Not a TCPStore, to which other users could connect.
         store.set_timeout(patience)
-        use_one_thread()  # As in a run, which is what these curves are for.
-        # gloo beside NCCL: ranks agree on times by small tensors of the host.
+        use_one_thread()  # As in a run, which these curves predict.
+        # gloo as well: ranks exchange their times as small CPU tensors.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=patience)
     torch.manual_seed(rank)

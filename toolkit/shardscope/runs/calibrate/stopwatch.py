@@ -1,4 +1,4 @@
-"""How ranks time one call: all of them make it at the same moment, and the slowest counts."""
+"""Timing of one call on all ranks at once; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 MIN_SAMPLES = 3
 MAX_SAMPLES = 100
 SAMPLE_SECONDS = 1e-3
-"""So many calls are timed together that a sample is at least this long: clocks cost, a GPU's calls queue."""
+"""Minimum length of a sample, which times several calls: clocks have overhead, and GPU calls are queued."""
 
 
 class Sample(NamedTuple):
@@ -21,39 +21,39 @@ class Sample(NamedTuple):
 
     wall: float
     own: float
-    """Of a CPU rank, the processor's time; else the same."""
+    """CPU time on a CPU rank, else the same as ``wall``."""
 
 
 class Stopwatch:
-    """Times calls on all ranks of the process group, which must make the same calls in the same order."""
+    """Timer of calls on all ranks of the process group, which must make the same calls in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.once = 0.0
-        """Seconds by the clock of one call of the last case, on the slowest rank."""
+        """Wall-clock seconds of one call of the last case, on the slowest rank."""
 
     def work(self, call: Callable[[], Any], budget_seconds: float) -> float:
-        """Seconds of ``call`` on the slowest rank; about ``budget_seconds`` are spent on it.
+        """Return the seconds of ``call`` on the slowest rank, measured for about ``budget_seconds``.
 
-        Of its samples the first quartile. What else runs on the machine can only make a call longer, and of a
-        CPU rank the processor's time is taken, which it does not.
+        The result is the first quartile of the samples, because other load can only make a call longer. On a
+        CPU rank CPU time is measured, which other load does not change.
         """
         samples = self._samples(call, budget_seconds)
         return quantiles(self._slowest([one.own for one in samples]), n=4, method="inclusive")[0]
 
     def waiting(self, call: Callable[[], Any], budget_seconds: float) -> float:
-        """The same of a call in which ranks wait for each other: time by the clock, of the fastest sample.
+        """Return the wall-clock seconds of a call in which ranks wait for each other: the fastest sample.
 
-        Each sample is its slowest rank's, for one that comes late finds the others waiting for it.
+        Each sample counts with its slowest rank, because a late rank finds the others already waiting.
         """
         return min(self._slowest([one.wall for one in self._samples(call, budget_seconds)]))
 
     def slowest(self, seconds: float) -> float:
-        """The most that any rank says: what they all wait for, and what they all decide by."""
+        """Return the maximum over ranks, so that all ranks decide by the same number."""
         return self._slowest([seconds])[0]
 
     def total(self, number: float) -> float:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         if not dist.is_initialized():
             return number
         told = torch.tensor([number], dtype=torch.float64)
@@ -65,7 +65,7 @@ class Stopwatch:
         self.once = self.slowest(self._sample(call, 1).wall)
         calls = max(1, min(1000, round(SAMPLE_SECONDS / self.once)))
         number = max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_seconds / (self.once * calls))))
-        self.slowest(0.0)  # Nobody begins before all are here.
+        self.slowest(0.0)  # A barrier: all ranks start together.
         return [self._sample(call, calls) for _ in range(number)]
 
     def _sample(self, call: Callable[[], Any], calls: int) -> Sample:
@@ -77,7 +77,7 @@ class Stopwatch:
         wall, own = time.perf_counter() - wall, time.process_time() - own
         if self.device.type != "cpu":
             return Sample(wall / calls, wall / calls)
-        # Threads of one operator share its work, and those that wait for others spin.
+        # Process time adds up all threads, also those that spin while they wait.
         return Sample(wall / calls, own / calls / torch.get_num_threads())
 
     def _finish(self) -> None:
@@ -85,7 +85,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def _slowest(self, samples: list[float]) -> list[float]:
-        """Of each sample the slowest rank's."""
+        """Return the maximum over ranks of each sample."""
         if not dist.is_initialized():
             return samples
         told = torch.tensor(samples, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""Checks of what will run: the user's script or function, its data, and earlier runs. A script is
-only read.
+"""Static checks of the user's script or function, its data, and earlier runs. No user code is executed.
 
-Others use ``findings.findings`` (of a plan and its task) and ``findings.findings_in`` (of a script's text).
+Other packages use ``findings.findings`` (for a plan and its task) and ``findings.findings_in`` (for the text
+of a script).
 """

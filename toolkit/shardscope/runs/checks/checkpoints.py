@@ -1,4 +1,4 @@
-"""Saving in a script: a whole model gathered where its shards would do, and a file that every rank writes."""
+"""Checks of saving in a script: full state dicts instead of sharded ones, and a file written by all ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ON_RANK_0 = (
 )
 SAVING_MODULES = ("torch", "np", "numpy", "pickle", "joblib")
 MAX_DEPTH = 5
-"""Functions around a save that are followed to their calls."""
+"""Maximum number of enclosing functions that are followed to their call sites."""
 
 
 def check_gathered_state(script: Script) -> Iterator[Finding]:
-    """Find a checkpoint that is gathered whole: on every rank, or on rank 0 while the others wait."""
+    """Find a full (unsharded) state dict, gathered on every rank or on rank 0 while the others wait."""
     configs = script.calls("FullStateDictConfig")
     on_one = bool(configs) and all(is_constant(keywords(one).get("rank0_only"), True) for one in configs)
     for line in script.uses.get("FULL_STATE_DICT", ()):
         yield _gathered(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
     for call in script.calls("StateDictOptions"):
         given = keywords(call)
-        # With broadcast_from_rank0 rank 0 reads a whole one and hands it out: that is no checkpoint.
+        # broadcast_from_rank0 is for loading: rank 0 reads a full state dict and broadcasts it.
         is_load = is_constant(given.get("broadcast_from_rank0"), True)
         if is_constant(given.get("full_state_dict"), True) and not is_load:
             on_one = is_constant(given.get("cpu_offload"), True)
@@ -41,7 +41,7 @@ def check_gathered_state(script: Script) -> Iterator[Finding]:
 def _gathered(script: Script, line: int, option: str, on_rank_0: str, on_one: bool) -> Finding:
     size, num_bytes, room = "the whole model", None, None
     if script.plan is not None:
-        # Weights in fp32 and, where the optimizer is saved, Adam's two moments.
+        # Weights in fp32 and, if the optimizer is saved, Adam's two moments.
         each = FP32 * (3 if any("optim" in name and "state_dict" in name for name in script.uses) else 1)
         num_bytes, room = (
             script.plan.architecture.num_parameters * each,
@@ -63,10 +63,10 @@ def _gathered(script: Script, line: int, option: str, on_rank_0: str, on_one: bo
 def check_every_rank_saves(script: Script) -> Iterator[Finding]:
     """Find a file that every rank writes to the same path."""
     for call in script.calls("save", "save_pretrained", "save_file", "dump") if script.is_distributed else ():
-        # An Accelerator's save and torch.distributed.checkpoint's know their rank.
+        # Skip Accelerator.save and torch.distributed.checkpoint.save, which handle ranks themselves.
         if script.name_of(call.func) in ("save", "dump") and not _is_of_a_library(script, call):
             continue
-        # transformers' save_pretrained takes what tells it which rank writes.
+        # transformers' save_pretrained has arguments that select the writing rank.
         is_told = {"save_function", "is_main_process"} & set(keywords(call))
         if not is_told and not script.reads_rank(*call.args) and not _is_on_one_rank(script, call):
             why = "every rank writes this file, at the same time and to the same path: it may end up damaged."
@@ -74,7 +74,11 @@ def check_every_rank_saves(script: Script) -> Iterator[Finding]:
 
 
 def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
-    """Whether the rank is asked around ``node``, before it in its function, or around all calls of that."""
+    """Return whether ``node`` runs on one rank only.
+
+    That is the case inside an ``if`` on the rank, after such an ``if`` that leaves the function, or if all
+    calls of its function are such.
+    """
     for one in script.around(node):
         if isinstance(one, ast.If | ast.IfExp) and script.reads_rank(one.test):
             return True
@@ -89,7 +93,7 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
         if script.reads_rank(*one.decorator_list) or depth == MAX_DEPTH:
             return depth < MAX_DEPTH
         calls = [call for call in script.calls(one.name) if not _is_of_a_library(script, call)]
-        # A function that is given the rank may write a file of that name.
+        # A function with the rank as an argument may write one file per rank.
         told = [script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls]
         return bool(told) and all(told)
     return False

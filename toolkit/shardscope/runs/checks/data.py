@@ -1,4 +1,4 @@
-"""Data loading on several ranks: own samples for each data-parallel rank, in a new order each epoch."""
+"""Checks of distributed data loading: different samples on each data-parallel rank, reshuffled each epoch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SHARDING = re.compile(
 )
 """Functions and classes that give each rank its share of the data, or wrap a loader so that it does."""
 NOT_DATA = re.compile(r"\w*(model|net|optim|sched|crit|loss|accelerator)\w*|opt|lr", re.IGNORECASE)
-"""Names of what ``accelerator.prepare`` takes beside loaders."""
+"""Names of the arguments of ``accelerator.prepare`` that are not data loaders."""
 HARMLESS = re.compile(
     r"\w*device\w*|to|cuda|\w*print\w*|info|debug|warning|error|log|tqdm|trange|save\w*|init_process_group"
     r"|\w*DataParallel|spawn|init|barrier",
     re.IGNORECASE,
 )
-"""Functions to which a rank is given without selecting data by it."""
+"""Functions that take a rank without selecting data by it."""
 READING = ("int", "str", "get", "getenv", "get_rank", "max", "min")
-"""Functions through which a rank is read."""
+"""Functions in an expression that reads a rank."""
 ABOUT_SPEED = ("num_workers", "pin_memory", "batch_size", "prefetch_factor")
 SAMPLER_ARGUMENTS, SAMPLER_POSITIONS = ("sampler", "batch_sampler"), (3, 4)
-"""Of a DataLoader, by name and by position (torch/utils/data/dataloader.py)."""
+"""Sampler arguments of DataLoader, by name and by position (torch/utils/data/dataloader.py)."""
 BLIND_SAMPLERS = ("RandomSampler", "SequentialSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 """torch's samplers that do not know the rank."""
 
@@ -39,7 +39,7 @@ def check_sampler(script: Script) -> Iterator[Finding]:
     plan, loaders = script.plan, script.calls(LOADER)
     if plan is not None and plan.degrees.data_parallel == 1:
         return
-    # One loader with a sampler speaks for the others: an evaluation often has none on purpose.
+    # One loader with a sampler is enough: evaluation loaders often have none on purpose.
     if any(_has_sampler(script, call) for call in loaders) or _shards_data(script):
         return
     ranks = None if plan is None else plan.world_size
@@ -51,7 +51,7 @@ def check_sampler(script: Script) -> Iterator[Finding]:
 
 
 def _has_sampler(script: Script, loader: ast.Call) -> bool:
-    """Whether a loader has a sampler that may know its rank, or arguments that the text does not show."""
+    """Return whether a loader has a sampler that may depend on the rank, or ``**kwargs`` that may."""
     given = [value for name, value in keywords(loader).items() if name in SAMPLER_ARGUMENTS]
     given += [loader.args[place] for place in SAMPLER_POSITIONS if len(loader.args) > place]
     assigned = {name: node.value for node, name in _assignments(script)}
@@ -61,7 +61,7 @@ def _has_sampler(script: Script, loader: ast.Call) -> bool:
 
 
 def _shards_data(script: Script) -> bool:
-    """Whether ranks get data of their own in another way: a wrapped loader, or a selection by rank."""
+    """Return whether ranks get different data in another way: a wrapped loader, or a selection by rank."""
     arguments = {node.arg for node in script.nodes if isinstance(node, ast.keyword) and node.arg}
     if any(SHARDING.fullmatch(name) for name in (arguments | set(script.uses)) - script.defined):
         return True
@@ -70,9 +70,9 @@ def _shards_data(script: Script) -> bool:
         return True
     assigned = [(node, name) for node, name in _assignments(script) if not HARMLESS.fullmatch(name)]
     names = {name for node, name in assigned if script.reads_rank(node.value)}
-    # rank = dist.get_rank(); start = rank * share
+    # Follow variables computed from a rank: rank = dist.get_rank(); start = rank * share
     names |= {name for node, name in assigned if names & set(map(script.name_of, ast.walk(node.value)))}
-    # torch.multiprocessing.spawn gives the first parameter of its function the rank.
+    # torch.multiprocessing.spawn passes the rank as the first argument.
     started = {script.name_of(call.args[0]) for call in script.calls("spawn") if call.args}
     functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
     names |= {one.args.args[0].arg for one in functions if one.name in started and one.args.args}
@@ -86,7 +86,7 @@ def _shards_data(script: Script) -> bool:
 
 
 def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
-    """Yield assignments with the name of each target; of ``args.rank = ...`` also ``args``."""
+    """Yield each assignment with the names of its targets; for ``args.rank = ...`` also ``args``."""
     for node in script.nodes:
         if isinstance(node, ast.Assign):
             targets = (inner for target in node.targets for inner in ast.walk(target))
@@ -94,9 +94,9 @@ def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
 
 
 def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
-    """Whether a read of the rank chooses a device, who prints or who waits, or only fills a variable.
+    """Return whether a read of the rank does not select data: it selects a device or a rank that prints.
 
-    ``own`` are the script's functions and classes that return nothing that could be a rank's data.
+    ``own`` are the script's functions and classes without a return value, which cannot return a rank's data.
     """
     around, inside = list(script.around(node)), node
     if any(getattr(one, "arg", None) in ABOUT_SPEED for one in around):
@@ -126,7 +126,7 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
     wanted = plan.degrees.data_parallel
     for call in script.calls(SAMPLER):
         given = keywords(call).get("num_replicas", call.args[1] if len(call.args) > 1 else None)
-        # Without the argument it is the world size (torch/utils/data/distributed.py).
+        # The default is the world size (torch/utils/data/distributed.py).
         if given is not None and not re.search(r"world_?size|num_processes", ast.unparse(given), re.I):
             continue
         why = (
@@ -139,7 +139,7 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
 
 
 def check_set_epoch(script: Script) -> Iterator[Finding]:
-    """Find a shuffling DistributedSampler that repeats the order of the first epoch."""
+    """Find a shuffling DistributedSampler without ``set_epoch``, which repeats the first epoch's order."""
     for call in script.calls(SAMPLER)[:1]:
         if "set_epoch" not in script.uses and not is_constant(keywords(call).get("shuffle"), False):
             why = "set_epoch is never called: every epoch has the order of the first."

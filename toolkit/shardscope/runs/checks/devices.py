@@ -1,4 +1,4 @@
-"""Devices and ranks in a script: numbers where each rank needs its own, and a GPU that is never chosen."""
+"""Checks of devices and ranks in a script: hard-coded ones, and a GPU that is never selected."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RANK_ARGUMENTS = {
     "DistributedSampler": ("rank",),
 }
 CHOOSING = ("set_device", "set_device_index", "Accelerator", "Trainer", "initialize", "local_rank")
-"""What gives a rank its GPU: torch's functions, libraries, the variable."""
+"""Names that select a rank's GPU: torch's functions, libraries, the launcher's variable."""
 THIS_RANKS_DEVICE = 'torch.device("cuda", int(os.environ["LOCAL_RANK"]))'
 THIS_RANK = 'dist.get_rank() and dist.get_world_size(), or int(os.environ["RANK"]), which torchrun sets'
 SET_DEVICE = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group'
 
 
 def check_fixed_device(script: Script) -> Iterator[Finding]:
-    """Find a GPU by its number: all ranks of a node would share it."""
+    """Find a hard-coded GPU index, with which all ranks of a node share one GPU."""
     lines: dict[int, str] = {}
     for node in script.nodes if script.is_distributed else ():
         numbers: list[ast.expr] = []
@@ -43,7 +43,7 @@ def check_fixed_device(script: Script) -> Iterator[Finding]:
 
 
 def check_fixed_rank(script: Script) -> Iterator[Finding]:
-    """Find a rank or a world size that is a number in the text, not what the launcher set."""
+    """Find a hard-coded rank or world size, which ignores the launcher's values."""
     lines: dict[int, str] = {}
     for node in script.nodes:
         if isinstance(node, ast.Call):
@@ -62,7 +62,7 @@ def check_fixed_rank(script: Script) -> Iterator[Finding]:
 
 
 def check_set_device(script: Script) -> Iterator[Finding]:
-    """Find CUDA ranks that never choose a GPU: all of a node's compute on its first one."""
+    """Find CUDA ranks that never select a GPU, so that all ranks of a node use GPU 0."""
     for call in script.calls("init_process_group")[:1]:
         backend = keywords(call).get("backend", call.args[0] if call.args else None)
         named = "cuda" in script.uses or any(is_constant(node, "cuda") for node in script.nodes)

@@ -1,4 +1,4 @@
-"""All findings of a plan and of what will be run of it; and the findings in a script's text."""
+"""All findings of a plan with its task and earlier runs, and the findings in a script's text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
 
 
 def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
-    """The findings of a plan, its task and earlier runs: :meth:`shardscope.core.plan.Plan.findings`."""
+    """Return the findings of a plan, its task and earlier runs, as ``Plan.findings`` does."""
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
     found = [*preflight.findings(case), *text.same_windows(case), *loading.starved(case)]
@@ -47,10 +47,11 @@ def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -
 
 
 def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
-    """Return what ``source``, a training script or the text of an accelerate configuration, does badly.
+    """Return the findings in ``source``, a training script or the text of an accelerate configuration.
 
-    It is read, never run. Each finding names its line and what to write instead; with ``plan`` also what it
-    costs. The worst come first. Raises ``ValueError`` for what is no text, or is longer than a mebibyte.
+    The text is only parsed, never run. Each finding has its line and the suggested replacement; with
+    ``plan`` also its cost. The most severe come first. Raises ``ValueError`` if ``source`` is not text or has
+    more than 2**20 characters.
     """
     if not isinstance(source, str) or len(source) > MAX_CHARACTERS:
         refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
@@ -59,7 +60,7 @@ def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
 
 
 def _check_runs(runs: object) -> tuple[Run, ...]:
-    """``runs`` as Runs; None is none of them. Raises ``ValueError`` for anything else."""
+    """Return ``runs`` as a tuple of runs; None means no runs. Raises ``ValueError`` for anything else."""
     if runs is None:
         return ()
     if isinstance(runs, str | bytes) or not isinstance(runs, Iterable):
@@ -73,16 +74,16 @@ def _check_runs(runs: object) -> tuple[Run, ...]:
 
 def _check(script: Script) -> Iterator[Finding]:
     for check in CHECKS:
-        # Text that nests deeper than Python's recursion limit is not checked further.
+        # Skip the check if the code is nested deeper than Python's recursion limit.
         with suppress(RecursionError):
             yield from check(script)
 
 
-# ---- Plans that are run without ever having been looked at under a profiler
+# ---- Plans that were never profiled
 
 
 def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Finding]:
-    """Find a plan of which no earlier run has a trace, where the task records none either."""
+    """Find a plan without a trace of any earlier run, if the task records none either."""
     if _records(task):
         return
     mine = [run for run in runs if _plan_of(run) == plan]
@@ -101,7 +102,7 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
 
 
 def _records(task: object) -> bool:
-    """Whether a task records a profile by itself, or its source asks for one."""
+    """Return whether a task records a profile, by its field or in its source."""
     if getattr(task, "profile", False) is True:
         return True
     source = source_of(task)
@@ -111,7 +112,7 @@ def _records(task: object) -> bool:
 def _plan_of(run: Run) -> object:
     try:
         return run.plan
-    except ValueError:  # Damaged, or of another version.
+    except ValueError:  # A damaged plan, or one of another version.
         return None
 
 

@@ -1,6 +1,6 @@
-"""A guide from PyTorch's first FSDP to FSDP2: every use in a script or an accelerate configuration.
+"""Migration from FSDP1 to FSDP2: every use of FSDP1 in a script or an accelerate configuration.
 
-The two places where migrations go wrong, mixed precision and optimizer state, are warnings of their own.
+The two usual pitfalls of a migration, mixed precision and optimizer state, have their own warnings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE = re.compile(r"^\s*(?P<key>fsdp_(?!config\b)\w+)\s*:\s*['\"]?(?P<value>\w+)
 BY_CONFIG_VALUE = {str(number): name for number, name in enumerate(STRATEGIES, 1)} | {
     name.strip("_"): name for name in STRATEGIES
 }
-"""Strategies by accelerate's number and name of each."""
+"""Strategies by accelerate's numbers and names."""
 
 PRECISION_WHY = (
     "MixedPrecision held for everything inside the wrapped model. FSDP2's policy holds for the one "
@@ -53,7 +53,7 @@ def check_fsdp1(script: Script) -> Iterator[Finding]:
     """Find every use of FSDP1, each with its replacement."""
     matches = [(number, LINE.match(text)) for number, text in enumerate(script.source.splitlines(), 1)]
     lines = [(number, match["key"], match["value"]) for number, match in matches if match]
-    # ``key: value`` is Python as well: an annotation.
+    # ``key: value`` also parses as Python, as an annotation.
     is_python = script.tree is not None and not all(
         isinstance(one, ast.AnnAssign) for one in script.tree.body
     )
@@ -75,7 +75,7 @@ def _replace(name: str, line: int, change: str) -> Finding:
 
 
 def _in_calls(script: Script) -> Iterator[Finding]:
-    """Calls of the class and of Accelerate's plugin, and their arguments."""
+    """Yield findings for calls of the FSDP1 class and of Accelerate's plugin, and for their arguments."""
     for call in script.calls(OLD_CLASS, PLUGIN):
         is_class = script.name_of(call.func) == OLD_CLASS
         if is_class:
@@ -94,10 +94,10 @@ def _in_calls(script: Script) -> Iterator[Finding]:
 
 
 def _in_names(script: Script) -> Iterator[Finding]:
-    """Methods and classes of FSDP1, at each use."""
+    """Yield findings for each use of FSDP1's methods and classes."""
     for node in script.nodes:
         name = script.name_of(node)
-        # A variable may be named as an argument is; torch.nn.utils has a function of a method's name.
+        # Skip variables with the name of an argument, and torch.nn.utils.clip_grad_norm_.
         is_variable = isinstance(node, ast.Name) and node.id not in script.aliases
         is_torchs = isinstance(node, ast.Attribute) and "nn.utils" in ast.unparse(node.value)
         if name in REPLACED and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
@@ -109,7 +109,7 @@ def _in_names(script: Script) -> Iterator[Finding]:
 
 
 def _strategies(script: Script) -> Iterator[Finding]:
-    """Strategies as members of the enumeration, or as text."""
+    """Yield findings for sharding strategies, as enumeration members or as text."""
     found = [(line, name) for name in STRATEGIES for line in script.uses.get(name, ())]
     for keyword in script.nodes:
         if isinstance(keyword, ast.keyword) and keyword.arg in STRATEGY_ARGUMENTS:
@@ -121,7 +121,7 @@ def _strategies(script: Script) -> Iterator[Finding]:
 
 
 def _optimizer_state(script: Script) -> Iterator[Finding]:
-    """The functions of optimizer state, and the optimizer's own ``state_dict``."""
+    """Yield findings for FSDP1's optimizer state functions and the optimizer's own ``state_dict``."""
     for node in script.nodes:
         name = script.name_of(node)
         owner = script.name_of(node.value) if isinstance(node, ast.Attribute) else ""
@@ -131,7 +131,7 @@ def _optimizer_state(script: Script) -> Iterator[Finding]:
 
 
 def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
-    """Accelerate's YAML: its version, and keys of version 1."""
+    """Yield findings for accelerate's YAML: a missing ``fsdp_version: 2``, and FSDP1's keys."""
     version = [(line, value) for line, key, value in lines if key == "fsdp_version"]
     if not version or version[0][1] == "1":
         line = version[0][0] if version else lines[0][0]

@@ -1,4 +1,4 @@
-"""Data loading: what a node must be fed so that no step waits for it."""
+"""Data loading rates that a plan needs, compared with the rates of usual storage and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardscope.training.tasks.pretrain import Pretrain
 
 READS_PER_SECOND = 3_000
 """Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/
-general-purpose.html). Local flash has hundreds of thousands, a disk that turns about a hundred."""
+general-purpose.html). Local flash has hundreds of thousands, a hard disk about a hundred."""
 TOKENIZED_BYTES_PER_SECOND = 1e9 / 20
-"""Of a whole server: "less than 20 seconds to tokenize a GB of text on a server's CPU" (README of
-huggingface/tokenizers)."""
+"""Tokenizer throughput of a whole server: "less than 20 seconds to tokenize a GB of text on a server's CPU"
+(README of huggingface/tokenizers)."""
 TEXT_BYTES_PER_TOKEN = 3.17
-"""Of English, with Llama 2's vocabulary; larger ones have more to a token, Llama 3's 3.94 (Grattafiori et al.
-2024, section 3.2)."""
+"""Bytes of English text per token with Llama 2's vocabulary; larger vocabularies have more, Llama 3's 3.94
+(Grattafiori et al. 2024, section 3.2)."""
 
 CHANGE = (
     "Tokenize before the run and keep the tokens in memory or on local flash, as Pretrain does; or "
@@ -26,17 +26,17 @@ CHANGE = (
 
 
 def starved(case: Case) -> Iterator[Finding]:
-    """A node whose ranks take more samples or text a second than usual storage or tokenizers give.
+    """Find a node whose ranks need more samples or text per second than usual storage or tokenizers deliver.
 
-    ``Pretrain`` and ``Finetune`` have all tokens in memory before the first step, and are left out; a
-    function or script loads as it likes. Calibration measures no storage.
+    Applies to the user's own function or script: ``Pretrain`` and ``Finetune`` have all tokens in memory
+    before the first step. The rates are typical ones, because calibration does not measure storage.
     """
     if case.step is None or hasattr(case.task, "text"):
         return
     plan, recipe = case.plan, case.plan.recipe
     rows_per_second = plan.num_micro_batches * recipe.micro_batch_size / case.step.seconds
     ranks = plan.cluster.gpus_per_node
-    # Ranks that work on one sequence together each read it.
+    # Ranks that share a sequence (tensor, context and pipeline parallel) each read it.
     samples = ranks * rows_per_second
     text_bytes = samples * recipe.seq_len * TEXT_BYTES_PER_TOKEN
     if samples <= READS_PER_SECOND and text_bytes <= TOKENIZED_BYTES_PER_SECOND:
@@ -58,6 +58,6 @@ def starved(case: Case) -> Iterator[Finding]:
         f"{text_bytes / 1e6:,.1f} MB/s of English text; {limit}.",
         number=samples,
         change=CHANGE,
-        # What nobody has written yet can be what has all tokens in memory.
+        # Without a task, suggest the built-in one that keeps all tokens in memory.
         task=Pretrain() if case.task is None and recipe.global_batch_size <= windows else None,
     )

@@ -1,4 +1,4 @@
-"""A training script or function as a syntax tree: its calls, its imports, what stands around a node."""
+"""Syntax tree of a training script or function: its calls, imports and the ancestors of a node."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MAX_CHARACTERS = 2**20
-"""Longer than any script that a user wrote."""
+"""Maximum length of a source text, longer than any script written by hand."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 RANK = re.compile(
     r"((global|local|node|world|dist|ddp|dp|my|process)_)?(rank|RANK)(_id)?|get_(\w+_)?rank"
     r"|(local_)?process_index|is_\w*(main|master|rank)\w*|\w*main_process\w*|(LOCAL_|NODE_)RANK"
 )
-"""Names that hold or return a rank, or tell whether this is the first one."""
+"""Names of variables and functions that are a rank, or whether it is the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Source code, and the plan that it will train where that is known."""
+    """Source code, and the plan that it trains, if known."""
 
     source: str
-    """Python, or the lines of an accelerate configuration."""
+    """Python code, or the text of an accelerate configuration."""
     plan: Plan | None = None
 
     @cached_property
     def tree(self) -> ast.Module | None:
-        """The syntax tree; None for text that is not Python. A nested function's text is dedented first."""
+        """Syntax tree; None if the text is not Python. The source of a nested function is dedented."""
         for text in (self.source, textwrap.dedent(self.source)):
             try:
                 return ast.parse(text)
@@ -46,7 +46,7 @@ class Script:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node, in the order of the text where nodes have a line."""
+        """All nodes in source order; nodes without a line come first."""
         found = [] if self.tree is None else list(ast.walk(self.tree))
         return sorted(found, key=line_of)
 
@@ -56,7 +56,7 @@ class Script:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Local name -> what was imported under it: ``FSDP`` -> ``FullyShardedDataParallel``."""
+        """Imported name by local name: ``FSDP`` -> ``FullyShardedDataParallel``."""
         return {
             alias.asname or alias.name: alias.name.rpartition(".")[2]
             for node in self.nodes
@@ -66,7 +66,7 @@ class Script:
 
     @cached_property
     def defined(self) -> set[str]:
-        """Functions and classes that the script defines."""
+        """Names of the functions and classes that the script defines."""
         return {node.name for node in self.nodes if isinstance(node, DEFINITIONS)}
 
     def name_of(self, node: ast.AST) -> str:
@@ -77,7 +77,7 @@ class Script:
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:
-        """Every name and attribute outside imports, under its imported name, and its lines."""
+        """Lines of each name and attribute outside imports, by its imported name."""
         found: dict[str, list[int]] = {}
         for node in self.nodes:
             if name := self.name_of(node):
@@ -85,33 +85,33 @@ class Script:
         return found
 
     def calls(self, *names: str) -> list[ast.Call]:
-        """Return the calls of these names, however they were imported, in the order of the text."""
+        """Return the calls of these names in source order, resolving import aliases."""
         return [
             node for node in self.nodes if isinstance(node, ast.Call) and self.name_of(node.func) in names
         ]
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what ``node`` stands in, innermost first."""
+        """Yield the ancestors of ``node``, innermost first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
 
     def scope(self, node: ast.AST) -> ast.AST | None:
-        """Return the innermost function or class around ``node``; None: the module itself."""
+        """Return the innermost function or class around ``node``; None for the module level."""
         return next((one for one in self.around(node) if isinstance(one, DEFINITIONS)), None)
 
     def reads_rank(self, *nodes: ast.AST) -> bool:
-        """Whether a rank is read in ``nodes``: ``rank``, ``os.environ["RANK"]``, ``dist.get_rank()``."""
+        """Return whether ``nodes`` read a rank: ``rank``, ``os.environ["RANK"]``, ``dist.get_rank()``."""
         return any(self.is_rank(inner) for one in nodes for inner in ast.walk(one))
 
     def is_rank(self, node: ast.AST) -> bool:
-        """Whether ``node`` is the name of a rank: of a variable, a function, an environment variable."""
+        """Return whether ``node`` names a rank: a variable, a function or an environment variable."""
         text = node.value if isinstance(node, ast.Constant) else self.name_of(node)
         return isinstance(text, str) and RANK.fullmatch(text) is not None
 
     @cached_property
     def is_distributed(self) -> bool:
-        """Whether it runs on several ranks by its own text, or is the function of a task (``ctx``)."""
+        """Whether the script uses several ranks, or is a task function with the parameter ``ctx``."""
         makers = ("init_process_group", "DistributedDataParallel", "fully_shard", "Accelerator")
         named = any(name in self.uses for name in (*makers, "FullyShardedDataParallel", "get_rank"))
         return named or self.plan is not None or any(getattr(node, "arg", "") == "ctx" for node in self.nodes)
@@ -128,7 +128,7 @@ def keywords(call: ast.Call) -> dict[str, ast.expr]:
 
 
 def is_constant(node: ast.AST | None, *values: object) -> bool:
-    """Whether ``node`` is one of these literals."""
+    """Return whether ``node`` is one of these literals."""
     return isinstance(node, ast.Constant) and node.value in values
 
 

@@ -1,4 +1,4 @@
-"""Ranks that see the same data: a text too short for one batch, or read more often than it teaches."""
+"""Checks of the text of ``Pretrain``: too short for one batch, or repeated too many times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardscope.planner.checks.case import Case, changed_plan, changed_task
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 
 MAX_EPOCHS = 4
-"""Up to so many passes repeated text teaches almost as much as new text (Muennighoff et al. 2023,
+"""Number of epochs up to which repeated text is almost as good as new text (Muennighoff et al. 2023,
 arXiv:2305.16264)."""
 SHIPPED_TOKENS = 373_161
-"""Of the shipped corpus with its own tokenizer; a test counts them anew."""
+"""Number of tokens of the shipped corpus with its own tokenizer; a test recounts them."""
 
 
 def same_windows(case: Case) -> Iterator[Finding]:
-    """``Pretrain`` deals windows of a text: where a batch takes more than there are, ranks read the same.
+    """Find a batch with more windows than the text has, so that ranks read the same ones, or many epochs.
 
-    A text or tokenizer of one's own is counted by bytes: a token is at least one, so that what is found is
-    certain, and some of it is missed.
+    The size of the user's own text is its number of bytes, an upper bound of its tokens: every finding is
+    correct, but some are missed.
     """
     tokens = _num_tokens(case)
     if tokens is None:
@@ -30,7 +30,7 @@ def same_windows(case: Case) -> Iterator[Finding]:
     if batch > windows:
         at_once = recipe.micro_batch_size * case.plan.degrees.data_parallel
         largest, shorter = windows - windows % at_once, tokens // batch
-        # A batch that leaves pipeline stages without micro-batches would be grown again.
+        # The batch needs at least one micro-batch per pipeline stage; otherwise suggest a shorter seq_len.
         if largest < at_once * case.plan.degrees.pp:
             largest = 0
         yield Finding(
@@ -60,14 +60,14 @@ def same_windows(case: Case) -> Iterator[Finding]:
 
 
 def _num_tokens(case: Case) -> int | None:
-    """Tokens of the task's text, or the most that there can be; None: no such task, or no such file."""
+    """Return the number of tokens of the task's text or an upper bound; None without a task or file."""
     task = case.task
     if not hasattr(task, "text") or not hasattr(task, "num_steps"):
         return None
     if task.text is None and getattr(task, "weights", None) is None:
         return SHIPPED_TOKENS
     try:
-        # And the mark at its end.
+        # Plus one for the end-of-text token.
         return Path(task.text or SHIPPED_TEXT).stat().st_size + 1
     except (OSError, TypeError):
         return None

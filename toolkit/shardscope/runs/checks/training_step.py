@@ -1,4 +1,4 @@
-"""The training step in a script: backward in fp16 without a loss scaler, gradients never set to zero."""
+"""Checks of the training step in a script: fp16 without loss scaling, and gradients that are never zeroed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SCALERS = re.compile(
     r"|Trainer|initialize|engine",
     re.IGNORECASE,
 )
-"""Names of what scales a loss: torch's, apex's, the user's own; and of what does so by itself: transformers'
+"""Names of loss scalers (torch's, apex's, the user's own) and of code that scales by itself: transformers'
 Trainer, ``deepspeed.initialize``, ``ctx.engine``."""
 SCALING_PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 MIXED_PRECISION_POSITION = 2
-"""Of ``mixed_precision`` among the arguments of ``Accelerator``."""
+"""Position of ``mixed_precision`` among the arguments of ``Accelerator``."""
 SMALLEST = 2.0**-24
-"""The smallest number of fp16."""
+"""Smallest positive (subnormal) fp16 number."""
 
 
 def check_loss_scaling(script: Script) -> Iterator[Finding]:
-    """Find a backward in fp16 whose small gradients become zero."""
+    """Find a backward pass in fp16 without loss scaling, whose small gradients underflow to zero."""
     line = min(_half_lines(script), default=None)
     if line is not None and "backward" in script.uses and not _scales(script):
         why = (
@@ -36,19 +36,19 @@ def check_loss_scaling(script: Script) -> Iterator[Finding]:
 
 
 def _half_lines(script: Script) -> Iterator[int]:
-    """Yield the lines that make something fp16 that is trained."""
+    """Yield the lines that convert something to fp16 that is trained."""
     backward = [(script.scope(call), call.lineno) for call in script.calls("backward")]
     for node in script.nodes:
         if not _is_fp16(script, node) or any(_is_apart(script, one) for one in script.around(node)):
             continue
-        # A model that is halved after training is only saved or evaluated so.
+        # Skip conversions after the last backward: the model is only saved or evaluated in fp16.
         last = max((line for scope, line in backward if scope is script.scope(node)), default=line_of(node))
         if line_of(node) <= last:
             yield line_of(node)
 
 
 def _is_fp16(script: Script, node: ast.AST) -> bool:
-    """``model.half()``, ``torch.float16``, ``float16`` imported from torch."""
+    """Return whether ``node`` is ``model.half()``, ``torch.float16`` or ``float16`` imported from torch."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr == "half"
     if isinstance(node, ast.Attribute):
@@ -57,7 +57,10 @@ def _is_fp16(script: Script, node: ast.AST) -> bool:
 
 
 def _is_apart(script: Script, node: ast.AST) -> bool:
-    """Whether fp16 inside ``node`` is compared, chosen beside bf16, saved, or the type of a 4-bit product."""
+    """Return whether fp16 in ``node`` is no training precision.
+
+    It may be compared, an alternative to bf16, the type of a saved file, or bitsandbytes' compute type.
+    """
     if isinstance(node, ast.IfExp):
         return "bfloat16" in ast.unparse(node)
     if isinstance(node, ast.Call):
@@ -66,18 +69,18 @@ def _is_apart(script: Script, node: ast.AST) -> bool:
 
 
 def _scales(script: Script) -> bool:
-    """Whether something scales the loss, or may."""
+    """Return whether something scales the loss, or may do so."""
     given = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
     if any(SCALERS.fullmatch(name) for name in (set(script.uses) | given) - script.defined):
         return True
     made = script.calls("Accelerator")
-    # One that is made elsewhere has a precision that this text does not show.
+    # An Accelerator created in another file has an unknown precision.
     is_hidden = not made and "Accelerator" in script.uses
     return is_hidden or "mixed_precision" in script.uses or any(map(_may_scale, made))
 
 
 def _may_scale(accelerator: ast.Call) -> bool:
-    """Whether an Accelerator makes a scaler: for ``fp16``, or for a precision that the text does not show."""
+    """Return whether an Accelerator scales the loss: for ``fp16``, or for a precision not in the text."""
     given, place = keywords(accelerator), MIXED_PRECISION_POSITION
     if len(given) < len(accelerator.keywords) or any(name in given for name in SCALING_PLUGINS):
         return True
@@ -86,19 +89,19 @@ def _may_scale(accelerator: ast.Call) -> bool:
     return precision is not None and not is_constant(precision, None, "no", "bf16", "fp8")
 
 
-# ---- The optimizer in a script: gradients that are never set to zero
+# ---- Gradients that are never zeroed
 
 
 OPTIMIZER = re.compile(r"\w*optim\w*|(\w+_)?opt(_\w+)?", re.IGNORECASE)
-"""Variables that hold an optimizer. The ``step`` of an engine (DeepSpeed's, ours) zeroes gradients itself."""
+"""Names of optimizer variables. An engine's ``step`` (DeepSpeed's, ours) zeroes the gradients itself."""
 
 
 def check_zero_grad(script: Script) -> Iterator[Finding]:
-    """Find a step, in a loop or a function, whose gradients add up over all steps before."""
+    """Find an optimizer step, in a loop or a function, without zeroed gradients."""
     stored = (
         one for one in script.nodes if isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load)
     )
-    # ``parameter.grad = None`` does the same.
+    # ``parameter.grad = None`` zeroes as well.
     if {"zero_grad", "set_to_none"} & set(script.uses) or any(one.attr == "grad" for one in stored):
         return
     for call in script.calls("step") if "backward" in script.uses else ():

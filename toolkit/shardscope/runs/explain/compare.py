@@ -1,4 +1,4 @@
-"""Runs beside each other: what each planned, how it went, and how far off its prediction was."""
+"""Comparison of runs: their plans, results and prediction errors, as tables and curves."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ SHOWN = {
 
 
 MAX_SHOWN = 200
-"""Rows of the table at the end of a cell; ``to_frame`` has all."""
+"""Maximum number of rows of the HTML table; ``to_frame`` has all."""
 
 
 class Runs(list["Run"]):
-    """A list of runs; at the end of a cell it is a table, and ``compare`` puts two of them side by side."""
+    """A list of runs. A notebook shows it as a table; ``compare`` puts two runs side by side."""
 
     def __init__(self, runs: Iterable[Run] = (), damaged: Sequence[RunSummary] = ()) -> None:
         super().__init__(runs)
         self.damaged = tuple(damaged)
-        """Folders that cannot be read, with their ``name`` and ``damage``; rows of the table."""
+        """Summaries of unreadable run folders, with ``name`` and ``damage``; also rows of the table."""
 
     def to_frame(self) -> pd.DataFrame:
-        """One line per run.
+        """Return one row per run.
 
-        ``run``, ``status``, ``started`` (UTC, as its zone says), ``seconds`` it took, ``plan``, ``ranks``,
-        ``steps``, last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured and
-        predicted tensors at the peak (GiB). An error is (predicted - measured) / measured.
-        Empty where something is not known. A damaged folder is a row at the end: its status is "damaged", its
-        ``plan`` says why. Of an ended run numbers are computed once and kept in its folder.
+        Columns: ``run``, ``status``, ``started`` (UTC, timezone-aware), ``seconds`` of duration, ``plan``,
+        ``ranks``, ``steps``, last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured
+        and predicted tensors at the peak (GiB). Errors are (predicted - measured) / measured. Unknown values
+        are empty. Damaged folders are the last rows, with status "damaged" and the damage as ``plan``. The
+        numbers of an ended run are computed once and kept in its folder.
         """
         import pandas as pd
 
         return pd.DataFrame(_rows(self, self.damaged), columns=list(COLUMNS))
 
     def curves(self, metric: str = "loss") -> pd.DataFrame:
-        """``metric`` by step, the mean over ranks, a column for each run that logged it.
+        """Return ``metric`` by step, averaged over ranks, with one column per run that logged it.
 
-        Raises ``ValueError`` naming what was logged if no run logged it as a number.
+        Raises ``ValueError`` naming the logged metrics if no run logged it as a number.
         """
         import pandas as pd
 
@@ -81,7 +81,7 @@ class Runs(list["Run"]):
         return frame.sort_index()
 
     def compare(self, first: str | Run, second: str | Run) -> Comparison:
-        """Two of these runs, by name or itself. Raises ``ValueError`` for a name that none has."""
+        """Compare two of these runs, given by name or as ``Run``. Raises ``ValueError`` for unknown ones."""
         return Comparison(runs=Runs([self._named(first), self._named(second)]))
 
     def _named(self, name: str | Run) -> Run:
@@ -91,7 +91,7 @@ class Runs(list["Run"]):
                 if one.name == name:
                     raise ValueError(f"compare run is {name!r}, whose folder is damaged: {one.damage}")
             return self[names.index(one_of("compare run", name, names))]
-        # By the folder, which is the run: there may be any number of handles on it.
+        # Compare folders, not objects: there may be several handles on the same run.
         wanted = getattr(name, "folder", None)
         found = next((run for run in self if wanted and _is_same(run.folder, wanted)), None)
         if found is None:
@@ -102,7 +102,7 @@ class Runs(list["Run"]):
         if not self and not self.damaged:
             return "<p>No runs here.</p>"
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
-        # A run without a name of its own is called by its start: once is enough, and leaves room for errors.
+        # Unnamed runs are named after their start time: without the start column there is room for errors.
         is_said = all(_NAMED_BY_START.match(run.name) for run in shown)
         columns = [name for name in COLUMNS if name != "started" or not is_said]
         left = len(self) + len(self.damaged) - len(shown) - len(damaged)
@@ -112,23 +112,23 @@ class Runs(list["Run"]):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one run logged under one name."""
+    """One metric of one run."""
 
     run: str
     points: Mapping[int, float]
-    """By step; may be empty, and may hold NaN and infinities."""
+    """Values by step; may be empty, and may contain NaN and infinities."""
     predicted: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs: what their plans and tasks differ in, a column each, and their curves by step."""
+    """Two runs side by side: differences of their plans and tasks, their results and their curves."""
 
     runs: Runs
 
     @property
     def plan_differences(self) -> list[str]:
-        """``recompute none → full`` and the like, from the first plan to the second.
+        """Differences from the first plan to the second, such as ``recompute none → full``.
 
         Raises ``ValueError`` if a plan cannot be read.
         """
@@ -138,32 +138,33 @@ class Comparison:
 
     @property
     def task_differences(self) -> list[str]:
-        """``num steps 60 → 30`` and the like: what the tasks were asked, as far as it was kept."""
+        """Differences of the recorded task fields, such as ``num steps 60 → 30``."""
         return [str(difference) for difference in differences_of_tasks(*self.runs)]
 
     @property
     def differences(self) -> list[str]:
-        """Those of the plans, then those of the tasks. Raises ``ValueError`` if a plan cannot be read."""
+        """Plan differences, then task differences. Raises ``ValueError`` if a plan cannot be read."""
         return self.plan_differences + self.task_differences
 
     def to_frame(self) -> pd.DataFrame:
-        """A column for each run: status, times, losses and the errors of both predictions."""
+        """Return one column per run: status, times, losses and the errors of both predictions."""
         frame = self.runs.to_frame()
         frame.index = [run.name for run in self.runs]
         return frame.drop(columns="run").T
 
     def curves(self, metric: str = "loss") -> pd.DataFrame:
-        """``metric`` of both by step. Raises ``ValueError`` if neither logged it."""
+        """Return ``metric`` of both runs by step. Raises ``ValueError`` if neither logged it."""
         return self.runs.curves(metric)
 
     def loss_curves(self) -> list[Curve]:
-        """The loss of each run by step, the mean over its ranks."""
+        """Return the loss of each run by step, averaged over its ranks."""
         return [Curve(run=run.name, points=curve(records_of(run), "loss")) for run in self.runs]
 
     def pace_curves(self) -> tuple[str, list[Curve]]:
-        """The speed of each run by step, and its name.
+        """Return the label of the speed metric and each run's curve of it.
 
-        Tokens per second, which compare plans of any batch; the seconds of a step where no run logged them.
+        The metric is tokens per second, which is comparable for any batch size, or the step seconds if no run
+        logged tokens.
         """
         found = [curves(records_of(run), TOKENS, "step_seconds") for run in self.runs]
         if any(each[TOKENS] for each in found):
@@ -207,7 +208,7 @@ def _predicted_pace(run: Run) -> float | None:
 def _is_same(folder: Path, other: Path) -> bool:
     try:
         return folder.resolve() == other.resolve()
-    except (OSError, RuntimeError):  # A link in a circle.
+    except (OSError, RuntimeError):  # For example a loop of symbolic links.
         return folder == other
 
 
@@ -263,7 +264,7 @@ def _damaged_row(name: str, damage: str) -> dict[str, Any]:
 def _moment(seconds: float) -> datetime | None:
     try:
         return datetime.fromtimestamp(seconds, UTC)
-    except (ValueError, OverflowError, OSError):  # A year that no calendar has.
+    except (ValueError, OverflowError, OSError):  # A year outside the range of datetime.
         return None
 
 
@@ -272,10 +273,10 @@ def _gib(num_bytes: int | None) -> float | None:
 
 
 def _html(lines: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Written by hand: pandas' own needs jinja2 for formats of columns that have gaps."""
+    """Render rows as an HTML table. pandas would need jinja2 to format columns with missing values."""
     head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in columns)
     rows = "".join(f"<tr>{''.join(_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines)
-    # Notebooks make all columns equally wide, which breaks a name into four lines.
+    # Notebooks use a fixed table layout, whose equal column widths would break names into four lines.
     return (
         "<div style='overflow-x:auto'><table style='table-layout:auto'>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -287,7 +288,7 @@ _STYLES = {
     "started": " style='min-width:6.5em'",
     "plan": " style='text-align:left;min-width:10em'",
 }
-"""A name stays on one line, and a day on one."""
+"""Cell styles by column: names and dates stay on one line."""
 
 
 def _cell(name: str, value: Any) -> str:
@@ -295,7 +296,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _html_in_columns(lines: Sequence[dict[str, Any]]) -> str:
-    """The same with a column for each run, which leaves room for curves."""
+    """Render rows as a table with one column per run, which leaves room for the curves."""
     rows = {name: "".join(f"<td>{_shown(name, line.get(name))}</td>" for line in lines) for name in COLUMNS}
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(
@@ -313,7 +314,7 @@ def _shown(name: str, value: Any) -> str:
     if value is None or value != value:
         return "–"
     if isinstance(value, datetime):
-        # Local, as the names that runs are given, and with its offset: the page may be read elsewhere.
+        # Local time, as in the default run names, with its offset: the page may be read in another zone.
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
     return escape(SHOWN[name].format(value) if name in SHOWN else str(value))

@@ -1,4 +1,4 @@
-"""Exceptions into records, whatever they are: a text of 1 MB, a ``str()`` that fails, no memory left."""
+"""JSON records of exceptions, robust against 1 MB messages, a failing ``str()`` and exhausted memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_SUMMARY = 300
 
 
 def exception_record(error: BaseException) -> dict[str, Any]:
-    """Time, type, one-line summary and bounded traceback of ``error``. Never raises.
+    """Return time, type, one-line summary and bounded traceback of ``error``. Never raises.
 
-    The time is there twice: since the epoch, for people, and by the clock that nobody sets, for the order.
+    The time is recorded twice: in epoch seconds for display, and by the monotonic clock for ordering.
     """
     now, monotonic = time.time(), time.monotonic()
     name = type(error).__name__
@@ -29,7 +29,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         message = f"(its text could not be read: {type(second).__name__})"
     first_line = message.splitlines()[0] if message else ""
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
-    if notes := getattr(error, "__notes__", ()):  # Where in a person's script it was.
+    if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
     if isinstance(error, SystemExit):
         summary = f"called sys.exit({first_line})"
@@ -44,7 +44,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
 
 
 def shorten(text: str) -> str:
-    """``text`` with its middle left out if it is longer than 64 KiB: both ends of a traceback tell."""
+    """Return ``text`` without its middle if it is longer than 64 KiB: both ends of a traceback matter."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2

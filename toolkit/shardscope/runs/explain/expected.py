@@ -1,4 +1,4 @@
-"""What was predicted of a run's charts, where the run trains the plan's model."""
+"""Predicted values for the charts of a run that trains the plan's model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The predictions of what ranks log, each under the name of the metric; None where there is none."""
+    """Predicted values of the logged metrics, by metric name; None where there is no prediction."""
 
     peak_memory_bytes: int
-    """Of one rank."""
+    """Predicted peak of one rank."""
     memory_of: str
-    """What these bytes are: a GPU's rank reports all tensors, a CPU rank those that outlive a step."""
+    """Content of these bytes: on a GPU all tensors at the peak, on a CPU those that outlive a step."""
     step_seconds: float | None = None
-    """As ``plan.step()`` said at launch."""
+    """Prediction of ``plan.step()`` at launch."""
     tokens_per_second: float | None = None
-    """Of one rank: its share of a global batch by the step."""
+    """Tokens per second of one rank: its share of the global batch divided by the step time."""
     step_from: str = ""
-    """Which constants the step is predicted from: a calibration of this machine, or the catalogue."""
+    """Source of the constants of the step prediction: this machine's calibration, or the catalogue."""
 
     def of(self, metric: str) -> float | None:
-        """The prediction of what ranks log as ``metric``."""
+        """Return the prediction for ``metric``, or None."""
         known: Mapping[str, float | None] = {
             "peak_memory_bytes": self.peak_memory_bytes,
             "step_seconds": self.step_seconds,
@@ -39,10 +39,10 @@ class Expected:
 
 
 def expected(plan: Plan, description: Mapping[str, Any], engine: object) -> Expected | None:
-    """The predictions of ``plan`` for a run; None where nothing says that the run trains its model.
+    """Return the predictions of ``plan`` for a run; None if the run may train another model.
 
-    ``description`` is what ``run.json`` has, ``engine`` what rank 0's engine recorded. A task of one's own
-    has the plan's model if it has as many parameters.
+    ``description`` is the content of ``run.json``, ``engine`` the record of rank 0's engine. The user's own
+    function counts as training the plan's model if the number of parameters is the same.
     """
     if description.get("trains_the_plan") is not True and not _has_as_many_parameters(plan, engine):
         return None

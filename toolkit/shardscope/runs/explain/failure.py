@@ -1,8 +1,8 @@
-"""Why a run failed: which rank was first, and in which words.
+"""Failures of a run, root causes first.
 
-When one rank dies, the others see closed connections a moment later, and torch elastic often names one of
-those. So every rank writes its own exception first, the launcher writes how each process ended, and here they
-are ordered: what looks like the loss of a peer comes last, the rest by time.
+When one rank dies, the others see closed connections a moment later, and torch elastic often reports one of
+those. So every rank writes its own exception first and the launcher writes how each process ended. This
+module orders them: errors that look like a lost peer come last, the rest by time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PEER_LOST_TEXTS = (
     "communicator was aborted",
     "gloo/transport",
 )
-"""Parts of messages (in lower case) with which gloo, NCCL and TCPStore say that the other side is gone."""
+"""Parts of error messages (in lower case) of gloo, NCCL and TCPStore for a peer that is gone."""
 
 SIGNAL_WORDS = {
     signal.SIGKILL: "was killed by SIGKILL",
@@ -40,37 +40,38 @@ SIGNAL_WORDS = {
 }
 
 TRACEBACK_FRAME = re.compile(r'^  File ".*", line \d+, in .*$', re.MULTILINE)
-"""Of an exception; faulthandler's frames have no comma before "in"."""
+"""A frame of an exception's traceback; faulthandler's frames have no comma before "in"."""
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""With which torch.distributed's excepthook begins each line."""
+"""Prefix that torch.distributed's excepthook adds to each line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one rank, or the launcher (rank None), failed."""
+    """Failure of one rank, or of the launcher (rank None)."""
 
     rank: int | None
     time: float
-    """Seconds by this machine's monotonic clock, which all its processes share and nobody sets."""
+    """Seconds of this machine's monotonic clock, which is the same in all processes and never set back."""
     reason: str
-    """One line."""
+    """Reason, one line."""
     text: str
     """The traceback, or the end of the rank's log if it left none."""
     raised: str
-    """What it raised last, as far as it is known; empty if it did not end by that."""
+    """The exception that ended it, as far as known; empty if none did."""
     is_consequence: bool
-    """Whether it looks like the answer to another rank's failure."""
+    """Whether it looks like a consequence of another rank's failure."""
     is_unexplained: bool = False
-    """Whether nobody knows how it ended: torch elastic, which ends the others, was quicker to look."""
+    """Whether its exit code is unknown: torch elastic, which ends the other ranks, reaped it first."""
 
 
 def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
-    """The failure that came first and is no consequence of another; None if nothing failed."""
+    """Return the earliest failure that is not a consequence of another; None if nothing failed."""
     return next(iter(all_failures(folder, world_size)), None)
 
 
 def all_failures(folder: RunFolder, world_size: int) -> list[Failure]:
-    """Every failure, those that look like the consequence of another last; each kind by its time."""
+    """Return all failures by time, those that look like a consequence of another last."""
+    # A rank's own exception says more than its exit code, which is the fallback.
     failures = [_raised(folder, rank) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
     for record in _exits(folder):
@@ -82,9 +83,9 @@ def all_failures(folder: RunFolder, world_size: int) -> list[Failure]:
 
 
 def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
-    """What an exit code of a process says, in words that follow a name ("rank 1 ..."); None if unknown.
+    """Describe an exit code (None: unknown) as a phrase to follow a name, as in "rank 1 ...".
 
-    ``on_full_disk``: what it wrote at its end, that its task returned too, may not be there.
+    ``on_full_disk``: the process may have been unable to write its last records, such as "finished".
     """
     if on_full_disk and (code is None or code >= 0):
         how = "ended" if code is None else f"exited with code {code}"
@@ -101,7 +102,7 @@ def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
 
 
 def describe_late_exit(code: int | None) -> str:
-    """The same of a process whose task had returned already."""
+    """Describe the exit code of a process whose task had already returned."""
     if code is None or code < 0:
         return (
             f"{describe_exit(code)}, after its task had returned" if code else "ended after its task returned"
@@ -110,14 +111,15 @@ def describe_late_exit(code: int | None) -> str:
 
 
 def died_untimely(folder: RunFolder) -> bool:
-    """Whether some rank process ended other than by returning from its task."""
+    """Return whether any rank process ended without returning from its task."""
     return any(_died(folder, record) is not None for record in _exits(folder))
 
 
 def looks_like_peer_lost(name: str, text: str) -> bool:
-    """Whether an exception says that another rank is gone, rather than what went wrong here."""
+    """Return whether an exception only reports that another rank is gone."""
     lower = text[-8192:].lower()
-    # gloo names its own source file where the task waits for an operation itself, outside of torch's frames.
+    # If the task itself waits for an async operation, no torch frame is in the traceback, but gloo's message
+    # names its own source file.
     distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError") or any(
         place in lower for place in ("torch/distributed", "gloo/transport")
     )
@@ -125,8 +127,11 @@ def looks_like_peer_lost(name: str, text: str) -> bool:
 
 
 def last_raised(log: str, code: int | None) -> str:
-    """What ended a process that left no record, from the end of its log: other errors there were handled."""
-    if code == -signal.SIGABRT:  # std::terminate says of what, in two lines.
+    """Return the error that ended a process without a record, read from the end of its log; "" if unknown.
+
+    Only the last one counts: errors before it were handled.
+    """
+    if code == -signal.SIGABRT:  # std::terminate prints the exception's type and message in two lines.
         _, said, words = log.rpartition("terminate called after throwing an instance of ")
         return " ".join(line.strip() for line in words.splitlines()[:2]) if said else ""
     if code is not None and code < 0:
@@ -156,7 +161,7 @@ def _raised(folder: RunFolder, rank: int) -> Failure | None:
 
 
 def _exits(folder: RunFolder) -> list[dict[str, Any]]:
-    """One record per rank that ended: the time of its first one, and the code as soon as one has it."""
+    """Return one record per ended rank: the time of its first record and the first known exit code."""
     exits: dict[int, dict[str, Any]] = {}
     for record in read_lines(folder.exits):
         rank, code = record.get("rank"), record.get("code")
@@ -184,7 +189,7 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
         reason=reason,
         text=f"{reason}.\nThe end of its log:\n{log}",
         raised=last_raised(log, code),
-        # Elastic ends the other ranks with SIGTERM; nobody else sends it to a rank.
+        # torch elastic ends the other ranks with SIGTERM; nothing else sends it to a rank.
         is_consequence=code == -signal.SIGTERM,
         is_unexplained=code is None,
     )

@@ -1,4 +1,4 @@
-"""The story of a failed run in words: who failed first and of what, who only lost a peer, what to change."""
+"""Explanation of a failed run: the rank that failed first and why, the consequences, and a suggested fix."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KILLED = "was killed by SIGKILL"
 
 
 class Story(NamedTuple):
-    """Of one failure."""
+    """Explanation of a failed run."""
 
     reason: str
-    """One line."""
+    """Reason, one line."""
     text: str
-    """The traceback of the rank that failed first, and below it what else there is to say."""
+    """The traceback of the rank that failed first, followed by the suggested fix and the other failures."""
 
 
 def tell(
@@ -30,7 +30,11 @@ def tell(
     description: Mapping[str, Any],
     host: HostWatch | None = None,
 ) -> Story:
-    """``failures``: the first one first; ``description``: run.json; ``host``: what a killed rank had."""
+    """Return the explanation of a failed run.
+
+    ``failures`` start with the root cause, ``description`` is the content of ``run.json``, ``host`` has the
+    memory samples of ranks that were killed.
+    """
     first = failures[0]
     reason, below = first.reason, []
     was_killed = KILLED in first.reason
@@ -40,7 +44,7 @@ def tell(
             shortage, _plan(description), trains_the_plan=description.get("trains_the_plan") is True
         )
         if was_killed:
-            # Nobody else knows who sent it: without the one who watched, nothing is said of memory.
+            # A SIGKILL has no sender: report host memory only if the samples or OOM counters point to it.
             is_memory = host is not None and first.rank is not None and host.ran_out(first.rank)
             words = "" if host is None else host.words(first.rank)
             told = "; ".join(filter(None, (words, told if is_memory else "")))
@@ -59,7 +63,7 @@ def _others(failures: Sequence[Failure]) -> list[str]:
         ("Failed as well, later:", False),
         ("These ranks only lost their peer, or were ended for it:", True),
     ):
-        # After a failure that is known, an end that nobody saw is most likely torch elastic's doing.
+        # After a known failure, an end with an unknown exit code was most likely caused by torch elastic.
         lines = [
             failure.reason
             for failure in failures
@@ -72,7 +76,10 @@ def _others(failures: Sequence[Failure]) -> list[str]:
 
 
 def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: bool) -> tuple[str, str]:
-    """The numbers, and what would have prevented it; a plan that cannot be priced has neither."""
+    """Return the memory numbers and the suggested fix.
+
+    If the plan's memory cannot be predicted, there is no prediction among the numbers and no fix.
+    """
     from shardscope.runs.explain.prevention import numbers, prevention
 
     try:

@@ -1,8 +1,8 @@
-"""The measured tier of memory: what the ranks of a run recorded, under the names that a prediction has.
+"""Measured memory of a run, with the same component names as a prediction.
 
 A rank records the tensors of one early step by component and phase (training/accounting/census.py) and, on a
-GPU, what the caching allocator and the driver say beside them. Nothing is filled in: a component that nobody
-could tell apart is absent, and bytes without a name are ``other``.
+GPU, the numbers of the caching allocator and the driver. Nothing is estimated: a component that could not be
+measured separately is absent, and bytes without an attribution are ``other``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from shardscope.trace.memory_snapshot import MemorySnapshot
 
 OTHER = "other"
-"""Bytes that were measured, and that nothing tells what they are."""
+"""Component of measured bytes that could not be attributed."""
 
 NOT_TENSORS = ("communication", "runtime", "fragmentation")
-"""Components beside torch's tensors: known as a band beforehand, and so no part of the error."""
+"""Components that are not torch tensors: predicted only as a band, and so excluded from the error."""
 
 _PLACES: dict[Phase, float] = {
     "initialisation": 0.0,
@@ -56,28 +56,28 @@ _WORDS = {
 
 
 class MeasuredMoment(Moment):
-    """A phase at its fullest. ``components`` has only what was told apart, and ``other``."""
+    """The peak of one phase. ``components`` has only the separately measured ones and ``other``."""
 
     @property
     def components(self) -> Mapping[str, int]:
-        """Bytes by name; what could not be told apart is absent."""
+        """Bytes by component; those that could not be measured separately are absent."""
         return MappingProxyType({str(name): term.num_bytes for name, term in self.terms.items()})
 
 
-# Without repr=False, dataclass would put one of its own, functions and all, before the base's.
+# repr=False keeps the base class's __repr__; the generated one would print the function fields.
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MeasuredMemory(MemoryReport):
-    """A run's own memory. Iterating over it gives each rank's latest numbers, as ranks logged them."""
+    """Measured memory of a run. Iterating over it yields each rank's latest logged numbers."""
 
     tier: Literal["predicted", "rehearsed", "measured"] = "measured"
     ranks: Sequence[Mapping[str, Any]] = field(default=())
-    """Per rank that logged any: rank, step, time, memory_bytes (latest), peak_memory_bytes (highest)."""
+    """One dict per rank that logged memory: rank, step, time, memory_bytes and peak_memory_bytes."""
     predicted: MemoryReport | None = None
-    """What the run's plan was predicted to need; None if its plan cannot be read."""
+    """Prediction for the run's plan; None if the plan cannot be read."""
     missing: str = ""
-    """What could not be known, and why."""
+    """Which components could not be measured, and why."""
     snapshot_files: Mapping[int, Path] = field(default_factory=dict)
-    """By rank, the memory snapshots that were asked of the run, in torch's own format."""
+    """Requested memory snapshots by rank, in torch's own format."""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.ranks)
@@ -89,7 +89,7 @@ class MeasuredMemory(MemoryReport):
         return self.ranks[index]
 
     def at(self, phase: Phase) -> Mapping[str, int]:
-        """Bytes by component on the worst rank in ``phase``. Raises ``ValueError`` if it was not measured."""
+        """Return bytes by component on the worst rank. Raises ``ValueError`` for an unmeasured ``phase``."""
         one_of("phase", phase, PHASES)
         measured = [moment.phase for moment in self.worst_stage.moments]
         if phase not in measured:
@@ -97,9 +97,10 @@ class MeasuredMemory(MemoryReport):
         return self.worst_stage.at(phase).components
 
     def snapshot(self, rank: int | None = None) -> MemorySnapshot:
-        """What was alive at the peak and whose segments, of a rank's memory snapshot; by default the first.
+        """Load a rank's memory snapshot: live tensors at the peak and allocator segments.
 
-        Raises ``ValueError`` if that rank took none, or its file is damaged or asks for code to be run.
+        ``rank`` defaults to the first one with a snapshot. Raises ``ValueError`` if the rank took none, or if
+        its file is damaged or its pickle would run code.
         """
         from shardscope.trace.memory_snapshot import load_memory_snapshot
 
@@ -117,19 +118,19 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def tensor_bytes(self) -> int:
-        """The peak of tensors alone: what a prediction can be held to."""
+        """Peak bytes of tensors only, the part that a prediction is compared with."""
         return max((tensors_of(m.components) for m in self.worst_stage.moments), default=0)
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured of the tensors at the peak; None where one of them is missing."""
+        """(predicted - measured) / measured of the tensors at the peak; None if one is missing."""
         if self.predicted is None or not self.tensor_bytes:
             return None
         return predicted_tensors(self.predicted) / self.tensor_bytes - 1
 
     @property
     def sentence(self) -> str:
-        """What was measured, and how far the prediction is from it, in one sentence."""
+        """The measured peak and the error of the prediction, as one sentence."""
         if not self.tensor_bytes:
             return "No rank has recorded its memory yet."
         peak = f"Measured {_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
@@ -147,7 +148,7 @@ class MeasuredMemory(MemoryReport):
         return fullest.phase
 
     def explain(self, name: str) -> str:
-        """How a component was measured, at the peak. Raises ``ValueError`` for a name that no tier has."""
+        """Describe how a component was measured at the peak. Raises ``ValueError`` for an unknown name."""
         one_of("component", name, (*COMPONENTS, OTHER))
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None:
@@ -156,12 +157,12 @@ class MeasuredMemory(MemoryReport):
 
 
 def tensors_of(components: Mapping[str, int]) -> int:
-    """Bytes of torch's tensors among components."""
+    """Return the sum of the components that are torch tensors, in bytes."""
     return sum(value for name, value in components.items() if name not in NOT_TENSORS)
 
 
 def predicted_tensors(report: MemoryReport) -> int:
-    """The highest sum of tensors that a step of a prediction reaches, its initialisation left out."""
+    """Return the predicted peak of tensor bytes within a step, initialization excluded."""
     moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
     return max(tensors_of(moment.components) for moment in moments)
 
@@ -172,7 +173,8 @@ def measured_memory(
     ranks: Sequence[Mapping[str, Any]],
     snapshot_files: Mapping[int, Path] | None = None,
 ) -> MeasuredMemory:
-    """The report of what ranks recorded (``what_it_was`` by rank) and logged. Odd ones are left out."""
+    """Build the report from the ranks' records (``run.what_it_was()``) and logged peaks."""
+    # Ranks of a pipeline stage are adjacent. Each stage is represented by its rank with the highest peak.
     shares: dict[int, list[StageMemory]] = {}
     num_stages = plan.degrees.pp if plan else 1
     per_stage = max(1, plan.world_size // num_stages) if plan else 1
@@ -203,7 +205,7 @@ def _stage(number: int, num_layers: int, moments: tuple[Moment, ...]) -> StageMe
 
 
 def _predicted(plan: Plan) -> MemoryReport | None:
-    """The plan's own report; None where it has an option that no formula counts."""
+    """Return the plan's prediction; None if it has an option without a memory formula."""
     try:
         return plan.memory()
     except FieldError:
@@ -220,7 +222,7 @@ def _missing(stage: StageMemory) -> str:
 
 
 def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[Moment, ...]:
-    """The phases of one rank; of a task without an engine, its logged total alone."""
+    """Return the phases of one rank; for a task without an engine only its logged total."""
     if not isinstance(record, Mapping):
         peak = (logged or {}).get("peak_memory_bytes")
         if not isinstance(peak, int) or peak <= 0:
@@ -243,7 +245,7 @@ def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[Moment, ...
 
 
 def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[str, Term]:
-    """What is not among the counted tensors: the allocator's and the driver's own numbers."""
+    """Return the terms outside the counted tensors, from the allocator's and the driver's numbers."""
     terms: dict[str, Term] = {}
     if peak is not None:
         rest = max(0, peak - counted)
@@ -292,5 +294,5 @@ def _numbers(mapping: Any) -> dict[str, int]:
 
 
 def _amount(num_bytes: float) -> str:
-    """GiB as people read them; MiB for the tiny models of rehearsals."""
+    """Format bytes as GiB, or as MiB for the tiny models of rehearsals."""
     return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{gib(num_bytes)} GiB"

@@ -1,4 +1,4 @@
-"""A finished run's step time, kept beside its machine's calibration, for predictions to be held against."""
+"""Step times of finished runs, stored with the machine's calibration to compare predictions with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 TAIL_BYTES = 2**20
-"""Of each rank's metrics the last so many are read: thousands of steps, however long the run was."""
+"""Bytes read from the end of each rank's metrics: thousands of steps, for a run of any length."""
 MAX_RANKS = 8
-"""Ranks whose metrics are read; steps are synchronous."""
+"""Maximum number of ranks whose metrics are read; a few are enough, because steps are synchronous."""
 MIN_PROFILED_STEPS = 20
-"""Steps that a run with a profiler's recording must have, for the few that were recorded took longer."""
+"""Minimum number of steps of a profiled run: the few profiled steps are slower than the others."""
 
 
 def predicted_step(plan: Plan) -> dict[str, Any] | None:
-    """What ``plan.step()`` says at launch, for ``run.json``; None where it cannot say."""
+    """Return the prediction of ``plan.step()`` at launch, for ``run.json``; None if there is none."""
     from shardscope.timing.calibration.curves import rates_for
 
     try:
@@ -37,9 +37,9 @@ def predicted_step(plan: Plan) -> dict[str, Any] | None:
 
 
 def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
-    """Keep the median step of the run in ``folder``; False where too few steps were logged to have one.
+    """Store the median step time of the run in ``folder``. Return False if too few steps were logged.
 
-    Raises ``OSError`` where it cannot be written, and ``ValueError`` for damaged records.
+    Raises ``OSError`` if it cannot be written and ``ValueError`` for damaged records.
     """
     found = median_step(latest_lines(folder, int(description["world_size"])))
     if found is None:
@@ -63,7 +63,7 @@ def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
 
 
 def _load(description: Mapping[str, Any]) -> float:
-    """Runnable processes for each core over the last minute; of CPU ranks, those beside them."""
+    """Return the load average per core over the last minute, CPU ranks of this run excluded."""
     if not hasattr(os, "getloadavg"):
         return 0.0
     own = int(description["world_size"]) if description.get("device") == "cpu" else 0
@@ -71,7 +71,7 @@ def _load(description: Mapping[str, Any]) -> float:
 
 
 def latest_lines(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
-    """What the first ranks logged last, rank by rank: enough for a median, however long the run was."""
+    """Yield the latest records of the first ``MAX_RANKS`` ranks, rank by rank: enough for a median."""
     for rank in range(min(MAX_RANKS, world_size)):
-        # The first line of a tail is rarely whole.
+        # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         yield from parse_lines(read_tail(folder.events(rank), TAIL_BYTES)).records

@@ -1,4 +1,4 @@
-"""What each rank's tensors were at its peak, by component: the measured tier, rank by rank."""
+"""Measured tensor bytes of each rank at its peak, by component."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shardscope.runs.explain.measured import NOT_TENSORS, measured_memory, tenso
 
 
 class RankMemory(NamedTuple):
-    """One rank's tensors at the moment when there were most of them."""
+    """Tensor bytes of one rank in its peak phase."""
 
     components: Mapping[str, int]
-    """Bytes by component; ``other`` are bytes that nothing tells apart."""
+    """Bytes by component; ``other`` are bytes that could not be attributed."""
     phase: str
-    """Of a step: forward, backward, optimizer, ..."""
+    """Phase of the step: forward, backward, optimizer, ..."""
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """Sum over components."""
         return sum(self.components.values())
 
 
 def predicted_tensors_by_component(report: MemoryReport) -> RankMemory:
-    """The same of a prediction: the moment of a step, its initialisation left out, with most tensors."""
+    """Return the predicted tensor bytes in the peak phase of a step, initialization excluded."""
     moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
     return _tensors_at(max(moments, key=lambda each: tensors_of(each.components)))
 
@@ -32,9 +32,9 @@ def predicted_tensors_by_component(report: MemoryReport) -> RankMemory:
 def memory_by_rank(
     records: Mapping[int, Mapping[str, Any]], logged: Sequence[Mapping[str, Any]] = ()
 ) -> dict[int, RankMemory]:
-    """By rank, from what ranks recorded (``run.what_it_was()``) and the peaks that they ``logged``.
+    """Return the tensor bytes of each rank, from ``run.what_it_was()`` and the ``logged`` peaks.
 
-    Libraries, the driver and the allocator's gaps are left out, as a prediction knows them as a band only.
+    Libraries, driver and allocator fragmentation are left out: a prediction has only a band for them.
     """
     peaks = {line["rank"]: line for line in logged}
     found = {}

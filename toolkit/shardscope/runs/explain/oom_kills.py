@@ -1,4 +1,4 @@
-"""How often the kernel's out-of-memory killer struck: SIGKILL itself does not say who sent it."""
+"""Counters of the Linux out-of-memory killer, to explain a SIGKILL (a signal does not name its sender)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple
 from shardscope.machine.host import CGROUP_ROOT, memory_groups
 
 GROUP_FILES = ("memory.events", "memory.oom_control")
-"""Of cgroup version 2 (Documentation/admin-guide/cgroup-v2.rst: processes of this group and those below it
-that *any* out-of-memory killer ended, whosever limit it was) and of version 1, which counts alike."""
+"""Counter files of cgroup version 2 (Documentation/admin-guide/cgroup-v2.rst: processes of this group and its
+descendants killed by *any* OOM killer, whichever limit was hit) and of version 1, which counts the same."""
 MACHINE_FILE = Path("/proc/vmstat")
 
 
 class OomKills(NamedTuple):
-    """Since this machine, or the group, came up; or between two counts. None where nothing counts."""
+    """Number of OOM kills since boot, or between two counts. None where there is no counter."""
 
     group: int | None
-    """Of processes in this process's memory cgroup, in which what it starts is as well."""
+    """Kills in this process's memory cgroup, which contains its child processes."""
     machine: int | None
 
     def since(self, before: OomKills) -> OomKills:
-        """This count less an earlier one."""
+        """Return the difference from an earlier count."""
         pairs = zip(self, before, strict=True)
         return OomKills(*(None if now is None or then is None else now - then for now, then in pairs))
 
     @property
     def struck(self) -> bool | None:
-        """Whether it struck here; on the whole machine where no group counts; None where nothing does."""
+        """Whether there was a kill in this cgroup, or on this machine if no group counts; None if unknown."""
         number = self.machine if self.group is None else self.group
         return None if number is None else number > 0
 
@@ -38,13 +38,17 @@ def count_oom_kills(
     root: Path = CGROUP_ROOT,
     machine: Path = MACHINE_FILE,
 ) -> OomKills:
-    """The counters as they stand."""
+    """Read the current counters."""
     in_group = (folder / name for folder in memory_groups(membership, root) for name in GROUP_FILES)
     return OomKills(_first(in_group), _first([machine]))
 
 
 def sender_in_words(kills: OomKills, *, is_full: bool) -> str:
-    """Who sent a SIGKILL while the counters moved by ``kills``; ``is_full``: little memory was free then."""
+    """Describe the likely sender of a SIGKILL.
+
+    ``kills`` is the change of the counters since the start of the run; ``is_full`` whether little memory was
+    free just before the signal.
+    """
     if kills.struck:
         number, where = kills.group, "in this memory group"
         if number is None:

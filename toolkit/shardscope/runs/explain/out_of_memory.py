@@ -1,8 +1,8 @@
-"""Out of memory, read from the words that torch, CUDA and the C library have for it.
+"""Parser of the out-of-memory messages of torch, CUDA and the C library.
 
-torch's own text has had three forms: until 2.0 "(GPU 0; 79.10 GiB total capacity; 70.00 GiB already
+torch's message has had three forms: until 2.0 "(GPU 0; 79.10 GiB total capacity; 70.00 GiB already
 allocated; 0.40 GiB free; ...)", until 2.2 "total capacty of ... of which ... is free", since then the same
-well spelt (c10/cuda/CUDACachingAllocator.cpp). Other libraries tell no numbers.
+with "capacity" (c10/cuda/CUDACachingAllocator.cpp). Messages of other libraries have no numbers.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """One failed allocation. None: the message does not say."""
+    """One failed allocation. A field is None if the message does not contain it."""
 
     place: Literal["GPU memory", "host memory"]
     asked_bytes: int | None = None
     free_bytes: int | None = None
     total_bytes: int | None = None
     gpu: int | None = None
-    """As CUDA counts the cards that this rank sees."""
+    """CUDA device index among the GPUs visible to the rank."""
     others_bytes: int = 0
-    """What other processes held of it, as far as they are named."""
+    """Bytes of the GPU used by other processes that the message names."""
 
 
 def read_shortage(text: str) -> Shortage | None:
-    """The failed allocation that a traceback, or its last line, tells of; None if it tells of none."""
-    # Without a traceback's own lines: code that looks for such words has them as well.
+    """Return the failed allocation in a traceback or its last line; None if it is another error."""
+    # Skip the traceback's source lines: code that handles such errors contains their messages as literals.
     text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
     found = list(_GPU.finditer(text))
     if found:

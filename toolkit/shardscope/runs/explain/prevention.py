@@ -1,4 +1,4 @@
-"""What would have prevented an out of memory: the prediction, and the planner's repair, beside the facts."""
+"""Suggested fixes for an out-of-memory error, from the plan's prediction and the planner's repairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEXT_TIME = "What would have prevented it: "
 
 
 def numbers(shortage: Shortage, plan: Plan | None) -> str:
-    """``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``; without what is not known."""
+    """Format the known numbers: ``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``."""
     parts = []
     if shortage.asked_bytes is not None:
         parts.append(f"asked for {gib(shortage.asked_bytes)} GiB")
@@ -40,7 +40,7 @@ def numbers(shortage: Shortage, plan: Plan | None) -> str:
 
 
 def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
-    """One paragraph: what to change. Empty where nothing is known that would have helped."""
+    """Return the suggested fix as one paragraph; empty if none is known."""
     if not trains_the_plan:
         return (
             f"{NEXT_TIME}the task is a function of its own, whose memory the plan does not know. "
@@ -48,6 +48,7 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
         )
     report = plan.memory()
     on_the_card = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
+    # First case: the plan was predicted not to fit, so the planner's own repairs apply.
     short = [place for place in shortages(plan, report) if on_the_card or place.name != "GPU memory"]
     if short:
         told = in_words(plan, repairs(plan)[:MAX_TOLD])
@@ -57,8 +58,9 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
         of = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
         words = f"the plan was predicted not to fit ({needed} of {of}). "
         return f"{NEXT_TIME}{words}{'; or '.join(told)}." if told else ""
-    if not on_the_card:  # What would save memory on the cards need not save any here, or costs some.
+    if not on_the_card:  # Repairs save GPU memory; for host memory they may be useless or even cost some.
         return ""
+    # Second case: other processes held GPU memory that the plan needs.
     if shortage.place == "GPU memory" and shortage.others_bytes:
         held = gib(shortage.others_bytes)
         if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
@@ -67,19 +69,20 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
                 f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
                 "End them (nvidia-smi names them), or choose another GPU by CUDA_VISIBLE_DEVICES."
             )
+    # Third case: the plan was predicted to fit and did not, so save at least the missing bytes.
     told = _repairs_by(plan, _missing_bytes(shortage))
     return f"{NEXT_TIME}{'; or '.join(told)}." if told else ""
 
 
 def _missing_bytes(shortage: Shortage) -> int:
-    """By how much the need was too much; where no numbers were told, some of what any card has."""
+    """Return the bytes by which the allocation exceeded the free memory; 1 GiB if that is unknown."""
     if shortage.asked_bytes is None:
         return 2**30
     return max(1, shortage.asked_bytes - (shortage.free_bytes or 0))
 
 
 def _repairs_by(plan: Plan, num_bytes: int) -> list[str]:
-    """Repairs that win at least ``num_bytes`` of a plan that was predicted to fit, and did not."""
+    """Return repairs that save at least ``num_bytes`` for a plan that was predicted to fit and did not."""
     peak = plan.memory().peak_bytes
     if num_bytes >= peak:
         return []

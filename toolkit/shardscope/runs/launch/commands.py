@@ -1,8 +1,8 @@
-"""Commands to the ranks of a run, on whose order all ranks agree without waiting for each other.
+"""Commands to the ranks of a run, received by all ranks at the same step without a barrier.
 
-Ranks poll the control file at their own pace. If each obeyed what it happened to see, rank 0 would leave
-after step 10 and rank 1 wait for it in step 11 for ever. So at the k-th poll the first rank to come decides
-how many bytes of the file count, and every other rank takes the same number at its own k-th poll.
+Ranks poll the control file at their own pace. If each obeyed the commands it happened to see, rank 0 might
+stop after step 10 and rank 1 wait for it in step 11 forever. So the first rank at the k-th poll decides how
+many bytes of the file count, and every other rank uses the same number at its own k-th poll.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
 
 NUM_SLOTS = 1024
-"""Polls whose decision is kept; no rank runs that far ahead of another."""
+"""Number of polls whose decision is kept; no rank runs that far ahead of another."""
 SLOT = struct.Struct("<qq")
-"""A poll, counted from 1, and the size that was decided on."""
+"""A decision: the number of the poll, from 1, and the file size in bytes."""
 
 
 class PollTable:
-    """The decisions of the latest polls, in memory that the ranks of one machine share.
+    """The decisions of the latest polls, in memory shared by the ranks of one machine.
 
-    torch's ``FileStore`` would do, but it never forgets a key: a run of a million steps would leave 100 MB.
+    torch's ``FileStore`` would work, but its file only grows: a million steps would leave 100 MB.
     """
 
     @staticmethod
     def make_room(descriptor: int) -> None:
-        """Give a new file its size, before ranks open it. Raises ``OSError``."""
+        """Set the size of a new file before ranks open it. Raises ``OSError``."""
         os.ftruncate(descriptor, NUM_SLOTS * SLOT.size)
 
     def __init__(self, path: str) -> None:
         """Open the table at ``path``. Raises ``OSError``."""
-        # Opened anew: of a descriptor that ranks inherited they would share the lock as well (flock(2)).
+        # Each rank opens the file itself: an inherited descriptor would share its lock (flock(2)).
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._slots = mmap.mmap(self._descriptor, NUM_SLOTS * SLOT.size)
 
     def agree(self, poll: int, size: int) -> int:
-        """Return the size that the first rank to come to ``poll`` gave; ``poll`` is counted from 1."""
-        import fcntl  # Not above: Windows, where nothing is launched, has none.
+        """Return the ``size`` given by the first rank that reached ``poll`` (counted from 1)."""
+        import fcntl  # Imported lazily: this module is also imported on Windows, which has no fcntl.
 
         place = poll % NUM_SLOTS * SLOT.size
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -57,16 +57,16 @@ class PollTable:
 
 
 class CommandFeed:
-    """The commands of ``control.jsonl``, the same ones at the same poll on every rank."""
+    """Reader of ``control.jsonl`` that returns the same commands at the same poll on every rank."""
 
     def __init__(self, folder: RunFolder, table: PollTable | None) -> None:
-        """``table``: None for a rank that has nobody to agree with."""
+        """Open the feed. ``table`` is None for a single rank, which needs no agreement."""
         self._tail = LineTail(folder.control)
         self._table = table
         self._num_polls = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """Commands that are new since the last poll. Call it equally often on every rank, once per step."""
+        """Return the new commands since the last poll. Call it equally often on every rank, once per step."""
         self._num_polls += 1
         return [
             record

@@ -1,4 +1,4 @@
-"""What a task gets: ``f(ctx)``. The process group is up, the device chosen, the output in the rank's log."""
+"""``Context``, the argument of a task ``f(ctx)``: a rank with its process group, device and plan set up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PENDING = 1000
-"""Commands kept for a task that does not read them; an older one gives way."""
+"""Maximum number of unread commands; the oldest ones are dropped."""
 
 
 class Context:
@@ -39,11 +39,11 @@ class Context:
         polls: PollTable | None = None,
     ) -> None:
         self.rank = rank
-        """From 0 to ``world_size - 1``."""
+        """Rank, from 0 to ``world_size - 1``."""
         self.world_size = world_size
         """Number of ranks."""
         self.device = device
-        """``cuda:<local rank>`` or ``cpu``."""
+        """Device of this rank: ``cuda:<local rank>`` or ``cpu``."""
         self.plan = plan
         """The plan that was launched."""
         self._folder = folder
@@ -64,16 +64,16 @@ class Context:
 
     @cached_property
     def engine(self) -> Any:
-        """The plan's framework, really training: ``setup``, ``step``, ``save`` and ``load``."""
+        """The training engine of the plan's framework, with ``setup``, ``step``, ``save`` and ``load``."""
         from shardscope.frameworks.engines import engine_for
 
         return engine_for(self.plan)(self)
 
     def log(self, step: int | None = None, **metrics: Any) -> None:
-        """Append metrics of one step; without ``step``, of the step after the last one logged (from 0).
+        """Append metrics of one step; ``step`` defaults to the one after the last logged (from 0).
 
-        Numbers (one-element tensors too), text, bools and None. NaN and infinities come back as such from
-        ``run.metrics()``. Raises ``ValueError`` for a reserved name or for anything that is not one value.
+        Values are numbers, one-element tensors, text, bools or None; ``run.metrics()`` returns NaN and
+        infinities unchanged. Raises ``ValueError`` for a reserved name or a value of another kind.
         """
         for name in ("rank", "time"):
             if name in metrics:
@@ -84,11 +84,11 @@ class Context:
         self._write_event({"step": number, "rank": self.rank, "time": time.time(), **plain})
 
     def log_memory(self, step: int | None = None) -> None:
-        """Log ``memory_bytes`` and ``peak_memory_bytes`` of this rank, on which ``run.memory()`` reports."""
+        """Log ``memory_bytes`` and ``peak_memory_bytes`` of this rank, the input of ``run.memory()``."""
         self.log(step=step, **self.memory_metrics())
 
     def memory_metrics(self) -> dict[str, int]:
-        """Bytes now and at the peak: what torch allocated on a GPU, resident memory on a CPU."""
+        """Return the current and the peak bytes: torch's allocated memory on a GPU, resident on a CPU."""
         if self.device.type == "cuda":
             import torch
 
@@ -110,35 +110,35 @@ class Context:
         }
 
     def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0, **options: Any) -> Profile:
-        """A context manager that records what runs inside it into the run's traces.
+        """Return a context manager that profiles its body into the run's traces.
 
-        Without ``steps`` everything inside is recorded. With it, call ``.step()`` on what the ``with`` gives
-        after each training step: ``skip`` steps are left alone, ``warmup`` run unrecorded under the profiler,
-        then ``steps`` are recorded. ``options`` go to ``torch.profiler.profile``. A later recording replaces
-        an earlier.
+        Without ``steps`` the whole body is recorded. With ``steps``, call ``.step()`` on the object that
+        ``with`` binds after each training step: the first ``skip`` steps run without the profiler, the next
+        ``warmup`` run under it unrecorded, then ``steps`` are recorded. ``options`` are passed to
+        ``torch.profiler.profile``. A later recording replaces an earlier one.
         """
         return Profile(self._folder, self.rank, steps=steps, warmup=warmup, skip=skip, options=options)
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was asked. Look once per step on *every* rank: all see it at the same look."""
+        """Whether a stop was requested. Read it once per step on *every* rank: all get the same answer."""
         return self._look_for_stop()
 
     def commands(self) -> list[dict[str, Any]]:
-        """Commands other than stop that came since the last call, such as ``{"command": "profile", ...}``.
+        """Return the commands other than stop since the last call, such as ``{"command": "profile", ...}``.
 
-        Like ``should_stop``, a look at the control file: every rank must make the same looks in the same
-        order. The latest 1000 are kept.
+        Like ``should_stop`` this polls the control file: every rank must make the same calls in the same
+        order. At most the latest 1000 commands are kept.
         """
         self._take_commands()
         return self._taken()
 
     def look(self) -> tuple[bool, list[dict[str, Any]]]:
-        """``should_stop`` and ``commands()`` in one look: each look takes a lock that all ranks share."""
+        """Return ``should_stop`` and ``commands()`` with one poll: each poll takes a lock of all ranks."""
         return self._look_for_stop(), self._taken()
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:
-        """Keep what an engine really made (shards, stage, groups) for ``run.what_it_was()``."""
+        """Write what an engine built (shards, stage, groups), for ``run.what_it_was()``."""
         self._recorded[name] = dict(mapping)
         write_json(self._folder.what_it_was(self.rank), self._recorded)
 
@@ -149,7 +149,7 @@ class Context:
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
-        """Close the event file; the run's wrapper calls it."""
+        """Close the event file. ``run_rank`` calls it after the task."""
         if self._events is not None:
             os.close(self._events)
             self._events = None
@@ -158,7 +158,7 @@ class Context:
         self._take_commands()
         if not self._has_looked:
             self._has_looked = True
-            with contextlib.suppress(OSError):  # A full disk: then nobody offers to stop it so.
+            with contextlib.suppress(OSError):  # A full disk: "Save and stop" is then not offered.
                 note_that_it_looks(self._folder, self.rank)
         return self._stop_asked
 
@@ -180,7 +180,7 @@ class Context:
             if self._events is None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._events = os.open(self._folder.events(self.rank), flags, 0o600)
-            # One write per line, no buffer of ours: a rank that is killed loses nothing it logged.
+            # One unbuffered write per line: a rank that is killed loses none of its logged metrics.
             whole = b"\n" + line if self._line_is_broken else line
             self._line_is_broken = os.write(self._events, whole) != len(whole)
         except OSError as error:
@@ -191,7 +191,7 @@ class Context:
             self._num_lost += 1
         else:
             if self._num_lost and not self._line_is_broken:
-                # The log is on the same disk: what was said of the first one may be lost as well.
+                # The log is on the same disk, so the first message may be lost as well.
                 _say(f"{self._num_lost} lines of metrics before step {event['step']} were not written")
                 self._num_lost = 0
 

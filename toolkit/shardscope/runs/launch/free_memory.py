@@ -1,4 +1,4 @@
-"""Whether cards, or the host of CPU ranks, have room now for a launch: others' processes may be on them."""
+"""Check before a launch that the GPUs (or the host of CPU ranks) have the predicted peak free."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ TOLD_PROCESSES = 3
 
 
 class TooLittleFreeError(FieldError):
-    """A GPU, or the host of CPU ranks, has less memory free than is predicted to be needed.
+    """Error of a launch that needs more memory than a GPU, or the host of CPU ranks, has free.
 
-    ``ss.launch(..., force=True)`` goes on.
+    ``ss.launch(..., force=True)`` launches anyway.
     """
 
 
 def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, holding: str = "") -> str:
-    """A warning in words where free memory is under the predicted peak; empty where it is enough.
+    """Return a warning if a GPU has less memory free than its rank's predicted peak; "" if all have enough.
 
-    ``cards`` in the order of ranks. Raises ``TooLittleFreeError`` instead if the launch ``needs_peak``: its
-    task's memory is what the plan predicts, and nobody said to go on all the same. ``holding``: words on runs
-    of this user that are on the cards.
+    ``cards`` are the GPUs in rank order; ``holding`` describes the user's own runs on them. With
+    ``needs_peak`` (the task trains the plan's model, and the user did not force the launch) raise
+    ``TooLittleFreeError`` instead of warning.
     """
-    if not cards:  # Nothing tells what is free.
+    if not cards:  # The free memory is unknown.
         return ""
     try:
         report = plan.memory()
-    except FieldError as refusal:  # An option that no formula counts: the run will measure it.
+    except FieldError as refusal:  # An option without a memory formula: only the run can measure it.
         return f"what this plan takes of memory is not predicted: {refusal}"
-    # Pipeline stages are the outermost degree: ranks of one are neighbours.
+    # The pipeline is the outermost mesh dimension: the ranks of a stage are adjacent.
     by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
     beside = zip(cards, by_rank, strict=False)
     card, stage = min(beside, key=lambda pair: pair[0].free_bytes - pair[1].peak_bytes)
@@ -60,8 +60,8 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
 
 
 def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
-    """The same of CPU ranks, which are all in the host's memory."""
-    # Not above: psutil is of the train extra.
+    """Check like :func:`check_free_memory` for CPU ranks, which share the host's memory."""
+    # Imported lazily: psutil belongs to the extra "train".
     from shardscope.runs.watch.host_monitor import free_host_memory
 
     try:
@@ -88,7 +88,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
 
 
 def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
-    """Those of ``others`` that live here and have some of ``cards``, in words; empty if there is none."""
+    """Describe the live runs among ``others`` that use any of ``cards`` on this machine; "" if none does."""
     wanted = {card.index for card in cards}
     told = [
         f"the run {run.name} is {run.status} on GPU {', '.join(map(str, sorted(shared)))}: run.stop() ends it"
@@ -99,7 +99,7 @@ def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
 
 
 def _make_room(card: GpuNow, plan: Plan) -> str:
-    """Whoever is on the card first; a card that is free and too small wants another plan."""
+    """Return a suggested fix: end the other processes on the GPU or, if there are none, change the plan."""
     if card.processes:
         return f"end what is on it{_users(card)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     found = plan.repairs()

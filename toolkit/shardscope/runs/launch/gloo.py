@@ -1,12 +1,12 @@
-"""gloo's process groups with one thread each; with torch's two, ranks abort now and then.
+"""gloo process groups with one thread each: torch's default of two sometimes aborts a rank.
 
-Both threads of a group write the name of the collective that they ended last into one ``std::string``,
-without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of more than 15 characters, as coalesced
-gathers have, lie on the heap: one thread frees the text that the other is writing, and a later ``malloc``
-aborts the rank. Two collectives in flight in one group are enough: torch's ring attention does that.
+Both threads of a group write the name of the last finished collective into one ``std::string`` without a lock
+(``ProcessGroupGloo::runLoop``, torch 2.13). Names of more than 15 characters, such as those of coalesced
+all-gathers, are on the heap: one thread frees the text that the other is writing, and a later ``malloc``
+aborts the rank. Two collectives in flight in one group are enough; torch's ring attention has that.
 
-A group is handed out once all its ranks have theirs. A rank that leaves a new group at once closes its
-connections, and a slower rank, woken only then, raises "Connection closed by peer" while it still connects.
+A new group is returned only when all of its ranks are connected. Otherwise a rank that destroys it at once
+closes its connections, and a slower rank that is still connecting raises "Connection closed by peer".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 
 class _Serial(type):
-    """Makes and recognises ProcessGroupGloo's own objects: torch asks for their class by name."""
+    """Metaclass that creates real ProcessGroupGloo objects: torch looks the class up by name."""
 
     def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> Any:
         options = ProcessGroupGloo._Options()
@@ -40,16 +40,16 @@ class _Serial(type):
 
 
 class SerialGloo(metaclass=_Serial):
-    """``ProcessGroupGloo`` as ``torch.distributed`` calls it; collectives end in the order they began in."""
+    """Replacement for ``ProcessGroupGloo`` in ``torch.distributed`` whose groups have a single thread."""
 
 
 def use_one_thread() -> None:
-    """From now on every gloo group of ``init_process_group`` and ``new_group`` in this process has one."""
+    """Make ``init_process_group`` and ``new_group`` create gloo groups with one thread in this process."""
     distributed_c10d.ProcessGroupGloo = SerialGloo
 
 
 def _devices() -> list[Any]:
-    """Those of the interfaces that ``GLOO_SOCKET_IFNAME`` names, or torch's default, as torch takes them."""
+    """Return gloo devices for the interfaces in ``GLOO_SOCKET_IFNAME``, or torch's default device."""
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not named:
         return [ProcessGroupGloo.create_default_device()]

@@ -1,4 +1,4 @@
-"""``ss.launch``: from a plan and a task to a supervised run, without torch in the kernel or a wait for it."""
+"""``ss.launch``: the start of a supervised run. It returns immediately and imports no torch in the kernel."""
 
 from __future__ import annotations
 
@@ -60,18 +60,19 @@ def launch(
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
-    The run lives in ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the time. A name that
-    an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
-    method ``check(plan)`` may refuse the plan by a ``ValueError``, one with ``check_launch(plan, folder,
-    name)`` what it would find there. A function whose source names its context's ``engine`` is refused where
-    no engine here trains the plan.
+    The run folder is ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the current time. If
+    an ended run has that name, a number is appended. The run ends with this process unless
+    ``outlive_kernel``. A task may have a method ``check(plan)`` or ``check_launch(plan, folder, name)`` that
+    raises ``ValueError`` for a plan or folder it does not support. A function whose source uses
+    ``ctx.engine`` raises ``ValueError`` if no engine trains the plan.
 
-    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
-    be pickled (naming what in it), or the name of a run that is alive; ``TooLittleFreeError``, one of its
-    kind, where a GPU has less memory free than the predicted peak, unless ``force``; ``ImportError`` without
-    the extra "train"; ``OSError`` naming a folder that cannot be written. What a function needs is not
-    known: of too little free memory it is only warned.
+    Raises ``ValueError`` for an invalid argument, a plan that this machine cannot run, a task that cannot be
+    pickled (the message names the object), or the name of a live run; ``TooLittleFreeError`` (a
+    ``ValueError``) if a GPU has less free memory than the predicted peak, unless ``force``; ``ImportError``
+    without the extra "train"; ``OSError`` if the folder cannot be written. The memory of the user's own
+    function is unknown, so too little free memory is only a ``RuntimeWarning`` there.
     """
+    # Cheap argument checks come first, so that a wrong call fails before anything is created.
     _check_plan(plan)
     _check_task(task)
     flag("launch.outlive_kernel", outlive_kernel)
@@ -80,6 +81,7 @@ def launch(
     _check_extra()
     device = _check_machine(plan)
     _check_together(plan, task, parent, name)
+    # Compare the free memory with the predicted peak: other processes may hold the GPU.
     cards = gpus_now()[: plan.world_size] if device == "cuda" else []
     needs_peak = _trains(task) and not force
     against = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
@@ -89,6 +91,7 @@ def launch(
     payload = pack(task, plan)
     description = _description(plan, task, device, outlive_kernel)
     description |= {"asked_name": name, "gpus": [card.index for card in cards]}
+    # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
     begun = _Begun(parent, name)
     try:
         with _late_interrupt():
@@ -100,7 +103,7 @@ def launch(
             begun.supervisor = _start_supervisor(begun.folder, outlive_kernel)
             return Run(begun.folder)
     except BaseException as error:
-        # There is no run: the name is free for the next one, and the room for others.
+        # The launch failed: delete everything, so that the name can be used again.
         with _late_interrupt():
             begun.undo()
         if isinstance(error, OSError) and not isinstance(error, _NoRunError):
@@ -109,34 +112,34 @@ def launch(
 
 
 class _NoRunError(OSError):
-    """A launch that failed, in words that name the cause."""
+    """A failed launch whose message already names the cause."""
 
 
 class _Begun:
-    """What a launch has made so far: a folder, which gets its name when it is whole, and a supervisor."""
+    """A launch in progress: its folder, which gets its final name once complete, and its supervisor."""
 
     def __init__(self, parent: Path, name: str | None) -> None:
         self.parent, self.name = parent, name
         stem = name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S")
         self.wanted = (parent / stem).absolute()
-        # No run has a hidden name, and lists leave it out.
+        # Run names cannot start with a dot, and run lists skip hidden folders.
         self.folder = RunFolder(parent / f".launch-{os.getpid()}-{secrets.token_hex(4)}")
         self.supervisor: subprocess.Popen[bytes] | None = None
         self._new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
 
     def create(self) -> None:
-        """Make the folder. Raises ``OSError``."""
+        """Create the folder. Raises ``OSError``."""
         try:
             self.folder.create()
-        except FileExistsError as error:  # The parent; that name nobody has.
+        except FileExistsError as error:  # The parent is a file; the random name itself cannot exist.
             words = f"folder is {self.parent}, which is a file; runs need a folder."
             raise _NoRunError(errno.ENOTDIR, words) from error
 
     def publish(self, description: dict[str, Any]) -> None:
-        """Give the folder its name or, if an ended run has it, the name with a number.
+        """Rename the folder to its name, with a number appended if an ended run has that name.
 
-        A folder is never renamed to one that has something in it: of several launches with one name that
-        come at the same instant, from whatever processes and machines, one gets it.
+        rename(2) fails if the target is a folder that is not empty, so of several simultaneous launches with
+        the same name, on any machine, exactly one gets it. Raises ``ValueError`` if a live run has the name.
         """
         for number in range(1, MAX_RUNS_OF_A_NAME):
             suffix = "" if number == 1 else f"-{number}"
@@ -163,7 +166,7 @@ class _Begun:
         )
 
     def undo(self) -> None:
-        """Stop the supervisor and delete the folder, and those that were made for it."""
+        """Stop the supervisor and delete the folder and the parents that were created for it."""
         if self.supervisor is not None:
             stop_supervisor(self.supervisor)
         shutil.rmtree(self.folder.path, ignore_errors=True)
@@ -173,7 +176,10 @@ class _Begun:
                 path.rmdir()
 
     def _delete_without_descriptors(self) -> None:
-        """Delete what is in the folder of a run that never ran: rmtree has to open the folders."""
+        """Delete the files of a run that never started, one by one.
+
+        ``shutil.rmtree`` opens folders and so fails when the process has no free file descriptor.
+        """
         folder = self.folder
         with contextlib.suppress(OSError):
             for file in (folder.task, folder.status, folder.run_json, folder.supervisor_log):
@@ -185,9 +191,9 @@ class _Begun:
 
 @contextlib.contextmanager
 def _late_interrupt() -> Iterator[None]:
-    """Keep Ctrl-C until the end of this block, and raise it there.
+    """Delay Ctrl-C until the end of this block.
 
-    Between two lines it would leave a run that nobody has a handle on. Only the main thread is interrupted.
+    An interrupt inside it would leave a run without a handle. Only the main thread gets interrupts.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -204,7 +210,7 @@ def _late_interrupt() -> Iterator[None]:
 
 
 def _check_plan(plan: object) -> None:
-    from shardscope.core.plan import Plan  # Not above: ``import shardscope`` takes milliseconds.
+    from shardscope.core.plan import Plan  # Imported lazily: ``import shardscope`` must take milliseconds.
 
     if not isinstance(plan, Plan):
         refuse("launch.plan", plan, "a Plan", "ss.Plan(architecture, cluster, recipe, layout)")
@@ -212,7 +218,7 @@ def _check_plan(plan: object) -> None:
 
 def _check_task(task: object) -> None:
     allowed = "a callable f(ctx), such as your own function or ss.Pretrain(...)"
-    if inspect.isclass(task):  # Calling it would only make one, on every rank.
+    if inspect.isclass(task):  # Calling a class would only construct a task on every rank, not run it.
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
     if not callable(task):
         refuse("launch.task", task, allowed, "def task(ctx): ...")
@@ -220,7 +226,7 @@ def _check_task(task: object) -> None:
 
 
 def _check_together(plan: Plan, task: object, parent: Path, name: str | None) -> None:
-    """Refuse a plan that the task could not run: found out now, not on ranks that have to come up first."""
+    """Raise ``ValueError`` if the task cannot run the plan: here, instead of seconds later on the ranks."""
     check = getattr(task, "check", None)
     if callable(check):
         check(plan)
@@ -231,19 +237,22 @@ def _check_together(plan: Plan, task: object, parent: Path, name: str | None) ->
 
 
 def _against(plan: Plan, cards: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:
-    """What speaks against a launch on ``cards`` just now. Raises ``TooLittleFreeError`` as asked."""
+    """Return warnings about too little free GPU memory and the runs that hold it.
+
+    Raises ``TooLittleFreeError`` if ``needs_peak`` and the predicted peak does not fit.
+    """
     holding = holders(runs(parent), cards) if cards else ""
     tight = check_free_memory(plan, cards, needs_peak=needs_peak, holding=holding)
     return [words for words in (tight, holding) if words]
 
 
 def _trains(task: object) -> bool:
-    """Whether the memory of ``task`` is what the plan predicts; nobody knows a function's."""
+    """Return whether ``task`` trains the plan's model, so that the predicted memory holds for it."""
     return getattr(task, "trains_the_plan", False) is True
 
 
 def _num_steps(task: object) -> int | None:
-    """How many steps ``task`` has, where it is one that says so: a number is no token."""
+    """Return the number of steps of a built-in task, else None."""
     found = getattr(task, "num_steps", None) if _trains(task) else None
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
@@ -259,7 +268,7 @@ def _check_extra() -> None:
 
 
 def _check_machine(plan: Plan) -> str:
-    """Refuse what this machine lacks. The device type of the ranks: "cuda" or "cpu"."""
+    """Return the ranks' device type, "cuda" or "cpu". Raises ``ValueError`` if the plan does not fit here."""
     world_size, cluster = plan.world_size, plan.cluster
     if cluster.num_nodes > 1:
         refuse(
@@ -300,7 +309,7 @@ def _check_machine(plan: Plan) -> str:
 
 
 def most_cpu_ranks() -> int:
-    """Ranks that share cores still end; far more of them would not within a person's patience."""
+    """Return the maximum number of CPU ranks: ranks may share cores, but many more would never finish."""
     return max(16, 4 * num_cores())
 
 
@@ -319,14 +328,14 @@ def _is_alive(folder: RunFolder) -> bool:
         return False
     try:
         return Run(folder).status not in FINAL
-    except ValueError:  # Damaged. Nothing in it is touched: the new run gets a number.
+    except ValueError:  # Damaged: leave that folder alone, the new run gets a number.
         return False
 
 
 def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) -> dict[str, Any]:
-    """What ``run.json`` keeps, but for its name.
+    """Return the content of ``run.json``, without the run's name.
 
-    No environment variables, and of a task no words: either may hold tokens.
+    It holds no environment variables and no free text of the task: both may contain secrets.
     """
     versions = {"python": platform.python_version()}
     for package in ("shardscope", "torch", "accelerate", "transformers", "deepspeed", "megatron-core"):
@@ -355,9 +364,9 @@ def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) ->
 
 
 def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own: an interrupt of the kernel is not its business.
+    """Start the supervisor in its own session, so that Ctrl-C in the kernel does not reach it.
 
-    Raises ``OSError``; no supervisor is left then.
+    Raises ``OSError``; no supervisor process is left behind then.
     """
     if not sys.executable:
         raise _NoRunError(errno.ENOENT, "This Python does not know its own executable (sys.executable).")
@@ -368,7 +377,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
             supervisor = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",  # A signal.py beside the notebook must not become the standard library's.
+                    "-P",  # A signal.py in the notebook's folder must not shadow the standard library's.
                     "-m",
                     "shardscope.runs.launch.supervisor",
                     str(folder.path),
@@ -384,7 +393,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
     except BaseException as error:
         if write_end is not None:
             release(write_end)
-        # subprocess names the file that it could not execute.
+        # subprocess sets `filename` to the program that it could not execute.
         if isinstance(error, OSError) and error.filename == sys.executable:
             raise _NoRunError(
                 error.errno,
@@ -396,6 +405,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
         if read_end is not None:
             os.close(read_end)
     hold_until_end(supervisor, write_end, folder)
+    # Write the supervisor's record in its place: a handle must see its process even if it dies at once.
     try:
         if not folder.supervisor.exists():
             started = start_of(supervisor.pid)

@@ -1,8 +1,8 @@
-"""The launcher: its main thread calls ``accelerate.notebook_launcher``, and ranks fork from it.
+"""The launcher: the process that calls ``accelerate.notebook_launcher`` and from which the ranks fork.
 
-It imports what the ranks need before it forks, never initialises CUDA, and writes how each rank process
-ended. The supervisor starts ``python -m shardscope.runs.launch.launcher <folder> <pid of the supervisor>
-<pipe>``, where the pipe is the one of new_secrets.py.
+It imports what the ranks need before the fork, never initializes CUDA, and records how each rank process
+ended. The supervisor starts it as ``python -m shardscope.runs.launch.launcher <folder> <pid of the
+supervisor> <pipe>``, with the pipe of ``new_secrets.py``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from shardscope.runs.launch.patient_output import flush_output
 
 
 def main(folder: RunFolder) -> int:
-    """Run the task of ``folder`` on all ranks; the exit code of this process."""
+    """Run the task of ``folder`` on all ranks. Return the exit code of this process."""
     description = read_json(folder.run_json) or {}
     world_size = int(description["world_size"])
     restore_python_path(description.get("pythonpath"))
-    sys.path[:] = description["sys_path"]  # A task that lives in a module of the notebook's folder is found.
+    sys.path[:] = description["sys_path"]  # Pickled tasks may import modules from the notebook's folder.
     tempfile.tempdir = str(folder.temporary)  # torch elastic leaves its folder behind when it is killed.
+    # Unpickle the task and import everything before the fork: the ranks share these pages.
     try:
         payload = take_task(folder)
         check_loopback()
@@ -51,7 +52,7 @@ def main(folder: RunFolder) -> int:
         for module in getattr(task, "preload", ()):
             importlib.import_module(module)
         if world_size > 1:
-            keep_exit_codes()  # A module of the task may have changed it; a single rank has that to itself.
+            keep_exit_codes()  # A module of the task may have changed the SIGCHLD handler.
         if torch.cuda.is_initialized():
             raise RuntimeError(
                 "The task, or a module it imports, uses CUDA already when it is loaded; ranks could "
@@ -62,6 +63,7 @@ def main(folder: RunFolder) -> int:
         raise
     from shardscope.runs.launch.rank import run_rank
 
+    # Fork the ranks. An exit code that the watching threads missed is taken from torch elastic's error.
     watch_ranks(folder, world_size)
     arguments = (str(folder.path), os.getpid(), task, plan, description["device"])
     try:
@@ -72,10 +74,10 @@ def main(folder: RunFolder) -> int:
             if known.get(rank) is None:
                 _write_exit(folder, rank, failure.exitcode)
         return 1
-    except SignalException as error:  # The ranks are gone; what follows is only torch tidying up.
+    except SignalException as error:  # torch elastic has ended the ranks on our signal.
         return 128 + int(error.sigval)
     except SystemExit:
-        raise  # One rank alone runs in this process; it has written why.
+        raise  # A single rank runs in this process, and has written its own error record.
     except BaseException as error:
         write_json(folder.launcher_error, exception_record(error))
         raise
@@ -83,10 +85,10 @@ def main(folder: RunFolder) -> int:
 
 
 def write_tracebacks_plainly() -> None:
-    """Have torch.distributed's log tell exceptions without torch's own way of it.
+    """Make torch.distributed's log handlers format tracebacks with the standard library's formatter.
 
-    That imports torch._dynamo (torch/_logging/_internal.py, TorchLogsFormatter), for seconds, while a run
-    that failed waits for its end.
+    torch's own (``torch/_logging/_internal.py``, ``TorchLogsFormatter``) imports ``torch._dynamo``, which
+    delays the end of a failed run by seconds.
     """
     formatter = logging.Formatter()
 
@@ -102,9 +104,9 @@ def write_tracebacks_plainly() -> None:
 
 
 def watch_ranks(folder: RunFolder, world_size: int) -> None:
-    """Write to ``exits.jsonl`` how each forked rank ends, whichever of them torch elastic looks at.
+    """Write to ``exits.jsonl`` how each forked rank ends, also the ranks that torch elastic does not report.
 
-    The watching thread begins after the last fork, so that no rank is forked from a process with threads.
+    The watching thread starts after the last fork, so that no rank is forked from a process with threads.
     """
     if world_size == 1 or not hasattr(os, "waitid"):
         return
@@ -121,9 +123,9 @@ def watch_ranks(folder: RunFolder, world_size: int) -> None:
 
 
 REAPED: dict[int, int] = {}
-"""Exit codes of children that multiprocessing, and so torch elastic, waited for, by process id."""
+"""Exit codes of the children that multiprocessing (and so torch elastic) has reaped, by process id."""
 REAPED_SECONDS = 0.5
-"""How long the code of a process that is gone may take to come here: whoever reaped it is at that line."""
+"""Maximum delay between the end of a process that another thread reaped and its entry in ``REAPED``."""
 
 
 def _note_reaped() -> None:
@@ -154,8 +156,8 @@ def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
         # WNOWAIT leaves the exit code for torch elastic.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
-        # torch elastic, which waits as well, was quicker. It tells the code once the other ranks are gone;
-        # told only then, this rank would seem to have ended after those that it took along.
+        # torch elastic, which waits as well, was faster. It reports the code only after the other ranks
+        # have ended; with that time, this rank would seem to have died after the ranks that died with it.
         now = _now()
         _write_exit(folder, rank, _reaped_code(pid), now)
         return
@@ -171,10 +173,10 @@ def _reaped_code(pid: int) -> int | None:
 
 
 def _codes_told(folder: RunFolder, world_size: int) -> dict[Any, int | None]:
-    """Exit codes in ``exits.jsonl`` by rank, once those who watch have told of every rank.
+    """Return the exit codes in ``exits.jsonl`` by rank, once there is a record of every rank.
 
-    torch elastic has ended all of them before it says that one failed, but its thread may come first: then
-    who only lost a peer would never be told.
+    torch elastic ends all ranks before it raises, but may raise before our threads have written: then a rank
+    that only lost its peer would be missing. Wait at most twice ``REAPED_SECONDS``.
     """
     deadline = time.monotonic() + 2 * REAPED_SECONDS
     while True:
@@ -202,9 +204,10 @@ def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, 
 def _notebook_launcher(
     function: Callable[..., None], arguments: tuple[Any, ...], world_size: int, port: int
 ) -> None:
-    """Call ``function(*arguments, port, place)`` on every rank. Nobody listens at ``port``.
+    """Call ``function(*arguments, port, place)`` on every rank.
 
-    It is what ``MASTER_PORT`` says, which frameworks read without using it where a group is up.
+    ``port`` is only the value of ``MASTER_PORT``; nothing listens there. Frameworks read it without using it
+    if a process group exists already.
     """
     from accelerate import notebook_launcher
 
@@ -212,8 +215,8 @@ def _notebook_launcher(
 
     local_store.register_rendezvous()
     place = local_store.MeetingPlace(Path(tempfile.gettempdir()))
-    # For one rank the launcher passes nothing on, so the port travels in the arguments as well.
-    # mixed_precision is left alone: it has no effect here with several processes.
+    # notebook_launcher sets no MASTER_PORT for a single rank, so the port is also an argument.
+    # mixed_precision keeps its default: it has no effect on several processes.
     notebook_launcher(
         function,
         (*arguments, port, place),
@@ -230,7 +233,7 @@ if __name__ == "__main__":
     keep_exit_codes()
     send_new_secrets(int(sys.argv[3]))
     exit_code = main(RunFolder(sys.argv[1]))
-    if "WORLD_SIZE" in os.environ:  # A single rank ran here; libraries it used may have work left to do.
+    if "WORLD_SIZE" in os.environ:  # A single rank ran here: let its libraries run their exit handlers.
         sys.exit(exit_code)
     flush_output()
-    os._exit(exit_code)  # Interpreter shutdown with torch loaded costs up to a second at the end of each run.
+    os._exit(exit_code)  # Interpreter shutdown with torch loaded takes up to a second.

@@ -1,7 +1,8 @@
-"""The lease: a pipe whose write end only the kernel holds. When the kernel dies, in whatever way, it closes.
+"""The lease: a pipe that ends a run with its kernel, whose write end only the kernel holds.
 
-Leases live in this module and not in a ``Run``: a handle that is garbage-collected must not end its run. The
-thread that holds one outlives the supervisor, and so tidies up after one that was killed.
+The operating system closes the pipe however the kernel dies. Leases belong to this module and not to a
+``Run``: garbage collection of a handle must not end its run. The thread that holds a lease outlives the
+supervisor, and so cleans up after one that was killed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
-"""How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""
+"""Time that the ranks of a killed supervisor, which die with it, may still write temporary files."""
 
 DESCRIPTOR_SECONDS = 600.0
-"""How long to wait for a free descriptor before tidying up without one, which does little."""
+"""Maximum wait for a free file descriptor before the cleanup, most of which needs one."""
 STOP_SECONDS = 10.0
-"""How long a supervisor that is stopped at once may take; it needs less than one second."""
+"""Time from SIGTERM to SIGKILL for a supervisor; it normally needs less than one second."""
 
 
 @dataclass
 class _Held:
-    """Write ends that this process holds open, and the lock that guards them."""
+    """The write ends that this process holds open, and the lock that guards them."""
 
     write_ends: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -41,10 +42,10 @@ _held = _Held()
 
 
 def open_lease() -> tuple[int, int]:
-    """A new pipe as (read end for the supervisor, write end kept here). Neither is inheritable.
+    """Create a pipe. Return (read end for the supervisor, write end kept here), neither inheritable.
 
-    Neither is 0, 1 or 2, even where the kernel has closed these: the supervisor has other files there, and
-    what the kernel's native libraries print would go into the pipe.
+    Neither is 0, 1 or 2, even if the kernel has closed these: the supervisor has other files there, and
+    output of the kernel's native libraries would go into the pipe.
     """
     with _held.lock:
         read_end, write_end = (move_past_standard_streams(end) for end in os.pipe())
@@ -53,7 +54,7 @@ def open_lease() -> tuple[int, int]:
 
 
 def release(write_end: int) -> None:
-    """Close a write end; harmless when it is closed already."""
+    """Close a write end; no effect if it is closed already."""
     with _held.lock:
         if write_end in _held.write_ends:
             _held.write_ends.discard(write_end)
@@ -61,9 +62,10 @@ def release(write_end: int) -> None:
 
 
 def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
-    """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie.
+    """Start a thread that holds the lease until the supervisor ends, then reaps it.
 
-    Raises ``OSError`` where no thread can be started; the supervisor is stopped, and the lease closed, then.
+    The thread also cleans up after a supervisor that was killed. Raises ``OSError`` if no thread can be
+    started; the supervisor is stopped and the lease closed first.
     """
 
     def wait() -> None:
@@ -86,13 +88,13 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
         stop_supervisor(supervisor)
         if write_end is not None:
             release(write_end)
-        if isinstance(error, RuntimeError):  # "can't start new thread", which tells no more.
+        if isinstance(error, RuntimeError):  # "can't start new thread": the process limit is reached.
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         raise
 
 
 def stop_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
-    """Have the supervisor end its run, and kill both if it does not; harmless when it has ended."""
+    """Terminate the supervisor, which ends its run; kill both after ``STOP_SECONDS``."""
     supervisor.terminate()
     try:
         supervisor.wait(STOP_SECONDS)
@@ -103,15 +105,15 @@ def stop_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _end_session_of_ended(pid: int) -> None:
-    """Kill what ranks had started, which is in the session of their supervisor; ranks die with it."""
+    """Kill the processes that ranks started, by their supervisor's session; the ranks die with it anyway."""
     with contextlib.suppress(OSError):
-        # A process that has its number by now is another one, with a session of its own.
+        # If the pid is alive again, it was reused by another process with its own session.
         if start_of(pid) is None:
             end_session(pid)
 
 
 def _wait_for_descriptor() -> None:
-    """Wait until this process can open a file again: tidying up needs some."""
+    """Wait until this process can open a file: the cleanup needs file descriptors."""
     deadline = time.monotonic() + DESCRIPTOR_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -126,7 +128,7 @@ def _has_final_status(folder: RunFolder) -> bool:
 
 
 def tidy(folder: RunFolder) -> None:
-    """What a supervisor does at its end: delete task and temporary files, take secrets out of logs."""
+    """Clean up in place of a killed supervisor: delete task and temporary files, redact secrets in logs."""
     deadline = time.monotonic() + TIDY_SECONDS
     while folder.temporary.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder.temporary, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Threads and processes that outlive a task: they must not keep a run going after every rank has finished.
+"""Threads and processes that outlive a task, and would keep its run alive after every rank has finished.
 
-A thread that is no daemon keeps its rank from exiting; a process that was forked twice keeps the pipe by
-which multiprocessing, and so torch elastic, learns that the rank is gone (``popen_fork.Popen.sentinel``).
+A non-daemon thread prevents its rank from exiting. A double-forked process keeps the pipe open by which
+multiprocessing, and so torch elastic, notices the rank's end (``popen_fork.Popen.sentinel``).
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from shardscope.runs.verdict import is_finished_everywhere
 from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, StackCalls
 
 GRACE_SECONDS = 10.0
-"""How long they may go on after the task has returned on every rank; SHARDSCOPE_GRACE_SECONDS is another."""
+"""Time that they may run after the task has returned on every rank; SHARDSCOPE_GRACE_SECONDS overrides it."""
 MAX_SECONDS = 600.0
-"""How long they may go on at most while they write: an asynchronous checkpoint may be under way."""
+"""Maximum time while they write: it may be an asynchronous checkpoint."""
 WRITING_BYTES_PER_SECOND = 2**20
-"""Less than that is no checkpoint."""
+"""Write rate from which they count as writing a checkpoint."""
 MAX_NAMED = 4
 
 
 class LeftBehind:
-    """One run's. ``look`` about once a second."""
+    """Detector of leftover threads and processes of one run. Call ``look`` about once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
         self.world_size = world_size
         self.grace_seconds = read_grace_seconds()
         self.returned_at: float | None = None
-        """When every rank was first seen finished, by the monotonic clock; None before."""
+        """Monotonic time at which all ranks were first seen finished; None before."""
         self._idle_since = 0.0
         self._written: dict[int, int] = {}
         self._asked_at: float | None = None
         self._calls = StackCalls(folder, world_size)
 
     def every_rank_returned(self) -> bool:
-        """Return whether the task has returned on every rank; notes the time of the first "yes"."""
+        """Return whether the task has returned on every rank, and record when that was first true."""
         if self.returned_at is None:
             markers = ((read_json(self.folder.rank(rank)) or {}) for rank in range(self.world_size))
-            # Stops at the first rank that is not finished: one small file is read per look.
+            # `all` stops at the first unfinished rank, so a call usually reads one small file.
             if all(is_finished_everywhere([marker]) for marker in markers):
                 self.returned_at = self._idle_since = time.monotonic()
                 self._written = written_bytes()
         return self.returned_at is not None
 
     def look(self, seconds: float, launcher: int) -> str | None:
-        """Return what is left, once its time is up; None before.
+        """Return a description of the leftovers once their time is up; None before.
 
-        ``seconds`` have passed since the last look. ``launcher`` is its process id.
+        ``seconds`` have passed since the last call; ``launcher`` is the launcher's process id.
         """
         if not self.every_rank_returned():
             return None
@@ -59,6 +59,7 @@ class LeftBehind:
         now = time.monotonic()
         if self._asked_at is not None:
             return self._describe(launcher) if now - self._asked_at >= ANSWER_SECONDS else None
+        # The time limit starts over while they write, up to `MAX_SECONDS`.
         before, self._written = self._written, written_bytes()
         grown = sum(count - before.get(pid, 0) for pid, count in self._written.items())
         if grown > WRITING_BYTES_PER_SECOND * seconds and now - self.returned_at < MAX_SECONDS:
@@ -69,7 +70,7 @@ class LeftBehind:
         return None
 
     def _describe(self, launcher: int) -> str:
-        """Name ranks that did not exit and other processes; the stacks of those ranks go to their logs."""
+        """Describe ranks that did not exit and other processes; write the ranks' stacks to their logs."""
         pids = {rank: pid for rank in range(self.world_size) if (pid := self._calls.living(rank)) is not None}
         answers = self._calls.answers()
         waited = time.monotonic() - (self.returned_at or 0.0)
@@ -91,7 +92,7 @@ def read_grace_seconds() -> float:
 
 
 def describe_processes(exclude: set[int]) -> list[str]:
-    """Name the descendants of this process by name and id; no command lines, which may hold secrets."""
+    """Return names and ids of this process's descendants; no command lines, which may contain secrets."""
     import psutil
 
     found = []
@@ -107,7 +108,7 @@ def describe_processes(exclude: set[int]) -> list[str]:
 def written_bytes() -> dict[int, int]:
     """Return the bytes that each descendant of this process has passed to write(2) (proc(5), wchar).
 
-    Empty where the system does not count them.
+    Empty if the system does not count them.
     """
     import psutil
 

@@ -1,9 +1,9 @@
-"""torch's key-value store for the ranks of one machine, which no other user of the machine can reach.
+"""Rendezvous store for the ranks of one machine that no other user of the machine can access.
 
-``TCPStore`` has no authentication (torch/csrc/distributed/c10d/TCPStore.cpp, torch 2.13): everybody who
-connects to its port reads and writes what the ranks agree on, and on the loopback interface that is every
-local user. So no process of a run serves one. Ranks meet in a ``FileStore`` whose file is private memory of
-the launcher, which they inherit; torch elastic's agent, alone in its process, has a ``HashStore``.
+``TCPStore`` has no authentication (torch/csrc/distributed/c10d/TCPStore.cpp, torch 2.13): every process that
+connects to its port can read and write the ranks' data, and every local user can connect to the loopback
+interface. So no process of a run serves one. Ranks use a ``FileStore`` whose file is anonymous memory of the
+launcher, which they inherit; torch elastic's agent, a single process, uses a ``HashStore``.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from shardscope.records.private_file import open_private_file
 from shardscope.runs.launch.commands import PollTable
 
 BACKEND = "shardscope-local"
-"""The name under which torch elastic finds the rendezvous below."""
+"""Name of the rendezvous backend registered with torch elastic."""
 TIMEOUT_SECONDS = 600
-"""What torch's own static rendezvous takes."""
+"""Timeout of torch's own static rendezvous."""
 
 
 class MeetingPlace:
-    """What the ranks of one machine share; made by the process that they are forked from."""
+    """The files shared by the ranks of one machine, created by the process from which they fork."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is used where there is no anonymous memory. Raises ``OSError``."""
-        # Both descriptors stay open as long as this process and the ranks: the paths lead to them.
+        """Create the files, in ``folder`` if the system has no anonymous memory. Raises ``OSError``."""
+        # Both descriptors stay open in this process and in the ranks: the paths refer to them.
         _, self._store_path = open_private_file(folder)
         table, self._table_path = open_private_file(folder)
         PollTable.make_room(table)
 
     def connect(self) -> Store:
         """Return a new client of the ranks' store."""
-        # Without a number of workers no client deletes the file (FileStore.cpp, ~FileStore).
+        # Without a world size no client deletes the file (FileStore.cpp, ~FileStore).
         store = FileStore(self._store_path)
         store.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         return store
 
     def open_poll_table(self) -> PollTable:
-        """Return this rank's view of what was agreed on at each look for commands."""
+        """Return this rank's view of the decisions at each poll for commands."""
         return PollTable(self._table_path)
 
 
 def use_for_env_rendezvous(place: MeetingPlace) -> None:
-    """Make ``init_process_group`` of ``env://`` in this rank meet in ``place`` instead of a ``TCPStore``.
+    """Make ``init_process_group`` with ``env://`` use ``place`` in this rank instead of a ``TCPStore``.
 
-    Frameworks use the group that is up; this is for code that ends that group and makes another one. torch
-    keeps its handlers in ``_rendezvous_handlers`` (torch/distributed/rendezvous.py, torch 2.13) and refuses
-    to register a scheme twice. A variable that such code changed means other processes than these ranks:
-    then torch's own handler serves it.
+    Frameworks use the existing group; this is for code that destroys it and initializes another one. torch
+    keeps its handlers in ``_rendezvous_handlers`` (torch/distributed/rendezvous.py, torch 2.13) and does not
+    allow registering a scheme twice. If the code has changed one of the variables, it means a group of other
+    processes than these ranks, and torch's own handler is used.
     """
-    # The package has a function of the same name: "import ... as" would find that.
+    # importlib, because the package has a function of the same name that "import ... as" would return.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     of_torch = handlers["env"]
     ours = _group_variables()
@@ -73,7 +73,7 @@ def use_for_env_rendezvous(place: MeetingPlace) -> None:
         if _group_variables() != ours or world_size != int(os.environ["WORLD_SIZE"]):
             yield from of_torch(url, **options)
             return
-        # Every group has keys of its own: those of the one before are still there.
+        # Each group needs its own key prefix: the keys of the previous group still exist.
         store = PrefixStore(f"shardscope/env/{next(number)}", place.connect())
         yield store, asked.get("rank", int(os.environ["RANK"])), world_size
 
@@ -85,14 +85,14 @@ def _group_variables() -> dict[str, str | None]:
 
 
 class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
-    """torch's static rendezvous, of one agent that talks to nobody.
+    """torch's static rendezvous for a single agent, without network communication.
 
-    The address and the port only name the run for frameworks that read ``MASTER_ADDR`` and ``MASTER_PORT``.
+    Address and port are only values for frameworks that read ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
 
     @property
     def use_agent_store(self) -> bool:
-        """False: the agent serves no store that ranks could connect to."""
+        """Always False: the agent serves no store to its ranks."""
         return False
 
     def next_rendezvous(self) -> Any:
@@ -105,7 +105,7 @@ class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
 
 
 def register_rendezvous() -> None:
-    """Make :data:`BACKEND` known to torch elastic in this process."""
+    """Register :data:`BACKEND` with torch elastic in this process."""
     rendezvous_handler_registry.register(BACKEND, _rendezvous)
 
 

@@ -1,4 +1,4 @@
-"""The interface over which the ranks of one machine connect to each other."""
+"""Loopback interface, over which the ranks of one machine connect to each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CONNECT_SECONDS = 5.0
 def check_loopback() -> None:
     """Raise ``OSError``, with the fix, if this machine cannot connect to itself.
 
-    gloo and NCCL wait for such connections for minutes. Ranks that the user put on other interfaces
-    (``GLOO_SOCKET_IFNAME``) are left to them.
+    gloo and NCCL would wait for such connections for minutes. Nothing is checked if the user has chosen
+    another interface (``GLOO_SOCKET_IFNAME``).
     """
     if os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":
         return

@@ -1,6 +1,6 @@
-"""Secrets that a task puts into ``os.environ``, which the supervisor learns so as to mask them in logs.
+"""Transfer of secrets that a task puts into ``os.environ`` to the supervisor, which masks them in logs.
 
-They go through a pipe that the launcher and the ranks inherit, so they are in memory only.
+They are sent through a pipe that the launcher and the ranks inherit, so they are never on disk.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from shardscope.records.redaction import known_secrets, learn_secret, secret_values
 
 PART_CHARACTERS = 300
-"""Of a longer secret each part is masked for itself: a line of at most PIPE_BUF bytes is written as a whole
-(pipe(7)), also where JSON needs twelve for a character."""
+"""Maximum length of a line's secret; a longer secret is split and each part masked by itself. Writes of at
+most PIPE_BUF bytes are atomic (pipe(7)), and JSON needs up to twelve bytes per character."""
 
 
 def send_new_secrets(pipe: int) -> None:
-    """Write to ``pipe`` from now on what this process, and those forked from it, put into the environment.
+    """Install a hook that writes secrets set in the environment to ``pipe``, in this process and its forks.
 
-    Python reports that as an audit event, for ``os.environ[...] = ...`` and ``os.putenv`` alike; what a
-    native library sets by itself is not seen.
+    Python raises an audit event for ``os.environ[...] = ...`` and ``os.putenv``; variables that a native
+    library sets are not seen.
     """
-    os.set_inheritable(pipe, False)  # Programs that a task starts need no such thing.
-    os.set_blocking(pipe, False)  # A supervisor that was killed or halted holds nobody up.
+    os.set_inheritable(pipe, False)  # Programs started by the task do not need it.
+    os.set_blocking(pipe, False)  # A killed or stopped supervisor must not block the task.
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "os.putenv":
@@ -41,14 +41,14 @@ def _send(pipe: int, secret: str) -> None:
     starts = range(0, max(1, len(secret) - PART_CHARACTERS), PART_CHARACTERS)
     parts = [secret[start : start + PART_CHARACTERS] for start in starts]
     if len(secret) > PART_CHARACTERS:
-        parts.append(secret[-PART_CHARACTERS:])  # Never too short to be one.
+        parts.append(secret[-PART_CHARACTERS:])  # A full-length part: a short rest would not be masked.
     for part in parts:
-        learn_secret(part)  # Here as well: it may be taken out of the environment again.
+        learn_secret(part)  # In this process as well: the variable may be deleted again.
         os.write(pipe, json.dumps(part).encode() + b"\n")
 
 
 class SecretReceiver:
-    """The supervisor's end of that pipe."""
+    """The supervisor's end of the pipe."""
 
     def __init__(self) -> None:
         self._pipe, self._for_launcher = os.pipe()
@@ -57,16 +57,16 @@ class SecretReceiver:
 
     @property
     def for_launcher(self) -> int:
-        """The end that the launcher inherits; :meth:`keep_reading_end` closes it here."""
+        """The write end, inherited by the launcher; :meth:`keep_reading_end` closes it here."""
         return self._for_launcher
 
     def keep_reading_end(self) -> None:
-        """Close the other end, once the launcher has it."""
+        """Close the write end in this process, once the launcher has inherited it."""
         os.close(self._for_launcher)
 
     def secrets(self) -> list[str]:
-        """Return all known secrets, those that were sent up to now included."""
-        with contextlib.suppress(OSError):  # Nothing new, and somebody holds the other end.
+        """Return all known secrets, including those sent so far."""
+        with contextlib.suppress(OSError):  # BlockingIOError: the pipe is empty and still open.
             while data := os.read(self._pipe, 2**16):
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:

@@ -1,4 +1,4 @@
-"""The task on its way from the kernel to the ranks: pickled by cloudpickle, errors named before launch."""
+"""Transfer of the task from the kernel to the ranks with cloudpickle; pickling errors raise at launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.unpicklable import find_unpicklable, name_of
 
 MAX_SOURCE_CHARACTERS = 2**20
-"""Source text that goes to the ranks: a notebook's cells are far shorter, generated code may not be."""
+"""Maximum source text sent to the ranks: notebook cells are far shorter, but generated code may not be."""
 
 
 def pack(task: Any, plan: Any) -> bytes:
@@ -33,7 +33,7 @@ def pack(task: Any, plan: Any) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    """Return ``value`` as cloudpickle writes it, with the names of the files that code was compiled from.
+    """Return the cloudpickle of ``value``, with the file names that code was compiled from.
 
     cloudpickle 3.1.3 writes "<dynamic-code>" for each (``_code_reduce``), and a traceback from a rank would
     name neither the cell of a function nor its lines.
@@ -57,20 +57,20 @@ def _make_code(arguments: tuple[Any, ...], file_name: str) -> types.CodeType:
 
 
 def unpack(payload: bytes) -> tuple[Any, Any]:
-    """Return ``(task, plan)``, and let this process's tracebacks show the lines of notebook cells."""
+    """Return ``(task, plan)``, and register the source of notebook cells for this process's tracebacks."""
     task, plan, sources = pickle.loads(payload)
     for name, lines in sources.items():
-        # Without a modification time linecache never looks for a file of that name (linecache.checkcache).
+        # An entry without a modification time is never checked against a file (linecache.checkcache).
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     return task, plan
 
 
 def sources_without_files() -> dict[str, list[str]]:
-    """Return the lines of code that this process compiled from no file, by the name it was compiled under.
+    """Return the source lines of code that was not compiled from a file, by the name it was compiled under.
 
-    IPython registers each cell with linecache under a name that is no file. A function that cloudpickle
-    sends keeps that name, so a rank's traceback would have line numbers and no lines. The newest come first
-    where they are many.
+    IPython registers each cell with linecache under a name that is not a file. A pickled function keeps that
+    name, so without the source a rank's traceback would show line numbers and no lines. If there is too much
+    source, the newest is kept.
     """
     sources: dict[str, list[str]] = {}
     left = MAX_SOURCE_CHARACTERS

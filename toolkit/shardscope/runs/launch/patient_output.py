@@ -1,6 +1,6 @@
-"""Best-effort output of a rank: dropped where the disk of its log is full, and given back after the task.
+"""Best-effort rank log: dropped when the disk is full, and restored after the task.
 
-A full disk is no reason to fail, and neither is a task that closed ``sys.stdout`` or replaced it.
+Neither a full disk nor a task that closes or replaces ``sys.stdout`` fails the run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space, no quota, or the largest size that a file may have (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
+"""Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
 
 
 class _Patient(io.FileIO):
-    """A file that takes all there is room for and drops the rest."""
+    """A file that drops data when there is no space left."""
 
     def write(self, data: Any) -> int:
         try:
@@ -28,9 +28,9 @@ class _Patient(io.FileIO):
 
 
 def print_patiently(stdout: int = 1, stderr: int = 2) -> None:
-    """Give ``sys.stdout`` and ``sys.stderr``, line by line, to these descriptors.
+    """Redirect ``sys.stdout`` and ``sys.stderr``, line-buffered, to these descriptors.
 
-    A surrogate in a path or a text of the user must not end a training run either.
+    Unencodable characters (surrogates in a path) are escaped: they must not end a training run either.
     """
     for name, descriptor in (("stdout", stdout), ("stderr", stderr)):
         raw = io.BufferedWriter(_Patient(descriptor, "wb", closefd=False))
@@ -39,18 +39,18 @@ def print_patiently(stdout: int = 1, stderr: int = 2) -> None:
 
 
 def flush_output() -> None:
-    """Flush ``sys.stdout`` and ``sys.stderr``, whatever they are by now: None, closed, without ``flush``."""
+    """Flush ``sys.stdout`` and ``sys.stderr``, which may be None, closed or without ``flush``."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def restore_output(log: int) -> None:
-    """Flush what a task left in ``sys.stdout`` and ``sys.stderr``, and give both to the descriptor ``log``.
+    """Flush the task's ``sys.stdout`` and ``sys.stderr``, and redirect both to the descriptor ``log``.
 
-    The interpreter flushes them at its exit, and turns the exit code into 120 where it cannot
-    (https://docs.python.org/3/library/sys.html#sys.exit). The objects that a task put there stay alive, so
-    that none of them closes a descriptor when it is collected.
+    At exit the interpreter flushes them and changes the exit code to 120 if that fails
+    (https://docs.python.org/3/library/sys.html#sys.exit). References to the task's own stream objects are
+    kept, so that none closes a descriptor when it is garbage-collected.
     """
     flush_output()
     _REPLACED.extend((sys.stdout, sys.stderr))

@@ -1,4 +1,4 @@
-"""Recording a rank with ``torch.profiler`` into the run's traces, whole or by a schedule of steps."""
+"""Profiling of a rank with ``torch.profiler`` into the run's traces, entirely or by a schedule of steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_STEPS = 1_000_000
 
 
 class Profile:
-    """A context manager; with a schedule, ``.step()`` after each training step moves it on.
+    """Profiler context manager. With a schedule, call ``.step()`` after each training step.
 
-    torch writes rank and world size into the trace by itself, since the process group is up.
+    torch writes rank and world size into the trace itself, because the process group is initialized.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Profile:
         return self
 
     def step(self) -> None:
-        """One training step is over. Without a schedule it only marks the step in the trace."""
+        """Mark the end of a training step: advances the schedule and adds a mark to the trace."""
         self._profiler.step()
 
     def __exit__(
@@ -65,8 +65,7 @@ class Profile:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        # With a schedule, torch calls _write itself, also when the block ends in the midst of the recorded
-        # steps.
+        # With a schedule torch calls _write itself, even if the block ends within the recorded steps.
         self._profiler.__exit__(kind, error, where)
         if self._steps is None:
             self._write(self._profiler)
@@ -74,6 +73,6 @@ class Profile:
     def _write(self, profiler: Any) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         profiler.export_chrome_trace(str(self._partial))
-        self._partial.chmod(0o600)  # torch leaves it to the umask.
+        self._partial.chmod(0o600)  # torch creates it with the user's umask.
         self._partial.replace(self._path)
         self.written = True

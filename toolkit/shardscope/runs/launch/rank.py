@@ -1,4 +1,4 @@
-"""What every rank does around the task: its own log, its process group, and its last words if it fails."""
+"""The rank process around the task: log redirection, process group, and the error record if it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.runs.launch.local_store import MeetingPlace
 
 EXIT_GRACE_SECONDS = 10.0
-"""How long a failed rank may take to leave: a thread of a broken process group can hang in its destructor."""
+"""Time that a failed rank gets to exit: a broken process group can hang in its destructor."""
 
 
 def run_rank(
@@ -38,10 +38,10 @@ def run_rank(
     port: int,
     place: MeetingPlace,
 ) -> None:
-    """Run ``task(ctx)`` in this process. Returns if it returned; exits with a code otherwise."""
+    """Run ``task(ctx)`` in this process. Return if the task returned, else exit with a nonzero code."""
     if os.getpid() != launcher:
         die_with_parent(launcher)
-        # torch elastic's handlers were forked with us; a rank simply ends on SIGTERM.
+        # Reset torch elastic's signal handler, inherited by the fork: a rank must end on SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = RunFolder(path)
@@ -52,7 +52,7 @@ def run_rank(
     try:
         context = _make_context(folder, plan, device_type, place)
         _write_marker(folder, rank, ready=time.time())
-        # sys.exit(0) ends in the middle of a task as well, while other ranks wait: it is no return.
+        # Only a return counts as finished: sys.exit(0) may come in the middle of a task that others wait in.
         check_was_run(task(context))
         restore_output(log)
         context.close()
@@ -67,7 +67,7 @@ def run_rank(
 
 
 def _complete_environment(port: int) -> int:
-    """Fill in what notebook_launcher leaves out for a single rank. The rank of this process."""
+    """Set the variables that notebook_launcher leaves out for a single rank. Return this process's rank."""
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
         os.environ.setdefault(name, str(value))
     if os.environ["WORLD_SIZE"] == "1":
@@ -76,9 +76,9 @@ def _complete_environment(port: int) -> int:
 
 
 def _redirect_output(folder: RunFolder, rank: int) -> int:
-    """Send descriptors 1 and 2 to the rank's log, so that native libraries' output lands there as well.
+    """Redirect descriptors 1 and 2 to the rank's log, so that native libraries write there as well.
 
-    Return a third one of it, which no task closes by accident: the last output goes there.
+    Return a third descriptor of the log for the last output: a task may close the first two.
     """
     flush_output()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -87,13 +87,13 @@ def _redirect_output(folder: RunFolder, rank: int) -> int:
     os.dup2(log, 2)
     print_patiently()
     faulthandler.enable(file=log)
-    with contextlib.suppress(OSError):  # A full disk: this rank is then not asked.
+    with contextlib.suppress(OSError):  # A full disk: the hang detection then skips this rank.
         answer_with_stacks(folder.stacks(rank))
     return log
 
 
 def _make_context(folder: RunFolder, plan: Any, device_type: str, place: MeetingPlace) -> Any:
-    """Bring up the process group and wrap it for the task."""
+    """Initialize the process group and return the task's ``Context``."""
     import torch
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
@@ -107,7 +107,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Meeting
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # gloo beside NCCL: checkpoints gather CPU tensors.
+        backend = "cpu:gloo,cuda:nccl"  # gloo as well: checkpoints gather CPU tensors.
     else:
         device, backend = torch.device("cpu"), "gloo"
     use_for_env_rendezvous(place)
@@ -115,8 +115,8 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Meeting
     if not dist.is_initialized():
         group_store = dist.PrefixStore("shardscope/group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
-        # A rank that has little to do must not leave while another is still joining: gloo, woken only after
-        # the connection was made and closed again, raises "Connection closed by peer" there.
+        # A rank with a short task must not exit while another is still joining: gloo there may see the
+        # connection only after it was closed, and raises "Connection closed by peer".
         barrier(store, world_size, "shardscope/joined", TIMEOUT_SECONDS)
     return Context(
         rank=rank,
@@ -131,7 +131,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Meeting
 def _leave_process_group() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():  # The task may have done it itself.
+    if dist.is_initialized():  # The task may have destroyed it already.
         dist.destroy_process_group()
 
 
@@ -146,12 +146,12 @@ def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
 
 
 def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
-    """Write why, before anything that might hang or end the process."""
+    """Write the error record, before anything that might hang or end the process."""
     record = exception_record(error)
     if isinstance(error, SystemExit):
         record["summary"] += " before its task returned"
     try:
-        with contextlib.suppress(OSError):  # A full disk: its exit code is all that is left of it.
+        with contextlib.suppress(OSError):  # A full disk: only the exit code is left as evidence.
             write_json(folder.error(rank), {"rank": rank, **record})
         _write_marker(folder, rank, exit="failed", ended=record["time"])
     finally:
@@ -159,7 +159,7 @@ def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
 
 
 def _exit_soon(code: int) -> None:
-    """Exit with ``code``: properly if that is quick, else without ceremony."""
+    """Exit with ``code`` (never 0), with ``os._exit`` if a normal exit takes over ``EXIT_GRACE_SECONDS``."""
     code = code % 256 or 1
     timer = threading.Timer(EXIT_GRACE_SECONDS, os._exit, args=(code,))
     timer.daemon = True

@@ -1,7 +1,7 @@
-"""The supervisor: one light process per run. It starts the launcher, obeys commands, writes what happened.
+"""The supervisor: one light process per run that starts the launcher, obeys commands and writes statuses.
 
-It never runs rank code and never imports torch, so it is always left to tell. ``python -m
-shardscope.runs.launch.supervisor <folder> [lease read end]`` is started by ``launch.py``.
+It runs no rank code and imports no torch, so it survives every crash of the ranks and can record it.
+``launch.py`` starts it as ``python -m shardscope.runs.launch.supervisor <folder> [lease read end]``.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from shardscope.runs.watch.periodic_checks import LOOK_SECONDS, Beside
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
 TERMINATION_GRACE_SECONDS = 1.5
-"""From SIGTERM to SIGKILL. Metrics are flushed line by line, so there is nothing more to save."""
+"""Time from SIGTERM to SIGKILL. Short, because metrics are flushed line by line."""
 CHECKPOINT_GRACE_SECONDS = 600.0
-"""How long a stop with a checkpoint may take before it becomes a plain stop."""
+"""Time after which a stop with a checkpoint becomes a plain stop."""
 HANG_GRACE_SECONDS = 120.0
-"""The same for ranks that seem to hang. That is a guess: they may be saving in a way that we do not know."""
+"""The same for ranks that seem to hang. Not zero: the detection may mistake a slow save for a hang."""
 FAILURE_GRACE_SECONDS = 3.0
-"""How long torch elastic may take to end the other ranks after one died; left alone it takes 30 s."""
+"""Time that torch elastic gets to end the other ranks after one died; by itself it takes 30 s."""
 MARKER_PATIENCE_SECONDS = 10.0
-"""How long the final status waits for records of ranks that exist and cannot be read."""
+"""Time that the final status waits for rank records that exist and cannot be read."""
 FINISH_SECONDS = 1.0
-"""How long the final status waits for what is written beside it; what is left then comes after it."""
+"""Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
 
 
 class Supervisor:
-    """Drives one run from its start to its final status."""
+    """The state machine that drives one run from its start to its final status."""
 
     def __init__(self, folder: RunFolder, lease: int | None) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Supervisor:
         self.stop_reason: str | None = None
         self.stop_time = 0.0
         self.returned_first = False
-        """Whether the task had returned on every rank when the stop came, which then stopped nothing."""
+        """Whether the task had returned on every rank before the stop, which then had no effect."""
         self.asked_to_save = 0.0
         self.a_rank_died = False
         self.signalled: int | None = None
@@ -83,11 +83,11 @@ class Supervisor:
         self.beside = Beside(folder, self.world_size, self._say, self.secrets.secrets)
         self.left_behind = LeftBehind(folder, self.world_size)
         self.ended_words = ""
-        """Of what was left behind and ended; empty otherwise."""
+        """Description of the leftover processes that were killed; empty if there were none."""
         self.last_look = time.monotonic()
 
     def run(self) -> None:
-        """Start the launcher, watch until it is gone, leave nothing behind, write the final status."""
+        """Start the launcher, watch it until it exits, clean up and write the final status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         processes.keep_exit_codes()
@@ -95,7 +95,7 @@ class Supervisor:
         pid = os.getpid()
         record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
         write_json(self.folder.supervisor, record, as_is=("machine",))
-        self._obey_control()  # A stop that came first needs no launcher at all.
+        self._obey_control()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
                 self._start_launcher()
@@ -105,7 +105,7 @@ class Supervisor:
             self._tick()
             self._sleep()
         if self.stop_reason is None and self.left_behind.every_rank_returned():
-            # Ranks read the same file, and may have obeyed a stop before it was read here.
+            # Ranks read the same control file and may have obeyed a stop that was not read here yet.
             self._obey_control()
         self._finish()
 
@@ -131,7 +131,7 @@ class Supervisor:
         self.secrets.keep_reading_end()
 
     def _record_missing_launcher(self, error: OSError) -> None:
-        """Write the reason why there is no launcher, as a launcher itself would."""
+        """Write why the launcher could not be started, in the format of the launcher's own error record."""
         record = exception_record(error)
         cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
         record["summary"] = f"was not started: {cause}"
@@ -147,7 +147,7 @@ class Supervisor:
         self._obey_control()
         if not self.ranks_are_up and self.phase == "run":
             self._see_whether_ranks_are_up()
-        # Not while it ends: a look takes time, and the last one comes in any case.
+        # No checks while the run ends: they take time, and `finish` does the last one anyway.
         if self.phase in ("run", "checkpoint") and now - self.last_look >= LOOK_SECONDS:
             self._look_beside(now)
         if self._a_rank_just_died():
@@ -204,7 +204,7 @@ class Supervisor:
         ):  # Run.stop() refuses it; others write here too.
             self._say("ignored a stop with a checkpoint: the task does not look whether one was asked")
         elif self.phase == "run" and self.stop_reason is None:
-            # The ranks read the same file and agree on the step after which they leave.
+            # The ranks read the same control file and agree on the step after which they leave.
             self.phase, self.asked_to_save = "checkpoint", time.monotonic()
             self.deadline = self._save_until(self.asked_to_save)
             self.stop_reason, self.returned_first = asked, self._returned_before(requested)
@@ -216,7 +216,7 @@ class Supervisor:
             self._set_status("stopping", words)
 
     def _save_until(self, now: float) -> float:
-        """When a stop with a checkpoint becomes a plain one, as it looks ``now``."""
+        """Return when (monotonic seconds) a stop with a checkpoint becomes a plain one."""
         latest = self.asked_to_save + CHECKPOINT_GRACE_SECONDS
         return min(latest, now + HANG_GRACE_SECONDS) if self.beside.hangs else latest
 
@@ -231,7 +231,7 @@ class Supervisor:
         return not is_number(requested) or all(is_number(when) and when <= requested for when in ended)
 
     def _terminate(self, reason: str, requested: object = None) -> None:
-        """End the ranks for ``reason``; a stop was ``requested`` then, in epoch seconds, or just now."""
+        """Send SIGTERM to the ranks for ``reason``. ``requested`` is the request's epoch time, if any."""
         if self.phase in ("leave", "terminate", "kill"):
             return
         if self.stop_reason is None:
@@ -267,33 +267,35 @@ class Supervisor:
             os.utime(self.folder.supervisor)
         except OSError as error:
             if is_absent(error) and not self.folder.path.exists():
-                # Without its folder nobody could see or stop the run any more.
+                # Without its folder the run could not be seen or stopped any more.
                 self._terminate("the run folder is gone")
 
     def _sleep(self) -> None:
         if self.lease is None:
             time.sleep(POLL_SECONDS)
             return
-        waiting = select.poll()  # Not select(): a kernel may well have more than 1024 open files.
+        waiting = select.poll()  # Not select.select(): the descriptor may be above its limit of 1024.
         waiting.register(self.lease, select.POLLIN)
         if waiting.poll(POLL_SECONDS * 1000) and not os.read(self.lease, 1):
             self.lease = None
             self._terminate("the kernel that launched it ended")
 
     def _finish(self) -> None:
+        # Kill everything that the ranks started before reading records: nothing may change them any more.
         if not processes.kill_descendants():
             self._say(f"these processes could not be killed: {processes.descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             delete_halves(self.folder.path)
+        # The last GPU samples and the redaction of logs get a second before the status, the rest after it.
         beside, until = self._finish_beside(), time.monotonic() + FINISH_SECONDS
         while next(beside, None) and time.monotonic() < until:
             pass
         failures = all_failures(self.folder, self.world_size)
         failure = failures[0] if failures else None
         status, reason = self._verdict(failures)
-        # After a stop every rank dies by our signals; only what went wrong before is worth telling.
+        # After a stop every rank dies by our signals; only a failure before it is worth reporting.
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
         more: dict[str, Any] = {}
         if shown is not None:
@@ -309,19 +311,19 @@ class Supervisor:
     def _finish_beside(self) -> Iterator[bool]:
         for _ in self.beside.finish():
             with contextlib.suppress(OSError):
-                os.utime(self.folder.supervisor)  # From another machine, nothing else shows that we live.
+                os.utime(self.folder.supervisor)  # Another machine sees only this heartbeat.
             yield True
 
     def _story(self, failures: list[Failure]) -> Story:
         try:
             return tell(failures, self.description, self.beside.host)
-        except Exception as error:  # Prices and repairs are a help; what happened is told in any case.
+        except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
             self._say(f"no repair was found: {type(error).__name__}: {error}")
             return Story(failures[0].reason, failures[0].text)
 
     def _keep_step(self) -> None:
-        """What its steps took is kept for predictions; a run is no worse where that cannot be."""
-        # Not above: the supervisor starts sooner without.
+        """Keep the measured step time for later predictions; an error here does not fail the run."""
+        # Imported lazily: it would slow down the supervisor's start.
         from shardscope.runs.explain.measured_step import keep_step
 
         try:
@@ -345,7 +347,11 @@ class Supervisor:
         )
 
     def _read_markers(self) -> list[dict[str, Any]]:
-        """Return each rank's record. One that cannot be read now is waited for: without it the run failed."""
+        """Return each rank's record; empty where there is none.
+
+        Retry for ``MARKER_PATIENCE_SECONDS`` while a file cannot be read: without it a finished run would
+        count as failed.
+        """
         markers: list[dict[str, Any]] = []
         deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
         while len(markers) < self.world_size:
@@ -367,7 +373,7 @@ class Supervisor:
     def _set_status(self, status: Status, reason: str, **more: Any) -> None:
         try:
             self.folder.set_status(status, reason, **more)
-        except OSError as error:  # A full disk must not keep us from ending the ranks.
+        except OSError as error:  # A full disk must not prevent us from ending the ranks.
             self._say(f"could not write status {status!r} ({reason}): {error}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -375,20 +381,20 @@ class Supervisor:
 
     @staticmethod
     def _say(text: str) -> None:
-        with contextlib.suppress(OSError):  # A full disk: nobody can be told, and the ranks are still ours.
+        with contextlib.suppress(OSError):  # A full disk must not end the supervisor before its ranks.
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def lock_run(folder: RunFolder) -> int | None:
     """Lock the run for this process and return the descriptor that holds the lock until the process ends.
 
-    None where the file system has no locks. Raises ``ValueError`` if the run has a supervisor, or had one: a
+    Return None if the file system has no locks. Raises ``ValueError`` if the run has or had a supervisor: a
     second one would find no task and write that the run failed.
     """
-    import fcntl  # Not above: other modules of this package are imported on Windows, which has none.
+    import fcntl  # Imported lazily: this package is also imported on Windows, which has no fcntl.
 
     try:
-        # That file is there already, and is never replaced.
+        # Lock the log: it exists already and is never replaced by another file.
         descriptor = os.open(
             folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
         )

@@ -1,4 +1,4 @@
-"""The variable or attribute of a task that cannot be pickled, named for the error message of a launch."""
+"""Search for the variable or attribute of a task that cannot be pickled, for the error message."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def name_of(value: Any) -> str:
 
 
 def find_unpicklable(task: Any) -> str | None:
-    """Return what in ``task`` cannot be pickled and its type, one level deep; None if that is not found."""
+    """Describe the first unpicklable part of ``task`` and its type, one level deep; None if none is found."""
     try:
         parts = list(_parts(task))
-    except ValueError:  # inspect.getclosurevars: an outer variable has no value yet.
+    except ValueError:  # inspect.getclosurevars raises it for an outer variable without a value yet.
         return None
     for where, value in parts:
         if not _can_be_pickled(value):
@@ -30,7 +30,7 @@ def find_unpicklable(task: Any) -> str | None:
 
 
 def _parts(task: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each value that is pickled with ``task``, after the words that say where it is."""
+    """Yield (description of the position, value) for each value that is pickled with ``task``."""
     name = name_of(task).rpartition(".")[2]
     if isinstance(task, functools.partial):
         function = name_of(task.func).rpartition(".")[2]
@@ -43,7 +43,7 @@ def _parts(task: Any) -> Iterator[tuple[str, Any]]:
         used = inspect.getclosurevars(task)
         for variable, value in used.nonlocals.items():
             yield f"the outer variable {variable!r} of {name}", value
-        # A module's functions travel by name, and so do their globals: this concerns those of a notebook.
+        # Only functions of a notebook are pickled with their globals; those of a module by name.
         for variable, value in used.globals.items():
             yield f"the global {variable!r} that {name} uses", value
         for argument, parameter in inspect.signature(task).parameters.items():

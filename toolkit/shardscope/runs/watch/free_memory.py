@@ -1,4 +1,4 @@
-"""What is free on this machine at this moment, and who has the rest: its cards, or the host's memory."""
+"""Free memory of this machine's GPUs (or of the host, without GPUs), and the processes that use the rest."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from shardscope.machine.detection import GpuNow
 
 MAX_USERS = 4
-"""Told one by one; more are counted."""
+"""Maximum number of users listed by name; the rest are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeNow:
-    """One card, or the memory of the host."""
+    """Free and used memory of one GPU, or of the host."""
 
     name: str
-    """"GPU 0", as the driver counts them, or "host memory"."""
+    """"GPU 0" (driver index) or "host memory"."""
     free_bytes: int
     total_bytes: int
     users: tuple[str, ...] = ()
-    """Who is on it, in words, those first that hold most; empty where nobody is, or nothing tells."""
+    """Descriptions of the processes that use it, largest first; empty if there are none or it is unknown."""
 
 
 def free_now(folder: str | Path = "runs") -> list[FreeNow]:
-    """The cards that CUDA would see in this process; the host's memory where there is none.
+    """Return the free memory of each GPU visible to this process, or of the host if there is no GPU.
 
-    The driver's library is asked, and no CUDA context made. ``folder`` has the runs that are called by their
-    names among those who are there.
+    The numbers come from NVML, without creating a CUDA context. Processes that are ranks of a run in
+    ``folder`` are described by the run's name.
     """
     alive = [run for run in runs(folder) if run.is_here and run.status not in FINAL]
     cards = gpus_now()
@@ -78,7 +78,7 @@ def _ranks_of(alive: Iterable[Run]) -> Iterable[tuple[int, str]]:
 
 
 def _process(pid: int) -> str:
-    """Whose it is and what it is called; its number alone where another container's is not to be seen."""
+    """Describe a process by name and user; by pid alone if it is not visible (in another container)."""
     import psutil
 
     try:

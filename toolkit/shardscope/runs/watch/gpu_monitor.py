@@ -1,6 +1,6 @@
-"""How busy, hot and hungry a run's cards are, asked of NVML once a second and kept in the run folder.
+"""GPU utilization, temperature, power and memory of a run, sampled from NVML once a second.
 
-The supervisor asks, never the kernel. A driver may take seconds to answer: a thread of its own waits for it.
+The supervisor samples, not the kernel. A driver call may take seconds, so it runs in its own thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_new
 
 MAX_SAMPLES = 600
-"""In the file, whatever a run takes: of more, the older ones are thinned evenly."""
+"""Maximum number of samples in the file, for a run of any length: older ones are thinned out evenly."""
 DENSE_SAMPLES = 200
-"""The last ones, which stay as they are."""
+"""Number of latest samples that are never thinned out."""
 
 
 def _utilisation(pynvml: Any, handle: Any) -> int | None:
@@ -31,7 +31,7 @@ def _utilisation(pynvml: Any, handle: Any) -> int | None:
 
 
 def _temperature(pynvml: Any, handle: Any) -> int | None:
-    # The older of two names, which drivers of all ages have; 0 is the sensor of the GPU itself (nvml.h).
+    # The older of two functions, which every driver version has; 0 is NVML_TEMPERATURE_GPU (nvml.h).
     degrees = ask_quietly(pynvml, "nvmlDeviceGetTemperature", handle, 0)
     return None if degrees is None else int(degrees)
 
@@ -52,11 +52,11 @@ ASKED: dict[str, Callable[[Any, Any], Any]] = {
     "power_watts": _power,
     "used_bytes": _used,
 }
-"""What is asked of each card; ``used_bytes`` counts everybody's processes."""
+"""The NVML readings of a sample, by name; ``used_bytes`` includes all processes on the GPU."""
 
 
 class CardWatch:
-    """One run's; without cards it does nothing, and asks no driver."""
+    """GPU sampler of one run. Without GPUs it does nothing and calls no driver."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class CardWatch:
         self._samples: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Ask for a sample, and return at once."""
+        """Request a sample from the thread and return immediately."""
         if not self.cards:
             return
         if self._thread is None:
@@ -78,7 +78,7 @@ class CardWatch:
         self._asked.set()
 
     def finish(self) -> None:
-        """No more samples."""
+        """Stop sampling."""
         self._ended = True
         self._asked.set()
 
@@ -89,7 +89,7 @@ class CardWatch:
             pynvml.nvmlInit()
         except (ImportError, OSError):
             return
-        except Exception as error:  # NVMLError, of a library that may be any stand-in
+        except Exception as error:  # NVMLError, or any error of a replacement for the pynvml package.
             print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
             return
         try:
@@ -98,13 +98,13 @@ class CardWatch:
                 self._asked.clear()
                 with contextlib.suppress(OSError):  # A full disk costs a sample.
                     self._keep(sample(pynvml, handles))
-        except pynvml.NVMLError as error:  # a card that is not there any more
+        except pynvml.NVMLError as error:  # For example a GPU that has fallen off the bus.
             print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
         finally:
             pynvml.nvmlShutdown()
 
     def _keep(self, found: dict[str, Any]) -> None:
-        if len(found) == 1:  # Only a time: this driver tells nothing.
+        if len(found) == 1:  # Only the time: this driver supports none of the readings.
             return
         self._samples.append(found)
         if len(self._samples) <= MAX_SAMPLES:
@@ -119,18 +119,18 @@ class CardWatch:
 
 
 def _thinned(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most ``most`` of ``samples``, the first among them, about equally far apart in time."""
+    """Return about ``most`` of ``samples``, the first included, evenly spaced in time."""
     between = (samples[-1]["time"] - samples[0]["time"]) / most
     kept = samples[:1]
     for each in samples[1:]:
-        # A clock that was set back counts as well.
+        # abs(): the system clock may have been set back.
         if abs(each["time"] - kept[-1]["time"]) >= between:
             kept.append(each)
     return kept if len(kept) <= most + 1 else samples[:: -(-len(samples) // most)]
 
 
 def sample(pynvml: Any, handles: list[Any]) -> dict[str, Any]:
-    """``time``, and by name a list with a number for each card; names that no card answers are left out."""
+    """Return a sample: ``time``, and for each supported reading a list with one number per GPU."""
     found: dict[str, Any] = {"time": time.time()}
     for name, ask in ASKED.items():
         answers = [ask(pynvml, handle) for handle in handles]
@@ -140,7 +140,7 @@ def sample(pynvml: Any, handles: list[Any]) -> dict[str, Any]:
 
 
 def card_samples(folder: RunFolder, cards: list[int]) -> list[dict[str, Any]]:
-    """The samples of a run as records, one for each card: time, rank, gpu, and what that card answered."""
+    """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings."""
     records = []
     for line in read_lines(folder.cards):
         when = line.get("time")

@@ -1,9 +1,8 @@
-"""A hang, found from outside: no step within many times the median step time, and nothing that explains it.
+"""Hang detection from logged steps: no step for many times the median step time, and no other explanation.
 
-Only what ranks logged tells of their steps; ``standstill.py`` looks at tasks that log none.
-Start-up and the first steps, which compile and allocate, are not judged: there is no median yet. Before
-anything is said, each rank is asked for its Python stacks; one that is at a checkpoint, compiles or writes a
-trace gets more time.
+``standstill.py`` covers tasks that log no steps. Start-up and the first steps, which compile and allocate,
+are not judged: there is no median yet. Before a hang is reported, the Python stacks of all ranks are
+requested; a rank that saves a checkpoint, compiles or writes a trace gets more time.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackC
 from shardscope.runs.watch.stacks import busy_with
 
 MEDIANS = 20.0
-"""A step that takes so many times the median is looked at."""
+"""A step that takes longer than this many medians is examined."""
 LEAST_SECONDS = 60.0
-"""But not before: a slow disk, a data loader or another process on the machine may well cost seconds."""
+"""Minimum time before a step is examined: a slow disk, data loader or other process may cost seconds."""
 BUSY_FACTOR = 10.0
-"""How much longer a rank may take that its stack explains."""
+"""Factor on the limit for a rank whose stack explains the delay, such as a checkpoint."""
 MIN_STEPS = 5
-"""Times between steps that a median needs."""
+"""Minimum number of step times for a median."""
 MAX_GAP_SECONDS = 5.0
-"""Between two looks no more is counted: whatever stopped the supervisor has stopped the ranks as well."""
+"""Maximum time counted between two checks: a longer gap (a suspended machine) stopped the ranks as well."""
 
 
 @dataclass
 class Progress:
-    """What one rank's steps show."""
+    """Step progress of one rank."""
 
     step: int = -1
     time: float | None = None
-    """When it logged that step, by its own clock."""
+    """Time at which the rank logged that step, epoch seconds."""
     still_seconds: float = 0.0
-    """Since the supervisor saw it come."""
+    """Seconds since the supervisor read the rank's last record."""
     took: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    """Seconds between its latest steps."""
+    """Seconds between the latest steps."""
 
     def see(self, records: Sequence[Mapping[str, Any]]) -> bool:
-        """Take in what the rank logged; whether it lives: a line of the same step shows that as well."""
+        """Process new records of the rank. Return whether there were any, also of the same step."""
         for record in records:
             step, time = record.get("step"), record.get("time")
             if not isinstance(step, int) or not isinstance(time, int | float) or step == self.step:
                 continue
-            # Not "<": a task may count anew in each epoch.
+            # A smaller step is also progress: a task may restart its count in each epoch.
             if self.time is not None and time >= self.time:
                 self.took.append(time - self.time)
             self.step, self.time = step, float(time)
@@ -60,25 +59,29 @@ class Progress:
 
     @property
     def median_seconds(self) -> float | None:
-        """None as long as too few steps are known."""
+        """Median seconds per step; None while fewer than ``MIN_STEPS`` are known."""
         return statistics.median(self.took) if len(self.took) >= MIN_STEPS else None
 
 
 class HangWatch:
-    """One run's. ``look`` once a second with what ranks logged since; it returns what there is to say."""
+    """Hang detector of one run. Call ``look`` once a second with the new records of all ranks."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, least_seconds: float | None = None) -> None:
         self.folder = folder
         self.least_seconds = default_least_seconds() if least_seconds is None else least_seconds
         self.ranks = {rank: Progress() for rank in range(world_size)}
         self.hangs = False
-        """Whether the run is said to hang, and no step has come since."""
+        """Whether a hang was reported and no step was logged since."""
         self._asked_since: float | None = None
         self._ask_again_after = 0.0
         self._calls = StackCalls(folder, world_size)
 
     def look(self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float) -> str | None:
-        """``new``: records by rank; ``seconds``: since the last look. What changed, in words, or None."""
+        """Return a message when a hang begins or ends, else None.
+
+        ``new`` are the new records by rank, ``seconds`` the time since the last call.
+        """
+        # Find the ranks that are past their limit and have not exited.
         moved = {rank for rank, records in new.items() if self.ranks[rank].see(records)}
         for rank, progress in self.ranks.items():
             if rank not in moved:
@@ -89,6 +92,7 @@ class HangWatch:
         waited = max(progress.still_seconds for progress in still.values())
         if self.hangs or waited < self._ask_again_after:
             return None
+        # Request the stacks, and judge them a second later, once the ranks have written them.
         if self._asked_since is None:
             self._calls.ask()
             self._asked_since = 0.0
@@ -101,7 +105,7 @@ class HangWatch:
 
     @property
     def has_steps(self) -> bool:
-        """Whether enough steps are known to judge by."""
+        """Whether any rank has logged enough steps to be judged."""
         return any(progress.median_seconds is not None for progress in self.ranks.values())
 
     def _is_still(self, rank: int) -> bool:
@@ -156,7 +160,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def default_least_seconds() -> float:
-    """``SHARDSCOPE_HANG_SECONDS``, for tasks that rightly pause longer between two lines of metrics."""
+    """Return ``SHARDSCOPE_HANG_SECONDS``, for tasks with long pauses between steps, or ``LEAST_SECONDS``."""
     try:
         return max(0.1, float(os.environ["SHARDSCOPE_HANG_SECONDS"]))
     except (KeyError, ValueError):

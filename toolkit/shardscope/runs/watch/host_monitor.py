@@ -1,4 +1,4 @@
-"""What ranks had of the host's memory just before one of them was killed: SIGKILL leaves no last word."""
+"""Host memory of each rank, sampled so that a later SIGKILL (which leaves no traceback) can be explained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One look at one rank."""
+    """One sample of one rank."""
 
     rank_bytes: int
     """Resident memory of the rank's own process."""
@@ -24,12 +24,12 @@ class Seen:
 
     @property
     def is_full(self) -> bool:
-        """Whether so little was free that it may have been gone a second later."""
+        """Whether at most a quarter was free, so that it may have run out before the next sample."""
         return self.free_bytes <= self.total_bytes // 4
 
 
 class HostWatch:
-    """One run's; ``look`` once a second, ``words`` for a rank that was killed."""
+    """Host memory sampler of one run: call ``look`` once a second, and ``words`` for a killed rank."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class HostWatch:
         self._kills_before = count_oom_kills()
 
     def look(self) -> None:
-        """Keep what each living rank holds now, and what the host has left. Raises ``OSError``."""
+        """Sample the resident memory of each live rank and the host's free memory. Raises ``OSError``."""
         free, total = free_host_memory()
         for rank in self.pids:
             if self.pids[rank] is None:
@@ -48,7 +48,7 @@ class HostWatch:
                 self.seen[rank] = Seen(rank_bytes=held, free_bytes=free, total_bytes=total)
 
     def words(self, rank: int | None) -> str:
-        """Who sent the SIGKILL that ended ``rank`` (None: the launcher), as far as is known, and numbers."""
+        """Return the likely sender of the SIGKILL that ended ``rank`` (None: the launcher) and its memory."""
         seen = None if rank is None else self.seen.get(rank)
         told = [sender_in_words(self._oom_kills(), is_full=seen is not None and seen.is_full)]
         if seen is not None:
@@ -57,7 +57,7 @@ class HostWatch:
         return "; ".join(told)
 
     def ran_out(self, rank: int) -> bool:
-        """Whether host memory may be why ``rank`` was killed, by the kernel or a daemon that was quicker."""
+        """Return whether ``rank`` may have been killed for lack of host memory, by the kernel or a daemon."""
         seen = self.seen.get(rank)
         return self._oom_kills().struck is True or (seen is not None and seen.is_full)
 
@@ -66,22 +66,22 @@ class HostWatch:
 
 
 def free_host_memory() -> tuple[int, int]:
-    """Bytes that are free on this host, and in all: the container's, where those are fewer."""
+    """Return free and total bytes of the host, or of the container if its limit is lower."""
     import psutil
 
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
     limit = memory_limit()
-    if limit is not None and limit.num_bytes < total:  # The machine's own numbers know nothing of it.
+    if limit is not None and limit.num_bytes < total:  # psutil ignores cgroup limits.
         total = limit.num_bytes
         free = min(free, max(0, total - used_bytes(limit.folder)))
     return free, total
 
 
 def used_bytes(folder: Path) -> int:
-    """What the cgroup in ``folder`` holds that cannot be given back; 0 where nothing tells.
+    """Return the bytes of the cgroup in ``folder`` that cannot be reclaimed; 0 if unknown.
 
-    Pages of files can, as the kernel counts them for a whole machine (MemAvailable).
+    Page cache can be reclaimed; the kernel's MemAvailable makes the same distinction for a whole machine.
     """
     for used, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
         try:
@@ -95,7 +95,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of one process; 0 if it is gone, or the system has no /proc."""
+    """Return the resident bytes of one process; 0 if it is gone or the system has no /proc."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

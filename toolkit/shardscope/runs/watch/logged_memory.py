@@ -1,6 +1,6 @@
-"""What each rank logged of its memory: the latest and the highest, of runs of any length.
+"""Latest and highest logged memory of each rank, for runs of any length.
 
-Lines are searched, not parsed: of a million only the latest becomes a record, and none is kept.
+Lines are searched with a regular expression: only the latest is parsed as JSON, and none is kept.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from typing import Any
 from shardscope.records.files import LineTail, parse_lines
 from shardscope.records.folder import RunFolder
 
-# As ``records.encode`` writes it. In a value that is text the quotes of such words have backslashes.
+# Matches the output of ``records.encode``. Inside a text value the quotes would be escaped, so none matches.
 _NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d{1,17})(?=[,}])')
 
 
 class LoggedMemory:
-    """One run's; each :meth:`read` goes on where the one before ended. Not for several threads."""
+    """Incremental reader of one run's logged memory. Not thread-safe."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self._ranks = [_RankLines(folder.events(rank)) for rank in range(world_size)]
 
     def read(self) -> list[dict[str, Any]]:
-        """Per rank that logged any: rank, step, time, memory_bytes (latest) and peak_memory_bytes (highest).
+        """Read new lines. Return one dict per rank that logged memory so far.
 
-        ``memory_bytes`` is None where only peaks were logged.
+        Keys are rank, step, time, memory_bytes (latest; None if only peaks were logged) and peak_memory_bytes
+        (highest).
         """
         for rank in self._ranks:
             rank.go_on()
@@ -43,18 +44,18 @@ class LoggedMemory:
 
 
 class _RankLines:
-    """One rank's file, as far as it was read."""
+    """Incremental reader of one rank's file."""
 
     def __init__(self, path: Path) -> None:
         self.latest: dict[str, Any] = {}
-        """The latest line with any such number."""
+        """The latest line with a memory metric."""
         self.now: int | None = None
         self.highest = 0
         self._tail = LineTail(path)
         self._num_restarts = 0
 
     def go_on(self) -> None:
-        """Take in what was appended, in pieces of whole lines."""
+        """Process the appended lines; start over if the file was truncated or replaced."""
         for lines in self._tail.pieces():
             if self._tail.num_restarts != self._num_restarts:
                 self._num_restarts = self._tail.num_restarts

@@ -1,4 +1,4 @@
-"""How fast a run goes, how long it still takes, and which rank is the slowest; from what ranks log."""
+"""Seconds per step, remaining time and slowest rank of a run, computed from its logged metrics."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from statistics import median
 from typing import Any, NamedTuple, TypeGuard
 
 RECENT_STEPS = 20
-"""Logged steps of each rank that count: a run may change its speed."""
+"""Number of latest steps per rank that are used: the speed of a run may change."""
 EVEN = 0.02
-"""Ranks whose steps differ by less than this share keep pace: they wait for each other in every step."""
+"""Relative difference of step times below which ranks count as equally fast."""
 BEHIND_STEPS = 3
-"""A rank whose next step is missing for so many steps' time is behind the others."""
+"""Number of step times without a new step after which a rank counts as behind the others."""
 MIN_BEHIND_SECONDS = 2.0
 
 
 class Slowest(NamedTuple):
-    """The rank that holds the others up most, as far as metrics tell."""
+    """The slowest rank, by the logged metrics."""
 
     rank: int
     seconds: float
-    """Its median step."""
+    """Median seconds per step of the rank."""
     excess: float
-    """How much longer that is than the median of the others: 0.12 is 12 %."""
+    """Relative excess over the median of the other ranks: 0.12 is 12 %."""
     num_ranks: int
     steps_behind: int = 0
-    """Steps that others have logged and this rank has not, for longer than their ranks' files differ."""
+    """Number of steps that other ranks have logged and this one has not; 0 if it is not late."""
 
     @property
     def is_even(self) -> bool:
-        """Whether no rank is really slower than the others."""
+        """Whether all ranks are equally fast, within ``EVEN``."""
         return self.excess < EVEN and not self.steps_behind
 
 
 class Pace:
-    """Fed with records in any order of ranks; remembers the last steps of each rank, and no more."""
+    """Speed of a run, from records in any order of ranks; keeps only the latest steps of each rank."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._logged: dict[int, deque[tuple[int, float]]] = {}
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take new records; odd ones are left out."""
+        """Add new records; malformed ones are skipped."""
         for record in records:
             step, rank, when = record.get("step"), record.get("rank"), record.get("time")
             if not _is_whole(step) or not _is_whole(rank) or not _is_finite(when):
@@ -58,12 +58,12 @@ class Pace:
 
     @property
     def last_step(self) -> int | None:
-        """The number of the last step that any rank logged."""
+        """Number of the last step logged by any rank."""
         return max((logged[-1][0] for logged in self._logged.values()), default=None)
 
     @property
     def seconds_per_step(self) -> float | None:
-        """From one step to the next by the clock: with the data, checkpoints and whatever else is between."""
+        """Median wall-clock seconds from one step to the next, including data loading and checkpoints."""
         if not self._logged:
             return None
         logged = max(self._logged.values(), key=len)
@@ -72,18 +72,18 @@ class Pace:
         return max(0.0, median(between)) if between else None
 
     def seconds_left(self, num_steps: int, now: float) -> float | None:
-        """Until ``num_steps`` steps are done, ``now`` in seconds since the epoch; None if unknown."""
+        """Return the seconds until ``num_steps`` steps are done, at epoch time ``now``; None if unknown."""
         pace, last = self.seconds_per_step, self.last_step
         if pace is None or last is None:
             return None
         latest = max(logged[-1][1] for logged in self._logged.values())
-        # What the step under way has taken already; one that hangs takes no more than it usually does.
+        # Time spent in the current step, capped at one step: a hang must not reduce the remaining time.
         under_way = min(max(0.0, now - latest), pace)
         return max(0.0, (num_steps - 1 - last) * pace - under_way)
 
     @property
     def slowest(self) -> Slowest | None:
-        """None until two ranks have logged how long their steps took."""
+        """The slowest rank; None until two ranks have logged step times."""
         typical = {rank: median(seconds) for rank, seconds in self._seconds.items()}
         if len(typical) < 2:
             return None
@@ -107,7 +107,7 @@ class Pace:
         newest_step, newest = max(last.values())
         rank = min(last, key=lambda each: last[each])
         step, when = last[rank]
-        # A rank may log every tenth step only.
+        # A task may log only every tenth step: measure lateness in logging intervals.
         steps = [number for number, _ in self._logged[rank]]
         usual = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 1
         late = BEHIND_STEPS * usual

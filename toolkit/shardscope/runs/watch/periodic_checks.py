@@ -1,7 +1,6 @@
-"""What the supervisor does beside supervising, once a second: it looks for a hang, keeps the host's numbers
-and the cards', writes TensorBoard's events and overwrites secrets in logs.
+"""The supervisor's periodic checks: hang detection, host and GPU samples, TensorBoard events, log redaction.
 
-Whatever goes wrong here costs what it was for, and never the run.
+They run once a second. An error disables only the check that raised it, never the run.
 """
 
 from __future__ import annotations
@@ -22,15 +21,18 @@ from shardscope.runs.watch.standstill import QuietWatch
 
 LOOK_SECONDS = 1.0
 BYTES_PER_LOOK = 2**25
-"""Of all logs: however much ranks print, a stop is obeyed soon. What is left is looked at next time."""
+"""Maximum bytes of logs redacted in one call, so that the supervisor obeys a stop soon."""
 METRIC_BYTES_PER_LOOK = 2**19
-"""Of all ranks' metrics, some 5,000 lines: parsed and written for TensorBoard in a tenth of a second."""
+"""Maximum bytes of metrics read in one call, about 5,000 lines: a tenth of a second, TensorBoard included."""
 MAX_BEHIND_BYTES = 2**24
-"""Of all ranks' metrics, what may wait for the next looks. Of more only the latest lines are read."""
+"""Maximum backlog of metrics, all ranks together; beyond it only the latest lines are read."""
 
 
 class Beside:
-    """One run's; ``say`` takes a line for the supervisor's log, ``secrets`` gives those to mask by then."""
+    """The periodic checks of one run.
+
+    ``say`` writes a line to the supervisor's log; ``secrets`` returns the secrets known at the time.
+    """
 
     def __init__(
         self,
@@ -62,11 +64,14 @@ class Beside:
 
     @property
     def hangs(self) -> bool:
-        """Whether the run was said to hang, and still does."""
+        """Whether the run was reported to hang and has not recovered."""
         return self._hang.hangs or self._quiet.hangs
 
     def look(self, seconds: float, *, is_running: bool) -> str | None:
-        """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
+        """Run all checks once. Return a new message about the running run, or None.
+
+        ``seconds`` have passed since the last call. Hangs are only checked while ``is_running``.
+        """
         new = {rank: lines.read() for rank, lines in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
         self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
@@ -93,12 +98,12 @@ class Beside:
         )
 
     def finish(self) -> Iterator[None]:
-        """The last look, and what is written at the end: a piece of work for each time that it is asked.
+        """Do the last check and the final writes, one piece of work per iteration.
 
-        However much it is, whoever asks can do something else in between. Secrets come first.
+        The caller can do other work between the pieces, however large the logs are. Redaction comes first.
         """
         self._cards.finish()
-        # A log of gigabytes keeps the others' secrets waiting no longer than it must.
+        # Smallest first: a log of gigabytes must not delay the redaction of the others.
         for log in sorted(self._logs, key=LogCleaner.num_left):
             yield from self._pieces("secrets in logs", log.finish())
         while True:

@@ -1,4 +1,4 @@
-"""Ranks asked for their Python stacks, and what they answered: for those that look whether a run hangs."""
+"""Requests for the ranks' Python stacks and their answers, used by the hang detection."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from shardscope.records.regular_files import open_to_append, size_of
 from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, place_in_words, process_state
 
 ANSWER_SECONDS = 1.0
-"""What ranks get to write their stacks."""
+"""Time that ranks get to write their stacks."""
 NO_ANSWER = "it did not answer\n"
 TOLD_RANKS = 4
 
 
 class StackCalls:
-    """One run's: ``ask``, and ``answers`` a second later."""
+    """Stack requests of one run: call ``ask``, and ``answers`` after ``ANSWER_SECONDS``."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
         self.world_size = world_size
         self.marks: dict[int, int] = {}
-        """How long each rank's file was when it was asked."""
+        """Size of each rank's stack file at the last request, in bytes."""
 
     def ask(self) -> None:
-        """Every rank that can answer."""
+        """Request the stacks of every rank that can answer."""
         for rank in range(self.world_size):
             pid, path = self.living(rank), self.folder.stacks(rank)
-            # Without its handler the signal would end the rank, so only one that made its file is asked.
+            # Without its handler the signal would kill the rank; the file exists once it is installed.
             if pid is not None and path.exists():
                 self.marks[rank] = path.stat().st_size
                 signal_process(pid, STACK_SIGNAL)
 
     def answers(self) -> dict[int, str]:
-        """By rank: what it answered to the last question, or why it cannot."""
+        """Return each rank's answer to the last request, or the reason why it cannot answer."""
         return {rank: self._answer(rank) for rank in range(self.world_size)}
 
     def living(self, rank: int) -> int | None:
-        """The process of ``rank``; None if it is gone, or has not told."""
+        """Return the process id of ``rank``; None if it is gone or has not written its record."""
         marker = read_json(self.folder.rank(rank)) or {}
         pid = marker.get("pid")
         try:
             return pid if isinstance(pid, int) and start_of(pid) == marker.get("started") else None
-        except OSError:  # It can be asked at the next look.
+        except OSError:  # Temporary: the next check tries again.
             return None
 
     def write_into_logs(self, what: str, answers: Mapping[int, str]) -> None:
-        """``what``, and where each rank stands, into its log."""
+        """Append ``what`` and the rank's stacks to each rank's log."""
         for rank, answer in answers.items():
-            with contextlib.suppress(OSError):  # A full disk: the status is still to be told, and taken back.
+            with contextlib.suppress(OSError):  # A full disk must not prevent the status change.
                 self._write(rank, f"\nshardscope: {what}; where rank {rank} stands:\n{answer}")
 
     def _write(self, rank: int, text: str) -> None:
@@ -71,7 +71,7 @@ class StackCalls:
 
 
 def places(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
-    """``; rank 1: wait (task.py:7); rank 0: ...``: where ranks stand, those of ``first`` before others."""
+    """Format the ranks' positions, those of ``first`` first: ``; rank 1: wait (task.py:7); rank 0: ...``."""
     told = [*first, *(rank for rank in answers if rank not in first)][:TOLD_RANKS]
     return "".join(
         f"; rank {rank}: {place_in_words(answers[rank]) or answers[rank].strip()}" for rank in told

@@ -1,7 +1,7 @@
-"""Where a rank stands: its Python stacks, asked of it from outside while it hangs in whatever it hangs in.
+"""Python stacks of a hanging rank, written by the rank on a signal.
 
-``faulthandler`` answers a signal from C, without the interpreter: a rank that waits in a collective, in the
-driver or for the GIL tells as well. A rank that is stopped (SIGSTOP, a debugger) cannot.
+``faulthandler`` handles the signal in C, without the interpreter, so it also works for a rank that waits in a
+collective, in the driver or for the GIL. A stopped rank (SIGSTOP, a debugger) cannot answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-"""Not SIGUSR1 or SIGUSR2 where there is a choice: Slurm and users' own scripts have those."""
+"""SIGRTMIN where it exists, because Slurm and users' scripts use SIGUSR1 and SIGUSR2."""
 MAX_BYTES = 256 * 1024
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
@@ -32,36 +32,37 @@ BUSY_WITH = {
     "shardscope/training/checkpoints/": "at a checkpoint",
     "shardscope/training/weights/pretrained": "at a checkpoint",
 }
-"""Parts of file names that say why a main thread may rightly take longer than a step."""
+"""Parts of file names on a main thread's stack that explain a delay longer than a step."""
 BUSY_FUNCTIONS = {
     "save_checkpoint": "at a checkpoint",
     "load_checkpoint": "at a checkpoint",
     "compile_fx_inner": "compiling",
     "codegen_and_compile": "compiling",
 }
-"""The same by function: DeepSpeed's checkpoints have no file of their own, and a graph that only runs has
-torch/_inductor on its stack as well."""
+"""The same by function name: DeepSpeed's checkpoint code has no file of its own, and torch/_inductor is also
+on the stack when a compiled graph merely runs."""
 ENGINE_FOLDERS = ("shardscope/frameworks/", "shardscope/training/")
 ENGINE_FUNCTIONS = ("save", "load", "export")
-"""Of an engine, whatever it calls meanwhile: what gathers weights one by one is in no file named above."""
+"""Methods of our engines that count as checkpointing: while they all-gather weights, the innermost frames are
+in none of the files above."""
 
 
 def answer_with_stacks(path: Path) -> None:
-    """From now on this process writes the stacks of all its threads to ``path`` at :data:`STACK_SIGNAL`.
+    """Make this process write the stacks of all its threads to ``path`` on :data:`STACK_SIGNAL`.
 
     Raises ``OSError`` if ``path`` cannot be written.
     """
     # Never closed: the handler writes to the descriptor as long as the process lives.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    # faulthandler restores this when the interpreter ends; the default would kill the process.
+    # faulthandler restores this handler at interpreter shutdown; the default would kill the process.
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
 def main_thread(stacks: str) -> list[tuple[str, int, str]]:
-    """(file, line, function) of the main thread, innermost first: of what was written last, its last thread.
+    """Return (file, line, function) of the main thread, innermost first: the last thread of the last dump.
 
-    faulthandler goes through threads from the newest to the oldest (its docs; Python/traceback.c).
+    faulthandler writes threads from the newest to the oldest (Python/traceback.c, _Py_DumpTracebackThreads).
     """
     frames: list[tuple[str, int, str]] = []
     for line in stacks.splitlines():
@@ -73,7 +74,7 @@ def main_thread(stacks: str) -> list[tuple[str, int, str]]:
 
 
 def busy_with(stacks: str) -> str | None:
-    """Why the main thread may take longer than a step: it is at a checkpoint, say. None: nothing tells."""
+    """Return why the main thread may take longer than a step, such as "at a checkpoint"; None if unknown."""
     for file, _, function in main_thread(stacks):
         if function in BUSY_FUNCTIONS:
             return BUSY_FUNCTIONS[function]
@@ -86,7 +87,10 @@ def busy_with(stacks: str) -> str | None:
 
 
 def place_in_words(stacks: str) -> str:
-    """``all_reduce (distributed_c10d.py:3046), called from train (my.py:7)``; empty without a stack."""
+    """Describe the main thread's innermost frame and the user's frame that called it; "" without a stack.
+
+    For example ``all_reduce (distributed_c10d.py:3046), called from train (my.py:7)``.
+    """
     frames = main_thread(stacks)
     if not frames:
         return ""
@@ -103,7 +107,7 @@ def _is_library(file: str) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Linux's letter for what process ``pid`` does (R, S, D, T, t, Z; proc(5)); empty where there is none."""
+    """Return Linux's state letter of process ``pid`` (R, S, D, T, t, Z; proc(5)); empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):

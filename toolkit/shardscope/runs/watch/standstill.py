@@ -1,12 +1,15 @@
-"""A standstill of a task that logs no steps: no output, no CPU time, no files, the same place in the code.
+"""Hang detection for tasks that log no steps: no output, CPU time or file access, and unchanged stacks.
 
-Where steps are logged, ``hang.py`` judges. Here nothing tells how long a step takes, so all
-of that has to hold for ten minutes. A rank that uses its core is never told, though it may spin for ever (or
-a GPU's driver for it): no sign from outside tells that from honest work. Its stack does not: one call into a
-library (a decomposition, a compiler, a tokenizer over a corpus) stands at one line for hours, and so does a
-loop over such calls. Its variables do not, for what moves may be bytes behind them. That all others wait for
-it in a collective does not: rank 0 may prepare what they will read. A false alarm would teach people to
-overlook a true one. A task that calls ``ctx.log`` as it goes is judged by its steps.
+``hang.py`` covers tasks that log steps. Without a step time as the scale, all of these signs must hold for
+ten minutes. A rank that uses CPU time is never reported, although it may spin forever (or the GPU driver for
+it): nothing visible from outside distinguishes that from real work.
+
+- Its stack does not: one library call (a decomposition, a compiler, a tokenizer over a corpus) may stay at
+  one line for hours, and so may a loop over such calls.
+- Its variables do not: only bytes behind them may change.
+- Other ranks waiting in a collective do not: rank 0 may be preparing data for them.
+
+A false alarm would teach users to ignore a true one.
 """
 
 from __future__ import annotations
@@ -22,26 +25,26 @@ from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCa
 from shardscope.runs.watch.stacks import busy_with, main_thread
 
 QUIET_FACTOR = 10.0
-"""Times what is too long for a step at the least."""
+"""Factor on the minimum hang time of ``hang.py``."""
 NUM_SAMPLES = 60
-"""Of what ranks do, until they are called still."""
+"""Number of activity samples before a standstill is reported."""
 CPU_SHARE = 0.02
-"""Of one core, of a rank with all that it started: what threads use that only wait."""
+"""Share of one core that waiting threads use, for a rank and its child processes."""
 FILE_BYTES = 2**20
-"""Read or written by a rank between two samples: less is no data loader's."""
+"""Bytes read or written between two samples below which a rank counts as idle; a data loader moves more."""
 
 
 class Activity(NamedTuple):
-    """What one rank did so far."""
+    """Cumulative activity of one rank."""
 
     cpu_seconds: float
-    """With all that it started, those that ended and were waited for included."""
+    """CPU time of the rank and its child processes, including children that it has reaped."""
     file_bytes: int
     printed_bytes: int
 
 
 class QuietWatch:
-    """One run's; ``look`` once a second."""
+    """Standstill detector of one run. Call ``look`` once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, quiet_seconds: float | None = None) -> None:
         self.folder = folder
@@ -49,22 +52,23 @@ class QuietWatch:
             QUIET_FACTOR * default_least_seconds() if quiet_seconds is None else quiet_seconds
         )
         self.hangs = False
-        """Whether the run was said to stand still, and has not moved since."""
+        """Whether a standstill was reported and nothing has moved since."""
         self._calls = StackCalls(folder, world_size)
         self._before: dict[int, Activity] = {}
         self._since_sample = 0.0
         self._quiet = 0.0
         self._stood: Mapping[int, str] | None = None
-        """Where ranks stood half way through."""
+        """Stacks at half of the time limit; None before."""
         self._asked_since: float | None = None
         self._limit = self.quiet_seconds
 
     def look(
         self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float, *, has_steps: bool
     ) -> str | None:
-        """``new``: records by rank; ``seconds``: since the last look; ``has_steps``: others judge.
+        """Return a message when a standstill begins or ends, else None.
 
-        What changed, in words, or None.
+        ``new`` are the new records by rank, ``seconds`` the time since the last call. With ``has_steps`` the
+        step-based detector is responsible, and this one only resets itself.
         """
         self._since_sample += min(seconds, MAX_GAP_SECONDS)
         if self._asked_since is not None:
@@ -72,10 +76,11 @@ class QuietWatch:
             if self._asked_since >= ANSWER_SECONDS:
                 self._asked_since = None
                 answers = self._calls.answers()
-                return self._take({rank: answers[rank] for rank in self._before})  # Others have ended.
+                return self._take({rank: answers[rank] for rank in self._before})  # Skip ended ranks.
         if has_steps or any(new.values()):
             self._before = {}
             return self._moves()
+        # Compare activity samples; any change restarts the clock.
         if self._since_sample < self.quiet_seconds / NUM_SAMPLES:
             return None
         seconds, self._since_sample = self._since_sample, 0.0
@@ -83,6 +88,7 @@ class QuietWatch:
         if not self._is_still(before, seconds):
             return self._moves()
         self._quiet += seconds
+        # Request the stacks twice, at half of the limit and at the limit: both must be the same.
         if not self.hangs and self._asked_since is None:
             half_way = self._stood is None and self._quiet >= self._limit / 2
             if half_way or self._quiet >= self._limit:
@@ -119,7 +125,7 @@ class QuietWatch:
         self.hangs = True
         still = f"nothing moves for {self._quiet:.0f} s"
         self._calls.write_into_logs(still, answers)
-        for rank, activity in self._before.items():  # Our own words in its log are no sign of life.
+        for rank, activity in self._before.items():  # The lines that we added to its log are not activity.
             self._before[rank] = activity._replace(printed_bytes=self._printed(rank))
         return (
             f"{still}: no metrics, no output, next to no CPU time, and the same place in the code"
@@ -149,12 +155,12 @@ def _cpu_seconds(pid: int) -> float:
         process = psutil.Process(pid)
         each = (process, *process.children(recursive=True))
         return sum(sum(process.cpu_times()[:4]) for process in each)
-    except psutil.Error:  # One of them ended meanwhile: that is a sign of life, of which the next look tells.
+    except psutil.Error:  # A process just ended: the next sample will differ, which counts as activity.
         return 0.0
 
 
 def _file_bytes(pid: int) -> int:
-    """By read and write calls, from caches too; 0 where the system does not tell (proc(5), /proc/pid/io)."""
+    """Return the bytes passed to read and write calls, cached or not (proc(5), io); 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Checkpoints of DDP and FSDP2 in one format: torch.distributed.checkpoint, under the model's own names.
+"""Checkpoints of DDP and FSDP2 in one format: torch.distributed.checkpoint with the model's parameter names.
 
-Both engines write the same keys, so what DDP saved FSDP2 loads, over any number of ranks. The metadata of the
-format and its items are pickles: ``pickles.py`` checks them.
+Both engines write the same keys, so each loads the other's checkpoints, with any number of ranks. The
+format's metadata and non-tensor items are pickles, which ``pickles.py`` checks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def save(
     position: dict[str, Any],
     only_trained: bool,
 ) -> None:
-    """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON.
+    """Write the folder ``path``, all ranks together; ``position`` is stored as JSON.
 
-    ``only_trained`` leaves frozen weights out: adapters are megabytes, the model under them is not ours to
-    copy.
+    ``only_trained`` leaves out frozen weights: adapters are megabytes, their base is much larger.
     """
     with written_aside(path) as aside:
         random_state.write(aside)
@@ -59,11 +58,11 @@ def begin(
     only_trained: bool,
     group: Any,
 ) -> Callable[[], None]:
-    """As :func:`save`, but come back once the state is copied to host memory; a thread writes it.
+    """Save like :func:`save`, but return once the state is copied to host memory; a thread writes it.
 
-    ``group`` is a gloo group of all ranks that nothing else uses: the threads meet in it. What comes back
-    waits, on all ranks, until ``path`` is whole, and raises what kept it from that. Whoever looks sees it
-    whole as soon as it is, whether or not anybody waits.
+    ``group`` is a gloo group of all ranks for these threads alone. Return a function that waits, on all
+    ranks, until ``path`` is complete, and raises the error of the write. The folder gets its name as soon as
+    it is complete, whether or not that function is called.
     """
     aside = begin_aside(path)
     random_state.write(aside)
@@ -72,7 +71,7 @@ def begin(
     whole: Future[None] = Future()
 
     def name_it(_: Any) -> None:
-        # On rank 0 the format's metadata comes last, after every rank said that its part is on disk.
+        # On rank 0 async_save finishes last: it writes the metadata after all ranks have written their parts.
         try:
             written.result()
             if dist.get_rank() == 0:
@@ -91,11 +90,11 @@ def begin(
 
 
 def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Read ``path`` into ``model`` and ``optimizer`` of ``plan``; return its position.
+    """Load ``path`` into ``model`` and ``optimizer`` of ``plan``. Return its position.
 
-    Random states go on where they were if as many ranks saved them. Raises as :func:`read_position` does, and
-    ``ValueError`` if another kind of optimizer saved it, if it was saved with pipeline stages and ``model``
-    is none, or the other way round, or if it asks for a class that a stranger's checkpoint may not have.
+    Random states are restored if the number of ranks is the same. Raises as :func:`read_position` does, and
+    ``ValueError`` if it was saved by another kind of optimizer, if only one of it and ``model`` has pipeline
+    stages, or if its pickles contain a class that is not allowed.
     """
     only_trained = plan.recipe.has_adapters
     position = read_position(path, plan)
@@ -109,7 +108,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
         )
     saved = position.get("optimizer", name_of(optimizer))
     if saved != name_of(optimizer):
-        # Some have tensors of one name that mean another thing, and would load without a word.
+        # Some optimizers have state of the same name and another meaning, which would load silently.
         refuse(
             "optimizer of the engine that loads",
             name_of(optimizer),
@@ -134,7 +133,7 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its class: implementations of one optimizer keep the same state and have one class."""
+    """Return the optimizer's class name: fused and foreach implementations have the same class and state."""
     return type(optimizer).__name__
 
 
@@ -149,11 +148,14 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_traine
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors themselves, by name. ``get_model_state_dict`` looks up whatever a module's own state dict
-    has, and does not find the scales of bitsandbytes' Linears."""
+    """Return the trainable tensors by name.
+
+    ``get_model_state_dict`` fails on bitsandbytes' Linears: their state dict has scales that are not
+    attributes of the module.
+    """
     return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def _is_stage(model: torch.nn.Module) -> bool:
-    """Whether other ranks have other parameters: a list of groups, the same for all, could not name them."""
+    """Return whether ``model`` is a pipeline stage, so that ranks have different parameter names."""
     return bool(getattr(model, "in_stages", False))

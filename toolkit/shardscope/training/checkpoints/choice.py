@@ -1,9 +1,9 @@
-"""Which checkpoint a run resumes from: the only place that picks one. No torch: kernels ask too.
+"""Choice of the checkpoint from which a run resumes. Imports no torch, so that kernels can use it.
 
-A checkpoint that the user names by its path is taken, and read with care. Where Shardscope picks
-(``resume=True``, Resume in the list of runs), it takes those alone whose manifest proves that a launch of
-this user saved them, and names the others: whoever can put a folder beside the user's runs could otherwise
-choose what they continue from.
+A checkpoint that the user names by its path is always used, and loaded with restrictions. Where Shardscope
+chooses (``resume=True``, Resume in the list of runs), it uses only checkpoints whose manifest proves that a
+launch of this user saved them, and reports the others: anyone who can write to the folder of runs could
+otherwise choose the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shardscope.training.checkpoints.folders import checkpoints_of, is_whole
 from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, run_of
 
 MAX_NAMED = 3
-"""Checkpoints that were not taken and that a message names."""
+"""Maximum number of skipped checkpoints named in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotTaken:
-    """A checkpoint without proof that this user's launch saved it."""
+    """A skipped checkpoint, without proof that this user's launch saved it."""
 
     path: Path
     why: str
-    """A clause without its end."""
+    """Reason, a clause without a period."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.why}"
@@ -35,14 +35,14 @@ class NotTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The checkpoint to resume from, None if there is none, and those before it that were not taken."""
+    """The checkpoint to resume from, None if there is none, and the newer ones that were skipped."""
 
     checkpoint: Path | None
     not_taken: tuple[NotTaken, ...] = ()
 
     @property
     def notice(self) -> str:
-        """Sentences that name what was not taken; empty if nothing was passed over."""
+        """Sentences that name the skipped checkpoints; empty if there are none."""
         if not self.not_taken:
             return ""
         named = "; ".join(map(str, self.not_taken[:MAX_NAMED]))
@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def how_to_take(self) -> str:
-        """How the first of what was not taken is taken all the same, as a clause."""
+        """How to use the first skipped checkpoint anyway, as a clause."""
         return (
             "If you trust it (it is yours, from another machine, say), name its path: "
             f"resume={str(self.not_taken[0].path)!r} loads tensors, plain values and its format's classes"
@@ -60,19 +60,19 @@ class Choice:
 
 
 def named_checkpoint(path: Path) -> Path | None:
-    """Return what ``path`` stands for: a whole checkpoint itself, or the newest one of a run folder."""
+    """Return ``path`` if it is a complete checkpoint, else the newest one of the run folder ``path``."""
     return path if is_whole(path) else newest_checkpoint(path)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the whole checkpoint of most steps in a run folder, whoever saved it."""
+    """Return the complete checkpoint with the most steps in a run folder, whoever saved it."""
     return next(reversed(checkpoints_of(folder)), None)
 
 
 def choose_for_rank(folder: Path) -> Choice:
     """Choose for ``resume=True`` of the run in ``folder``: its own checkpoint, or that of an earlier run.
 
-    That is the latest run launched by the same name that has one.
+    The earlier run is the latest one with a checkpoint that was launched with the same name.
     """
     candidates = [folder]
     if (name := run_of(folder).name) is not None:
@@ -81,12 +81,12 @@ def choose_for_rank(folder: Path) -> Choice:
 
 
 def choose_by_name(parent: Path, name: str) -> Choice:
-    """Choose what ``resume=True`` of a run that is launched by ``name`` in ``parent`` would resume from."""
+    """Choose the checkpoint for ``resume=True`` of a run that is launched with ``name`` in ``parent``."""
     return _choose(runs_by_name(parent, name))
 
 
 def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
-    """Choose for a run of ``description`` that ended: its own checkpoint, or the one that it started from."""
+    """Choose for an ended run with ``description``: its own checkpoint, or the one that it started from."""
     own = _choose([folder])
     if own.checkpoint is not None:
         return own
@@ -97,7 +97,7 @@ def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
     path = named_checkpoint(Path(before)) if isinstance(before, str) else None
     if path is None:
         return own
-    # The folder says that its run started there, and anybody can write that.
+    # run.json names that path, but is not protected against changes by others: check the signature.
     try:
         check_signed(path)
     except UnsignedError as error:
@@ -106,9 +106,9 @@ def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
 
 
 def check_any_taken(choice: Choice, field: str) -> None:
-    """Raise ``ValueError`` if there are checkpoints and ``choice`` takes none of them.
+    """Raise ``ValueError`` if there are checkpoints and ``choice`` skipped all of them.
 
-    A run that starts anew without a word is not what ``resume=True`` asks for.
+    With ``resume=True`` a run must not silently start from step 0.
     """
     if choice.checkpoint is None and choice.not_taken:
         refuse(
@@ -121,14 +121,14 @@ def check_any_taken(choice: Choice, field: str) -> None:
 
 
 def runs_by_name(parent: Path, name: str) -> list[Path]:
-    """Return the folders of runs in ``parent`` that say they were launched by ``name``, the latest first.
+    """Return the folders of runs in ``parent`` launched with ``name``, by their ``run.json``, latest first.
 
-    ``launch(..., name="a")`` makes the folder ``a``, and ``a-2`` once there is one: both were launched by
-    the name ``a``.
+    ``launch(..., name="a")`` creates the folder ``a``, or ``a-2`` if that exists: both were launched with the
+    name ``a``.
     """
     if not parent.is_dir():
         return []
-    # Cheap first: a folder of runs may hold hundreds.
+    # Filter by folder name first, without reading files: there may be hundreds of runs.
     named = (path for path in parent.iterdir() if path.name.startswith(name))
     runs = ((run.created or 0.0, path) for path in named if (run := run_of(path)).name == name)
     return [path for _, path in sorted(runs, reverse=True)]
@@ -152,7 +152,7 @@ def _why_not(path: Path, folder: Path) -> str | None:
         signed = check_signed(path)
     except UnsignedError as error:
         return str(error)
-    # Or a copy of an old checkpoint, in a folder that says it is a new run's, would be the newest.
+    # Otherwise a copy of an old checkpoint in a forged folder of a new run would count as the newest.
     if signed != run_of(folder):
         return f"it was saved by another run than this folder says ({signed.name or 'one without a name'})"
     return None

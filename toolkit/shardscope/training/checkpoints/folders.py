@@ -1,6 +1,6 @@
-"""Which checkpoints a run has, and where they lie. No torch: kernels ask too.
+"""Checkpoint folders of a run. Imports no torch, so that kernels can use it.
 
-A checkpoint is whole if its ``position.json`` is there: engines write it last, and rename the folder then.
+A checkpoint is complete if it has a ``position.json``: engines write it last, and then rename the folder.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 def checkpoint_path(folder: Path, num_steps_done: int) -> Path:
-    """Where in a run folder the checkpoint after so many steps lies."""
+    """Return the path of the checkpoint after ``num_steps_done`` steps in a run folder."""
     return Path(folder) / CHECKPOINTS / f"step-{num_steps_done:06d}"
 
 
 def is_whole(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint that an engine wrote to its end."""
+    """Return whether ``path`` is a complete checkpoint."""
     return (path / POSITION_FILE).is_file()
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, in the order of their steps."""
+    """Return the complete checkpoints of a run, in the order of their steps."""
     found = [
         (int(match[1]), path)
         for path in (Path(folder) / CHECKPOINTS).glob("step-*")
@@ -35,9 +35,9 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def forget_older(folder: Path, keep_last: int) -> None:
-    """Remove all whole checkpoints of a run but the ``keep_last`` of most steps."""
+    """Delete all complete checkpoints of a run except the latest ``keep_last``."""
     for path in checkpoints_of(folder)[:-keep_last]:
-        # Its name goes first: half a checkpoint must not be taken for a whole one.
+        # Rename before deleting: a half-deleted checkpoint must not look complete.
         dying = path.with_name(f".{path.name}.old")
         shutil.rmtree(dying, ignore_errors=True)
         path.rename(dying)

@@ -1,9 +1,9 @@
-"""Proof that this user's own launch saved a checkpoint: a manifest with an HMAC-SHA256 under this user's key.
+"""Signed manifests of checkpoints: an HMAC-SHA256 that proves that this user's own launch saved them.
 
 The key is ``$XDG_STATE_HOME/shardscope/checkpoint.key`` (``~/.local/state`` by default): 32 random bytes that
-only this user can read. The manifest has the size of every file, and a SHA-256 of all that is not tensors:
-pickles, position, random states. Gigabytes of tensors are not read. That this user owns a folder proves
-nothing: whoever copies a folder owns the copy. Imports no torch.
+only this user can read. The manifest has the size of every file, and a SHA-256 of all non-tensor data:
+pickles, position, random states. Gigabytes of tensors are not read. File ownership would prove nothing,
+because a user owns the copy of a downloaded folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from shardscope.records.regular_files import open_to_read
 MANIFEST_FILE = "manifest.json"
 KEY_BYTES = 32
 MAX_MANIFEST_BYTES = 64 * 2**20
-"""A file has a line of 200 bytes; thousands of ranks have a few files each."""
+"""Maximum size of a manifest: 200 bytes per file, for thousands of ranks with a few files each."""
 TENSOR_SUFFIXES = frozenset({".distcp", ".swp"})
-"""Files of tensors alone, but for the pickles whose places the caller of :func:`sign_checkpoint` knows."""
+"""Files with only tensors, except for the pickled ranges passed to :func:`sign_checkpoint`."""
 _PURPOSE = b"shardscope checkpoint manifest 1\n"
 _CHUNK_BYTES = 2**20
 
 Ranges = Sequence[tuple[int, int]]
-"""Parts of a file: offset and length."""
+"""Ranges of a file: offset and length in bytes."""
 
 
 class UnsignedError(Exception):
-    """A checkpoint without proof that this user's launch saved it. The message is a clause."""
+    """Error of a checkpoint without proof that this user's launch saved it. The message is a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignedRun:
-    """The run that saved a checkpoint, as its ``run.json`` described it then."""
+    """The run that saved a checkpoint, as described by its ``run.json`` at that time."""
 
     name: str | None
-    """The name that it was launched by."""
+    """The name that it was launched with."""
     created: float | None
 
 
 def run_of(folder: Path) -> SignedRun:
-    """Return the run in ``folder`` as its ``run.json`` describes it; nothing proves that."""
+    """Return the run in ``folder`` by its ``run.json``, which is not signed."""
     record = read_json(RunFolder(folder).run_json) or {}
     name, created = record.get("asked_name"), record.get("created")
     return SignedRun(
@@ -65,13 +65,13 @@ def run_of(folder: Path) -> SignedRun:
 
 
 def key_path() -> Path:
-    """Return where this user's key lies, by the XDG Base Directory Specification 0.8.
+    """Return the path of this user's key, by the XDG Base Directory Specification 0.8.
 
-    Raises :class:`UnsignedError` if this user has no home.
+    Raises :class:`UnsignedError` if this user has no home folder.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
-        # The specification: a relative path there is invalid, and ignored.
+        # By the specification a relative path in this variable is invalid and must be ignored.
         home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError:
         raise UnsignedError("this user has no home folder; set XDG_STATE_HOME") from None
@@ -79,10 +79,10 @@ def key_path() -> Path:
 
 
 def read_key() -> bytes:
-    """Read this user's key. Raises :class:`UnsignedError` if there is none that only this user can read."""
+    """Read this user's key. Raises :class:`UnsignedError` if it is missing or readable by others."""
     path = key_path()
     try:
-        # Until its writer has written it, a new key is empty.
+        # Another process may just be creating the key: retry for a second while it is empty.
         for _ in range(20):
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
@@ -107,7 +107,7 @@ def read_key() -> bytes:
 
 
 def read_or_create_key() -> bytes:
-    """Read this user's key; make one if there is none. Raises :class:`UnsignedError`."""
+    """Read this user's key, or create one if there is none. Raises :class:`UnsignedError`."""
     path = key_path()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,10 +132,11 @@ def read_or_create_key() -> bytes:
 def sign_checkpoint(
     folder: Path, run: SignedRun, pickled: Mapping[str, Ranges], added: Mapping[str, bytes]
 ) -> None:
-    """Write the manifest of a checkpoint whose files are all in ``folder``, but for those ``added`` after it.
+    """Write the manifest of the checkpoint in ``folder``, including files ``added`` after it (name: content).
 
-    ``pickled``: where files of tensors hold pickles, by their path in the checkpoint. Raises
-    :class:`UnsignedError` if this user has no key and can have none, ``OSError`` if a file cannot be read.
+    ``pickled`` are the ranges of pickles in tensor files, by path in the checkpoint. Raises
+    :class:`UnsignedError` if this user's key can be neither read nor created, ``OSError`` if a file cannot be
+    read.
     """
     key = read_or_create_key()
     files: dict[str, Any] = {
@@ -159,6 +160,7 @@ def sign_checkpoint(
 
 def check_signed(checkpoint: Path) -> SignedRun:
     """Return the run of this user that saved ``checkpoint``. Raises :class:`UnsignedError` without proof."""
+    # Read the manifest and verify its HMAC with this user's key.
     try:
         with open_to_read(checkpoint / MANIFEST_FILE) as file:
             content = file.read(MAX_MANIFEST_BYTES)
@@ -169,10 +171,10 @@ def check_signed(checkpoint: Path) -> SignedRun:
         raise UnsignedError(f"it has no {MANIFEST_FILE}") from None
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         raise UnsignedError(f"its {MANIFEST_FILE} cannot be read") from None
-    # Nothing else in it is used before this: from here on this user wrote it.
+    # Use no other field of the manifest before this check; after it the content is trusted.
     if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
         raise UnsignedError(f"its {MANIFEST_FILE} was not signed by this user's key ({key_path()})")
-    # An added file could be one that a framework prefers, or that it finds by a pattern.
+    # Reject added files: a framework might prefer one, or find it by a pattern.
     for name in _files_in(checkpoint):
         if name not in record["files"] and name != MANIFEST_FILE:
             raise UnsignedError(f"{name} was added after it was saved")
@@ -188,7 +190,7 @@ def check_signed(checkpoint: Path) -> SignedRun:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Return everything in ``folder`` that is no folder, links to folders too, relative to it."""
+    """Return the relative paths of all files in ``folder``, and of symbolic links to folders."""
     names = []
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
@@ -202,14 +204,14 @@ def _hmac(key: bytes, record: Any) -> str:
 
 
 def _ranges_to_hash(path: Path, file: BinaryIO) -> Ranges:
-    """Return which parts of ``file`` are not tensors; all of it unless its format says where these lie."""
+    """Return the non-tensor ranges of ``file``; the whole file if its format is unknown."""
     if path.suffix in TENSOR_SUFFIXES:
         return []
     size = os.fstat(file.fileno()).st_size
     if path.suffix != ".pt" or not zipfile.is_zipfile(file):
         return [(0, size)]
-    # torch.save's archive: pickles are records of their own, and tensors are those of the folder "data". The
-    # directory at its end is hashed too, so no other record can be put in a pickle's place.
+    # A torch.save archive has pickles as separate records, and tensors as the records in "data/". The central
+    # directory is hashed too, so that no other record can replace a pickle.
     with zipfile.ZipFile(file) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         ends = [*(record.header_offset for record in records[1:]), archive.start_dir]

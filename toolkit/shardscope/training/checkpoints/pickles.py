@@ -1,9 +1,9 @@
-"""Pickles in checkpoints, loaded without running what a stranger wrote: no class that is not listed.
+"""Safe loading of the pickles in checkpoints, with an allow-list of classes.
 
 torch.distributed.checkpoint reads its ``.metadata`` with ``pickle.load`` and its items with ``torch.load(...,
 weights_only=False)`` (torch 2.13: filesystem.py, default_planner.py), and so does Megatron-core on top of it;
-DeepSpeed 0.19.8 reads its files with ``weights_only=False``. Only a checkpoint whose manifest proves that
-this user's launch saved it may hold more: the classes of the user's own optimizer, say.
+DeepSpeed 0.19.8 reads its files with ``weights_only=False``. Other classes (such as those of the user's own
+optimizer) are allowed only in a checkpoint whose manifest proves that this user's launch saved it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, chec
 
 METADATA_FILE = ".metadata"
 FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's own switch (torch/serialization.py): while it is set, every ``torch.load`` is ``weights_only``."""
+"""torch's variable that makes every ``torch.load`` ``weights_only`` (torch/serialization.py)."""
 
 _BROKEN = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
     MemoryError, OverflowError, RecursionError,
 )  # fmt: skip
-"""Whatever bytes that are no pickle of metadata can raise."""
+"""Exceptions that unpickling of invalid metadata may raise."""
 
 
 def _plain_path(*parts: str) -> str:
-    """Stand in for ``PosixPath``: where a checkpoint was saved, as text."""
+    """Replace ``PosixPath`` in metadata by plain text (the path where the checkpoint was saved)."""
     return str(PurePosixPath(*parts))
 
 
@@ -52,7 +52,7 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
             metadata.TensorStorageMetadata,
             metadata._MEM_FORMAT_ENCODING,
             filesystem._StorageInfo,
-            # Megatron-core keeps the plans by which its ranks wrote.
+            # Megatron-core stores the save plans of its ranks.
             filesystem._StoragePrefix,
             planner.BytesIOWriteData,
             planner.SavePlan,
@@ -67,14 +67,14 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): _plain_path,
     ("pathlib._local", "PosixPath"): _plain_path,
 }
-"""What torch 2.13 and Megatron-core 0.16.1 write into ``.metadata``, data types apart."""
+"""Classes that torch 2.13 and Megatron-core 0.16.1 write into ``.metadata``, besides dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
+    """Unpickler that allows only the classes of torch.distributed.checkpoint's metadata."""
 
     refused = ""
-    """The class or function that was asked for and is not on the list."""
+    """The class or function in the pickle that is not allowed."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = _METADATA_CLASSES.get((module_name, global_name))
@@ -91,9 +91,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read torch.distributed.checkpoint's metadata. Raises ``ValueError`` if it asks for another class.
+    """Read torch.distributed.checkpoint's metadata.
 
-    Raises it too if an item lies in a file outside of the checkpoint, and ``OSError`` if it cannot be read.
+    Raises ``ValueError`` if it contains a class that is not allowed or an item in a file outside of the
+    checkpoint, ``OSError`` if it cannot be read.
     """
     unpickler = _MetadataUnpickler(io.BytesIO(path.read_bytes()))
     try:
@@ -118,12 +119,12 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class CheckedReader(FileSystemReader):  # type: ignore[misc]
-    """Reads a checkpoint whose metadata and items were checked when the reader was made."""
+    """Checkpoint reader that checks metadata and items in its constructor."""
 
     def __init__(self, folder: Path, *, own: bool) -> None:
-        """Raise ``ValueError`` if a pickle asks for a class that is not listed.
+        """Check the checkpoint. Raises ``ValueError`` if a pickle contains a class that is not allowed.
 
-        The items of the user's ``own`` checkpoint may ask for more.
+        The items of the user's ``own`` checkpoint are not checked.
         """
         super().__init__(folder)
         self._metadata = read_metadata(folder / METADATA_FILE)
@@ -140,7 +141,7 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
 
 
 def pickled_items(folder: Path) -> dict[str, Ranges]:
-    """Return where the items that are no tensors lie in a checkpoint, by file."""
+    """Return the ranges of non-tensor items in a checkpoint, by file."""
     return _pickled_items(read_metadata(folder / METADATA_FILE))
 
 
@@ -160,7 +161,7 @@ def _check_items(path: Path, ranges: Ranges) -> None:
 
 
 def load_file(path: Path, classes: Sequence[Any], map_location: Any = None) -> Any:
-    """Load a ``torch.save`` file: tensors, plain values and ``classes``. Raises ``ValueError`` for others."""
+    """Load a ``torch.save`` file of tensors, plain values and ``classes``, else raise ``ValueError``."""
     return _load(path, path, classes, map_location)
 
 
@@ -180,12 +181,12 @@ def _refused_classes(source: Path | io.BytesIO) -> str:
         source.seek(0)
     try:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source)))
-    except Exception:  # Old formats and damaged files: there are no names, and torch's reason is given.
+    except Exception:  # For old formats and damaged files there are no names: torch's own error is reported.
         return ""
 
 
 def is_own(checkpoint: Path) -> bool:
-    """Whether a manifest proves that this user's launch saved ``checkpoint``."""
+    """Return whether a manifest proves that this user's launch saved ``checkpoint``."""
     try:
         check_signed(checkpoint)
     except UnsignedError:
@@ -195,9 +196,9 @@ def is_own(checkpoint: Path) -> bool:
 
 @contextmanager
 def checked_loading(classes: Sequence[Any] = (), *, own: bool) -> Iterator[None]:
-    """Limit each ``torch.load`` inside to tensors, plain values and ``classes``, whatever its caller wants.
+    """Limit each ``torch.load`` inside to tensors, plain values and ``classes``, whatever its arguments.
 
-    The user's ``own`` checkpoint, which :func:`is_own` proves, is loaded as its framework does.
+    The user's ``own`` checkpoint (see :func:`is_own`) is loaded without limits.
     """
     if own:
         yield

@@ -1,4 +1,4 @@
-"""``position.json`` of a checkpoint: where its training was, and what else must be as it was to go on."""
+"""``position.json`` of a checkpoint: its number of steps, and the settings that a resumed run must share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def position_of(engine: Engine) -> dict[str, Any]:
-    """What every framework's checkpoints say."""
+    """Return the position fields that all frameworks' checkpoints have."""
     found: dict[str, Any] = {
         "framework": engine.framework,
         "format": _format(engine.plan),
@@ -36,8 +36,8 @@ def write_position(
 ) -> None:
     """Complete the checkpoint in ``folder``, which has all other files: sign it, then write its position.
 
-    The position comes last of all: who finds it takes the checkpoint for whole. ``pickled`` is that of
-    :func:`sign_checkpoint`. A checkpoint that cannot be signed is saved without its manifest.
+    The position is written last, because its presence marks a complete checkpoint. ``pickled`` is that of
+    :func:`sign_checkpoint`. A checkpoint that cannot be signed is saved without a manifest.
     """
     content = json.dumps(position).encode()
     try:
@@ -51,17 +51,17 @@ def write_position(
 
 
 def read_position(path: Path, plan: Plan) -> dict[str, Any]:
-    """The position of the checkpoint at ``path``, which the engine of ``plan`` is about to load.
+    """Return the position of the checkpoint at ``path``, which the engine of ``plan`` is about to load.
 
-    Raises ``FileNotFoundError`` if it is no whole checkpoint, ``PermissionError`` if another user owns it,
-    ``ValueError`` if it says that it is of another framework's format.
+    Raises ``FileNotFoundError`` if the checkpoint is not complete, ``PermissionError`` if another user owns
+    it, ``ValueError`` if it has another framework's format.
     """
     if not (path / POSITION_FILE).is_file():
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
     check_own(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     read = _format(plan)
-    # Those of before have no such word: what they are is seen when they are opened.
+    # Checkpoints of older versions have no "format": a wrong one fails when it is loaded.
     saved = position.get("format", read)
     if saved != read:
         before = frameworks.get(str(position.get("framework")))

@@ -1,4 +1,4 @@
-"""Where this rank's random number generators stand, as JSON in a checkpoint: nothing is pickled."""
+"""Random number generator states of this rank in a checkpoint, as JSON instead of pickles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def write(folder: Path) -> None:
-    """Write this rank's states into ``folder``; every rank has a file of its own."""
+    """Write this rank's states into ``folder``, one file per rank."""
     numbers: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numbers
     version, words, gauss = random.getstate()
@@ -30,9 +30,9 @@ def write(folder: Path) -> None:
 
 
 def restore(folder: Path) -> bool:
-    """Put this rank's generators where :func:`write` found them; whether it did.
+    """Restore this rank's generators. Return whether there were states to restore.
 
-    Over another number of ranks the generators stay as they are: no rank's numbers are another's.
+    With another number of ranks the generators are unchanged: states of one rank must not go to another.
     """
     file = _file(folder)
     states: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""A folder that all ranks write together, under another name until it is whole."""
+"""Temporary folder that all ranks write together and that is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch.distributed as dist
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """An empty folder beside ``path``, on all ranks; it becomes ``path`` when every rank left the block.
+    """Yield an empty folder on all ranks, which is renamed to ``path`` when every rank has left the block.
 
-    An older folder there is replaced. Whoever looks at ``path`` sees the old one or the whole new one; a run
-    that dies in between leaves ``.<name>.partial``, which the next writer of ``path`` removes.
+    An older folder at ``path`` is replaced: readers see the old one or the complete new one. A run that dies
+    in between leaves ``.<name>.partial``, which the next writer of ``path`` deletes.
     """
     aside = begin_aside(path)
     yield aside
-    # Rank 0 must not rename a folder that another still writes into.
+    # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
     if dist.get_rank() == 0:
         replace(aside, path)
-    # Nobody returns before the name exists, so a rank that fails next cannot tear down an unfinished rename.
+    # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
     dist.barrier()
 
 
 def begin_aside(path: Path) -> Path:
-    """The empty folder in which ``path`` is written until it is whole, on all ranks."""
+    """Create the temporary folder for ``path``. Return it, on all ranks."""
     aside = path.with_name(f".{path.name}.partial")
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def begin_aside(path: Path) -> Path:
 
 
 def replace(aside: Path, path: Path) -> None:
-    """Put ``aside`` where ``path`` is; a folder cannot be renamed onto a full one, so that one goes first."""
+    """Rename ``aside`` to ``path``. An existing folder is moved first: rename(2) needs an empty target."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -50,7 +50,7 @@ def replace(aside: Path, path: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raise ``PermissionError`` unless ``path`` and all in it are this user's: what pickles is not opened."""
+    """Raise ``PermissionError`` unless this user owns ``path`` and all files in it, as some are pickles."""
     for part in (path, *path.rglob("*")):
         if part.stat().st_uid != os.getuid():
             raise PermissionError(f"{part} is another user's; the format pickles, so it is not opened")

@@ -1,4 +1,4 @@
-"""Text as token windows: which rank reads what at which step, with nothing remembered but the step."""
+"""Token windows of a text, assigned to ranks and steps as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TEXT_BYTES = 2**30
-"""The text is tokenised whole, in every rank, at the start of a run."""
+"""Maximum size of a text: every rank tokenizes all of it at the start of a run."""
 
 
 def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None = None) -> numpy.ndarray:
-    """Token ids of a UTF-8 text file (None: the shipped corpus), int32.
+    """Return the int32 token ids of a UTF-8 text file (None: the shipped corpus).
 
-    ``encode`` makes them; without it the shipped tokenizer does. Raises ``ValueError`` for a file that is
-    missing, empty, over 1 GiB or not UTF-8.
+    ``encode`` defaults to the shipped tokenizer. Raises ``ValueError`` for a file that is missing, empty,
+    over 1 GiB or not UTF-8.
     """
     if text is None and encode is None:
         return shipped_tokens()
@@ -45,19 +45,20 @@ def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """Tokens cut into windows of ``seq_len`` that do not overlap, dealt to steps and ranks.
+    """Tokens split into non-overlapping windows of ``seq_len``, assigned to steps and ranks.
 
-    Step ``s`` takes windows ``s * G .. (s + 1) * G - 1`` of an endless deck: every epoch is all windows,
-    shuffled by ``seed`` and the epoch. Rank ``r`` of ``num_ranks`` takes the r-th run of them. The global
-    batch is therefore the same on 1 rank or 8, and a run continues from its step alone.
+    Step ``s`` takes windows ``s * G .. (s + 1) * G - 1`` of an endless sequence of epochs (``G``: the global
+    batch); each epoch has all windows, shuffled by ``seed`` and epoch. Rank ``r`` of ``num_ranks`` takes the
+    r-th contiguous part. The global batch is therefore the same on 1 rank or 8, and a resumed run needs only
+    its step.
     """
 
     tokens: numpy.ndarray
-    """int32, shape ``[num_tokens]``."""
+    """Token ids, int32, shape ``[num_tokens]``."""
     seq_len: int
     """Tokens in one window."""
     rows: int
-    """Windows that one rank takes in one optimizer step."""
+    """Number of windows per rank and optimizer step."""
     rank: int
     num_ranks: int
     seed: int = 0
@@ -73,16 +74,16 @@ class Windows:
 
     @property
     def num_windows(self) -> int:
-        """Windows in the text; the tokens after the last whole one are never read."""
+        """Number of windows in the text; the tokens after the last full one are never read."""
         return len(self.tokens) // self.seq_len
 
     def indices(self, step: int) -> list[int]:
-        """Which windows this rank reads at ``step`` (from 0)."""
+        """Return the indices of the windows that this rank reads at ``step`` (from 0)."""
         first = (step * self.num_ranks + self.rank) * self.rows
         return [self._window(position) for position in range(first, first + self.rows)]
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts the labels."""
+        """Return ``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts labels."""
         import numpy
         import torch
 
@@ -103,13 +104,13 @@ def _shuffled(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
     return numpy.random.default_rng([seed, epoch]).permutation(num_windows)
 
 
-# ---- Token ids of the shipped corpus, made once for a user: ranks would spend a second on them in every run
+# ---- Token ids of the shipped corpus, cached per user: tokenizing takes every rank a second
 
 
 def shipped_tokens() -> numpy.ndarray:
-    """int32, shape ``[num_tokens]``, from ``~/.cache/shardscope/tokens`` (``XDG_CACHE_HOME`` moves it).
+    """Return int32 ids, shape ``[num_tokens]``, cached in ``~/.cache/shardscope/tokens`` (XDG_CACHE_HOME).
 
-    The file's name is a hash of text and tokenizer; one that is damaged or cannot be written is done without.
+    The file's name is a hash of text and tokenizer. A damaged or unwritable cache is ignored.
     """
     import numpy
 

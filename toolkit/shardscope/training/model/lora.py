@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) through peft: adapters train, everything else is frozen."""
+"""LoRA adapters (arXiv:2106.09685) with peft; everything else is frozen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardscope.memory.state.lora import adapter_targets
 def add_adapters(
     model: torch.nn.Module, architecture: Any, recipe: Any, *, in_fp32: bool = False
 ) -> torch.nn.Module:
-    """``model`` inside peft's wrapper, with only its adapters trainable.
+    """Return ``model`` in peft's wrapper, with only its adapters trainable.
 
-    Adapters keep the precision of the model, or are ``in_fp32`` over a base in half precision, which is
-    peft's own default: mixed precision keeps fp32 originals of what trains.
+    Adapters have the model's precision, or fp32 with ``in_fp32`` (peft's own default for a base in half
+    precision): mixed precision keeps fp32 master weights of trainable parameters.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -35,7 +35,7 @@ def add_adapters(
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """What :func:`shardscope.training.model.quantized.check_base` found, and how many weights train."""
+    """Describe the adapters and the result of :func:`shardscope.training.model.quantized.check_base`."""
     number = count(found["num_trained_parameters"], "adapter weight")
     if "base_quantization" not in found:
         return f"{number} over a frozen base"

@@ -1,4 +1,4 @@
-"""The head's product and the loss a chunk of tokens at a time: ``Recipe.loss="chunked"``."""
+"""Chunked cross entropy (``Recipe.loss="chunked"``): head matmul and loss of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = None,
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Summed cross entropy of ``hidden`` [tokens, hidden_size] against ``labels`` [tokens].
+    """Return the summed cross entropy of ``hidden`` [tokens, hidden_size] against ``labels`` [tokens].
 
-    ``weight`` is the head's, [vocabulary, hidden_size]. Labels of -100 do not count. Logits of one chunk
-    exist at a time, in forward and in backward, which computes them again. ``finish`` is what a family does
-    to its logits before the loss.
+    ``weight`` is the head's, [vocabulary, hidden_size]. Labels of -100 are ignored. Only the logits of one
+    chunk exist at a time, in forward and in backward, which recomputes them. ``finish`` is the family's
+    transformation of logits before the loss.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden.shape[0], chunk_tokens):
@@ -41,14 +41,14 @@ def _part(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias
     logits = F.linear(hidden, weight, bias)
     if finish is not None:
         logits = finish(logits)
-    logits = logits.float()  # One name, so that what is cast is let go of.
+    logits = logits.float()  # Reuse the name, so that the logits before the cast are freed.
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
 def apply_chunked_loss(model: torch.nn.Module) -> None:
-    """Make ``model``, a causal one of transformers', answer with its loss alone, computed in chunks.
+    """Make a transformers causal ``model`` return only its loss, computed in chunks.
 
-    Its ``forward`` is replaced, not its ``__call__``: hooks of frameworks and peft's wrapper stay around it.
+    Its ``forward`` is replaced, not its ``__call__``: the hooks of frameworks and peft's wrapper still work.
     """
     model.forward = functools.partial(_forward, model)
 
@@ -58,7 +58,7 @@ def _forward(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **others
 
     asked = {name: value for name, value in others.items() if name == "attention_mask"}
     hidden = model.base_model(input_ids=input_ids, **asked).last_hidden_state
-    # The token that follows each; after the last there is none (transformers, ForCausalLMLoss).
+    # Shift the labels; the last token has no next one (transformers, ForCausalLMLoss).
     following = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
     head = model.get_output_embeddings()
     total = chunked_cross_entropy(
@@ -68,7 +68,7 @@ def _forward(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **others
 
 
 def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Granite's scale, Gemma's cap; None for all others."""
+    """Return the family's transformation of logits: Granite's scale, Gemma's soft cap; None for others."""
     scale, cap = getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
     if scale:
         return lambda logits: logits / scale

@@ -1,4 +1,4 @@
-"""The transformers model that an ``Architecture`` describes, with fresh weights."""
+"""transformers models built from an ``Architecture``, with randomly initialized weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ OTHER_SPELLINGS = {
     "parallel_residual": ("use_parallel_residual", "parallel_attn"),
     "attention_bias": ("qkv_bias", "use_bias", "bias"),
 }
-"""What some families call a field of ``Architecture``."""
+"""Other names of ``Architecture`` fields in the configs of some model families."""
 
 DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
     *("hidden_dropout", "residual_dropout", "embedding_dropout"),
 )
-"""What families call the probabilities of their dropouts; GPT-2's are 0.1 by themselves."""
+"""Names of dropout probabilities in transformers configs; GPT-2's default to 0.1."""
 
 NOISES = ("router_jitter_noise",)
-"""Noise on what is routed, in transformers' own block alone: experts on their own ranks, and Megatron's, are
-routed without."""
+"""Router noise, which exists only in transformers' own MoE block: with expert parallelism and in Megatron
+there is none."""
 
 
 def build_model(architecture: Any, dropout: float = 0.0, attention: str | None = None) -> torch.nn.Module:
-    """A causal language model of exactly ``architecture``'s sizes, fp32, SDPA where there is, no KV cache.
+    """Build a causal language model with the sizes of ``architecture``: fp32, SDPA if supported, no KV cache.
 
-    ``dropout`` is the probability of every dropout that the family has (``Recipe.dropout``);
-    ``attention`` the implementation (``Recipe.attention``), where it is not the one that the family uses.
-    Every field of the architecture that the family's own transformers config knows goes into it by name.
-    Raises ``RuntimeError`` if the model that comes out has another number of parameters than planned.
+    ``dropout`` is the probability of all dropouts of the family (``Recipe.dropout``); ``attention`` is the
+    implementation (``Recipe.attention``), None for the family's default. All fields of the architecture that
+    the family's transformers config has are passed by name. Raises ``RuntimeError`` if the number of
+    parameters differs from the plan's.
     """
     from transformers import AutoConfig
 
@@ -50,15 +50,15 @@ def build_model(architecture: Any, dropout: float = 0.0, attention: str | None =
 
 
 def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
-    """The model that ``said``, a config.json that was read, describes, of ``architecture``'s sizes, fp32.
+    """Build the fp32 model of ``said``, the content of a config.json, with the sizes of ``architecture``.
 
-    As :func:`build_model`, but what sizes do not tell (angles, epsilons, the activation) is the config's. No
-    file is read for it: neither weights, nor another config that it names, nor code that lies beside it.
+    Unlike :func:`build_model` it keeps the config's other settings (rotary angles, epsilons, the activation).
+    No file is read: neither weights, nor a config that it refers to, nor code in its folder.
     """
     config = _read_as_transformers_does(said)
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
-        # A router's own loss is none of a pipeline's, nor of Megatron's: every engine trains the same.
+        # No auxiliary router loss: pipelines and Megatron have none, and all engines must train the same.
         config.output_router_logits = False
     values = dict.fromkeys(DROPOUTS, dropout) | dict.fromkeys(NOISES, 0.0)
     for name, value in values.items():
@@ -68,19 +68,19 @@ def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float
 
 
 def _read_as_transformers_does(said: Mapping[str, Any]) -> Any:
-    """What ``AutoConfig.from_pretrained`` makes of a config.json with this in it, without looking for one."""
+    """Return the config that ``AutoConfig.from_pretrained`` would read from this config.json content."""
     from transformers import CONFIG_MAPPING
 
     family = said["model_type"]
     if "layer_types" in said:
-        # Its own exception: a Mistral some of whose layers have no window is another class there.
+        # transformers' own exception: a Mistral with windows on only some layers is another class there.
         family = family_named(family).model_type_with_layer_types or family
     kind = CONFIG_MAPPING[family]
     return kind.from_dict(copy.deepcopy(dict(said)))
 
 
 def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:
-    """The model of a config of transformers'; ``RuntimeError`` if it is not ``architecture``'s in size."""
+    """Build the model of a config. Raises ``RuntimeError`` if its size differs from ``architecture``'s."""
     from transformers import AutoModelForCausalLM
 
     own = attention or ("sdpa" if family_of(architecture).has_sdpa else "eager")
@@ -98,7 +98,7 @@ def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Mo
 
 
 def config_values(architecture: Any) -> dict[str, Any]:
-    """Keyword arguments of the family's transformers config, in that family's spelling."""
+    """Return the keyword arguments of the family's transformers config, with that family's field names."""
     from transformers import AutoConfig
 
     family = AutoConfig.for_model(architecture.model_type)
@@ -110,7 +110,7 @@ def config_values(architecture: Any) -> dict[str, Any]:
     if "head_dim" not in known and architecture.head_dim * architecture.num_attention_heads != (
         architecture.hidden_size
     ):
-        # Attention reads it off the config all the same, though the family's config class does not list it.
+        # The attention module reads it from the config, although the config class does not declare it.
         spelled["head_dim"] = architecture.head_dim
     values = spelled | _special(architecture, family)
     by_layer = hasattr(family, "layer_types")  # which then say that no layer has a window
@@ -120,16 +120,16 @@ def config_values(architecture: Any) -> dict[str, Any]:
     if getattr(family, "n_group", None) and values.get("n_routed_experts", 0) % family.n_group:
         # DeepSeek routes by groups of experts; how many groups changes no size.
         values |= {"n_group": 1, "topk_group": 1}
-    # A family's default ids may lie outside of a small vocabulary; our tokenizer's only special token is 0.
+    # A family's default token ids may exceed a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def _special(architecture: Any, family: Any) -> dict[str, Any]:
-    """What a family's config has and no other's."""
+    """Return the config values that only some families have."""
     own = family_of(architecture).config_values
     values: dict[str, Any] = dict(own(architecture)) if own else {}
     if architecture.latent_attention is not None:
-        # None means no compression, which the family's default is not.
+        # Set it explicitly: None means no compression, but the family's default is a number.
         values["q_lora_rank"] = architecture.latent_attention.q_lora_rank
     if hasattr(family, "use_sliding_window"):
         values["use_sliding_window"] = architecture_has_windows(architecture)
@@ -141,25 +141,25 @@ def _special(architecture: Any, family: Any) -> dict[str, Any]:
 
 
 def _layer_types(num_layers: int, num_sliding: int) -> list[str]:
-    """Windows on ``num_sliding`` layers, and layers that attend to everything evenly between them."""
+    """Return the attention type of each layer, with ``num_sliding`` windows evenly distributed."""
     windows = layers_with_windows(num_layers, num_sliding)
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def architecture_has_windows(architecture: Any) -> bool:
-    """Whether any layer attends to a sliding window only."""
+    """Return whether any layer has sliding-window attention."""
     return bool(getattr(architecture, "sliding_window_layers", 0))
 
 
 def _flat(architecture: Any) -> dict[str, Any]:
-    """The fields of an architecture with those of its parts (experts, latent attention) beside them."""
+    """Return the fields of an architecture and its nested parts (experts, latent attention) in one dict."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(architecture):
         value = getattr(architecture, field.name)
         if dataclasses.is_dataclass(value):
             values |= _flat(value)
         else:
-            # Configs come from JSON and want lists.
+            # transformers configs expect lists, as in JSON.
             values[field.name] = list(value) if isinstance(value, tuple) else value
     shared, expert = values.get("shared_expert_intermediate_size"), values.get("moe_intermediate_size")
     if shared and expert:

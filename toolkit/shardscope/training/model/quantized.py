@@ -1,7 +1,7 @@
-"""A frozen base in NF4 or int8 through bitsandbytes: ``Recipe.quantization``, and ``method="qlora"``.
+"""Frozen base quantized to NF4 or int8 with bitsandbytes: ``Recipe.quantization`` and ``method="qlora"``.
 
-Every Linear inside the decoder layers is replaced, as transformers' own integration does it; embeddings,
-norms, the head, routers and fused experts stay. int8 has no threshold for outliers
+All Linears inside the decoder layers are replaced, as in transformers' own integration; embeddings, norms,
+the head, routers and fused experts are not quantized. int8 has no outlier threshold
 (``llm_int8_threshold=0``).
 """
 
@@ -27,12 +27,12 @@ def quantize_base(
     compute: torch.dtype,
     weights: InitialWeights | None = None,
 ) -> None:
-    """Replace the Linears of ``model``'s layers, in place; what a task has quantised itself stays.
+    """Replace the Linears of ``model``'s layers in place, except those that the task has quantized itself.
 
-    ``compute`` is the type that products run in. ``sharded``: packed weights are stored as that type, which
-    ``fully_shard`` cuts like any others, and gathers without a cast (accelerate 1.15,
-    ``utils/fsdp_utils.py``). ``weights``: what gives a model without memory its numbers, of the Linears one
-    by one; only what is packed, and what stays as it is, is ever there together.
+    ``compute`` is the dtype of matmuls. With ``sharded``, packed weights are stored as that dtype, so that
+    ``fully_shard`` shards them like other parameters and all-gathers them without a cast (accelerate 1.15,
+    ``utils/fsdp_utils.py``). ``weights`` initializes a model on the meta device, one Linear at a time: only
+    quantized weights and the unquantized rest are in memory together.
     """
     bnb: Any = import_module("bitsandbytes")
     from transformers.pytorch_utils import Conv1D
@@ -52,12 +52,12 @@ def quantize_base(
                     setattr(parent, name, made)
     if numbers is not None:
         numbers.give_rest(model)
-    # peft asks which of its layers go over these.
+    # peft reads these attributes to choose its LoRA layer classes.
     setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
 
 
 class _Numbers:
-    """Memory and numbers for a model that has none: its Linears have the same memory, one after the other."""
+    """Initializer of a meta model; all Linears use the same memory, one after the other."""
 
     def __init__(self, model: torch.nn.Module, weights: InitialWeights) -> None:
         self._weights = weights
@@ -66,7 +66,7 @@ class _Numbers:
         self._room = torch.empty(largest, dtype=next(model.parameters()).dtype)
 
     def give(self, linear: torch.nn.Module) -> None:
-        """Its weight, until the next one has its own; its bias, which stays."""
+        """Initialize a Linear. Its weight is valid until the next call, its bias permanently."""
         for name, parameter in linear.named_parameters(recurse=False):
             into = self._room[: parameter.numel()].view(parameter.shape)
             if name == "bias":
@@ -75,12 +75,12 @@ class _Numbers:
             setattr(linear, name, torch.nn.Parameter(into, requires_grad=False))
 
     def give_rest(self, model: torch.nn.Module) -> None:
-        """What is in no Linear of a layer, and buffers that files have."""
+        """Initialize all other parameters and the stored buffers."""
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 into = torch.empty(parameter.shape, dtype=parameter.dtype)
                 self._write(name, into)
-                # The same object: a tied weight is in two modules.
+                # Keep the same object: a tied weight belongs to two modules.
                 torch.utils.swap_tensors(parameter, torch.nn.Parameter(into, parameter.requires_grad))
         fill_buffers(model, self._weights)
 
@@ -90,7 +90,7 @@ class _Numbers:
 
 
 def _as_linear(module: Any) -> Any:
-    """GPT-2's Conv1D holds its matrix the other way round."""
+    """Return ``module`` as a Linear; GPT-2's Conv1D stores the transposed weight."""
     if isinstance(module, torch.nn.Linear):
         return module
     inner, outer = module.weight.shape
@@ -141,15 +141,15 @@ def _in_int8(plain: Any) -> torch.nn.Module:
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a weight in few bits, of which a cast would make other numbers."""
+    """Return whether ``tensor`` is a quantized weight, which a cast would corrupt."""
     return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
 
 
 def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[str, Any]:
-    """What a base in few bits really is, read off its modules; ``RuntimeError`` if it is not the recipe's.
+    """Read back how the base is quantized; empty if it is not. Raises ``RuntimeError`` if not as planned.
 
-    Nothing where none is, and none is planned. A task's own ``build_model`` may quantise, as
-    ``from_pretrained`` with a ``BitsAndBytesConfig`` does: then in the recipe's way.
+    A task's own ``build_model`` may quantize (``from_pretrained`` with a ``BitsAndBytesConfig``), but it must
+    match the recipe.
     """
     linears = _quantized_linears(model)
     planned = recipe.base_quantization
@@ -192,12 +192,12 @@ def _in_words(kind: str | None, double: bool) -> str:
 
 
 def _quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    # Nobody has made one without importing it.
+    # If bitsandbytes was never imported, there are no such modules.
     bnb: Any = sys.modules.get("bitsandbytes")
     if bnb is None:
         return {}
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
-    # peft's own layers over them are named after them, and are none.
+    # peft has LoRA layers with the same class names, so compare the classes themselves.
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
@@ -212,7 +212,7 @@ def _unquantized_linears(model: torch.nn.Module) -> list[str]:
 
 
 def _kind(linear: Any) -> tuple[str, bool, str]:
-    """(type, whether scales are quantised too, type of storage)."""
+    """Return (quantization type, whether the scales are quantized too, storage dtype)."""
     state = getattr(linear, "quant_state", None)
     if state is None:
         return "int8", False, str(local(linear.weight).dtype)
@@ -220,10 +220,10 @@ def _kind(linear: Any) -> tuple[str, bool, str]:
 
 
 def scales(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What unpacks the base, and is no parameter: scales, codes and offsets of every quantised Linear."""
+    """Return the non-parameter tensors of quantized Linears: scales, codes and offsets."""
     found: list[torch.Tensor] = []
     for module in model.modules():
-        # NF4's are the module's; int8's the weight's, until the first forward gives them to the module.
+        # NF4 keeps them in the module; int8 in the weight, until the first forward moves them to the module.
         state: Any = getattr(module, "quant_state", None)
         for owner in (state, getattr(state, "state2", None)):
             found += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]

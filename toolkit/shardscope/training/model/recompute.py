@@ -1,4 +1,4 @@
-"""Recomputation of activations, per decoder layer: ``Recipe.recompute``."""
+"""Activation checkpointing per decoder layer (``Recipe.recompute``)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KEPT_BY_SELECTIVE = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 )
-"""Outputs that "selective" keeps: products and attention. Norms, activations, rotary and residuals are cheap
-to compute again. The same list as torchtitan's, less its collectives (there is none inside a layer here)."""
+"""Operators whose outputs "selective" saves: matmuls and attention. Norms, activation functions, rotary and
+residuals are cheap to recompute. The same list as torchtitan's, without collectives (layers have none)."""
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated layers of ``model``: its longest ``ModuleList``; empty if it has none."""
+    """Return the repeated layers of ``model``: its longest outermost ``ModuleList``; empty if it has none."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    # Lists of experts inside a layer can be longer than the list of layers: the outermost come first.
+    # Consider only outermost lists: a list of experts inside a layer may be longer than the list of layers.
     outer: list[torch.nn.ModuleList] = []
     for candidate in lists:
         if not any(candidate is inner for taken in outer for inner in taken.modules()):
@@ -41,12 +41,12 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> int:
-    """Make every ``interval``-th decoder layer recompute in the backward pass; return how many do.
+    """Make every ``interval``-th decoder layer recompute in the backward pass. Return their number.
 
-    ``"offload"`` computes nothing again: what such a layer saves waits in host memory.
+    ``"offload"`` recomputes nothing: it keeps the layer's saved tensors in host memory.
 
-    The layer's ``forward`` is replaced, not its ``__call__``: FSDP2's all-gather hooks stay outside of what
-    is recomputed, and no parameter gets another name (``checkpoint_wrapper`` would add a prefix). Raises
+    The layer's ``forward`` is replaced, not its ``__call__``: FSDP2's all-gather hooks stay outside of the
+    recomputed region, and parameter names do not change (``checkpoint_wrapper`` would add a prefix). Raises
     ``ValueError`` for an unknown choice and for a model without layers.
     """
     if recompute == "none":
@@ -74,9 +74,9 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 
 
 def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> dict[str, Any]:
-    """What the decoder layers of ``model`` really do, for a run's record.
+    """Read back the recomputation of the decoder layers of ``model``, for a run's record.
 
-    Raises ``RuntimeError`` unless it is what :func:`apply_recompute` makes of the same arguments.
+    Raises ``RuntimeError`` if it differs from :func:`apply_recompute` with the same arguments.
     """
     found = [_done_by(layer) for layer in decoder_layers(model)]
     planned = ["none" if number % interval else recompute for number in range(len(found))]
@@ -90,7 +90,7 @@ def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 
 
 def _done_by(layer: torch.nn.Module) -> str:
-    """The choice that a layer's own ``forward`` is of."""
+    """Return the ``recompute`` choice that a layer's ``forward`` implements."""
     forward = vars(layer).get("forward")
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     if getattr(forward, "__func__", None) is recomputing:
@@ -104,15 +104,15 @@ def _done_by(layer: torch.nn.Module) -> str:
 
 
 def recomputing(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward, of which a compiled graph keeps its input only."""
+    """Run the layer's forward under full checkpointing, for compiled layers."""
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, with what it saves for backward in host memory, each storage once.
+    """Run ``forward`` with its saved tensors in host memory, each storage copied once.
 
-    Weights stay: they are there anyway, and FSDP2 gathers them again. Which storages are weights is asked as
-    they are saved: ZeRO-3 gathers each only when its own module runs.
+    Weights are not offloaded: they are resident anyway, and FSDP2 all-gathers them again. Weight storages are
+    identified when a tensor is saved: ZeRO-3 all-gathers each weight only when its own module runs.
     """
     parameters = list(layer.parameters())
     away: dict[int, _Away] = {}
@@ -135,18 +135,19 @@ def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any)
 
     with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
         out = forward(*args, **kwargs)
-    # Whatever is still saved has ``leave``, and so this: each copy shall go with the last that needs it.
+    # The hooks, alive as long as any saved tensor, hold this dict: clear it, so that each copy is freed with
+    # its last user.
     away.clear()
     return out
 
 
 class _Away:
-    """A storage's copy on the host; fetched, it is shared by all tensors that lay in it."""
+    """Host copy of a storage; once fetched, it is shared by all tensors that used the storage."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        # The tensor's own device: a fake tensor's storage does not know it.
+        # The tensor's device, because the storage of a fake tensor has none.
         self.device = device
-        # torch keeps a storage's Python object for as long as any tensor has the storage.
+        # torch keeps a storage's Python object alive as long as any tensor uses the storage.
         self._origin = weakref.ref(storage)
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._host = host.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
@@ -154,11 +155,11 @@ class _Away:
 
     @property
     def is_current(self) -> bool:
-        """Whether the storage still lives, so that its address is not another's by now."""
+        """Whether the storage is still alive, so that its address cannot have been reused."""
         return self._origin() is not None
 
     def fetch(self) -> torch.UntypedStorage:
-        """The storage on its device again."""
+        """Return the storage on its device, copied back at most once at a time."""
         found = self._fetched() if self._fetched is not None else None
         if found is None:
             found = self._host.to(self.device, non_blocking=True).untyped_storage()

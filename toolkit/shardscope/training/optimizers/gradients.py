@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients that are whole (DDP) or in shards (FSDP2), on any device."""
+"""Norm and clipping of replicated (DDP) or sharded (FSDP2) gradients, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own part of ``tensor``, with no communication."""
+    """Return this rank's shard of ``tensor``, without communication."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -22,15 +22,15 @@ def clip(
     max_norm: float | None,
     copies: Callable[[torch.nn.Parameter], int] | None = None,
 ) -> torch.Tensor:
-    """Scale gradients to ``max_norm`` in place (None: leave them); return the whole model's norm before that.
+    """Clip gradients to ``max_norm`` in place (None: no clipping). Return the whole model's norm before that.
 
-    The norm stays on ``device``: reading it here would make the host wait for the device once more a step.
+    The norm stays on ``device``: reading it here would add a synchronization per step.
 
-    ``shard_group`` is the process group over which gradients are sharded, None if each rank holds them whole.
-    ``copies`` tells on how many of its ranks the same part of a parameter is, where that is not one: a norm's
-    weights under tensor parallelism are on all.
+    ``shard_group`` is the process group over which gradients are sharded, None if they are replicated.
+    ``copies`` returns the number of ranks in it with the same shard of a parameter (default 1): norm weights
+    are replicated over tensor-parallel ranks.
     ``torch.nn.utils.clip_grad_norm_`` is not used because with CPU-offloaded shards it reduces CPU tensors,
-    which NCCL cannot do; here one number travels, on ``device``.
+    which NCCL cannot do; here only one number is reduced, on ``device``.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in trained]
@@ -45,7 +45,7 @@ def clip(
     if max_norm is None:
         return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # A look at a number costs nothing on a CPU, and a pass over all gradients does.
+    # On a CPU, reading the scale is free, and skipping a scale of 1 saves a pass over all gradients.
     if device.type != "cpu" or bool(scale < 1):
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return norm

@@ -11,13 +11,13 @@ from shardscope.training.model.recompute import decoder_layers
 
 
 def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What Muon takes: the trained matrices inside the layers. Experts in one tensor are none."""
+    """Return Muon's parameters: trainable matrices inside the layers, without fused (3-D) experts."""
     found = {p: None for layer in decoder_layers(model) for p in layer.parameters()}
     return [p for p in found if p.ndim == 2 and p.requires_grad]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """Both take their steps in turn; groups and state are the very ones of the two, so checkpoints see one.
+    """Muon and AdamW as one optimizer, which shares their parameter groups and state for checkpoints.
 
     Muon's updates are scaled to AdamW's size (arXiv:2502.16982, section 2.2): one learning rate serves both.
     """
@@ -49,12 +49,12 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             start = end
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As any optimizer's; the two then share what came."""
+        """Load the state, and share it with both optimizers again."""
         super().load_state_dict(state_dict)
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """One step of both."""
+        """Run a step of both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +71,7 @@ def muon(
     weight_decay: float,
     betas: tuple[float, float],
 ) -> MuonWithAdamW:
-    """Over the trained ``parameters`` of ``model``; vectors are not decayed."""
+    """Build it for the trainable ``parameters`` of ``model``, without weight decay on vectors."""
     hidden = hidden_matrices(model)
     taken = set(hidden)
     rest = [parameter for parameter in parameters if parameter not in taken]

@@ -1,4 +1,4 @@
-"""The optimizers that a recipe names, over whatever parameters a framework left on this rank."""
+"""Optimizers of ``Recipe.optimizer``, built from the parameters or shards of this rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardscope.training.optimizers.muon import muon
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
 ADAM_BETAS = (0.9, 0.95)
-"""Llama (arXiv:2302.13971 section 2.3) and most since."""
+"""Betas of Llama (arXiv:2302.13971 section 2.3) and most later models."""
 FUSED_DEVICES = ("cuda", "cpu", "meta")
-"""Where ``torch.optim.AdamW(fused=True)`` has a kernel that we have run, or weights that go there."""
+"""Devices on which ``torch.optim.AdamW(fused=True)`` is tested; meta weights are moved to one of them."""
 SGD_MOMENTUM = 0.9
-"""One moment a weight, which is what the planner counts for "sgd"."""
+"""Momentum of "sgd": one moment per weight, as the planner counts."""
 BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-"""Over plain tensors these are bitsandbytes'; over DTensors 8-bit is torchao's."""
+"""Optimizers from bitsandbytes for plain tensors; for DTensors the 8-bit one is torchao's."""
 
 
 def build_optimizer(
@@ -31,10 +31,10 @@ def build_optimizer(
     weight_decay: float = DEFAULT_WEIGHT_DECAY,
     model: torch.nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer for ``Recipe.optimizer``; vectors (norms, biases) are not decayed.
+    """Build the optimizer of ``Recipe.optimizer``, without weight decay on vectors (norms, biases).
 
-    ``model`` tells hidden matrices (Muon) and embeddings (8-bit) from others. Raises ``ValueError`` for a
-    name that is none, and for ``"muon"`` without a model.
+    ``model`` identifies hidden matrices (Muon) and embeddings (8-bit). Raises ``ValueError`` for an unknown
+    name, and for ``"muon"`` without a model.
     """
     if name == "muon":
         if model is None:
@@ -70,18 +70,19 @@ def build_optimizer(
 def _low_bit(
     name: str, groups: list[dict[str, Any]], learning_rate: float, model: torch.nn.Module | None
 ) -> torch.optim.Optimizer:
-    """AdamW of torchao or bitsandbytes."""
+    """Build AdamW of torchao (for DTensors) or bitsandbytes."""
     if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
         low_bit: Any = import_module("torchao.optim").AdamW8bit
         sharded: torch.optim.Optimizer = low_bit(groups, lr=learning_rate, betas=ADAM_BETAS)
         return sharded
     bitsandbytes: Any = import_module("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    # It remembers tensors by id, and ids come back.
+    # Reset it: it stores overrides by id(tensor), and ids are reused.
     manager.initialize()
     embeddings: Any = getattr(model, "get_input_embeddings", None)
     if embeddings is not None and name.endswith("8bit"):
-        # As its authors ask for (Dettmers et al. 2022, section 2.3) and transformers' Trainer sets.
+        # 32-bit state for embeddings, as recommended (Dettmers et al. 2022, section 2.3) and in transformers'
+        # Trainer.
         manager.register_module_override(embeddings(), "weight", {"optim_bits": 32})
     kinds = {
         "adamw_8bit": bitsandbytes.optim.AdamW8bit,

@@ -1,4 +1,4 @@
-"""``Finetune``: a model of somebody's, from its folder of weights, further trained on text."""
+"""``Finetune``: further training of a Hugging Face checkpoint on text."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 FULL_RATE = 2e-5
-"""Llama 2's supervised fine-tune (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
+"""Learning rate of Llama 2's supervised fine-tuning (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
 ADAPTER_RATE = 2e-4
-"""QLoRA's of 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
+"""Learning rate of QLoRA for 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, table 9)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TextTask):
-    """Train a model further: ``shardscope.launch(plan, Finetune(weights="folder"))``.
+    """Fine-tuning task: ``shardscope.launch(plan, Finetune(weights="folder"))``.
 
-    The plan's architecture is ``Architecture.from_hf("folder")``; what its config.json says beside sizes
-    (angles, epsilons, the activation) is kept. Dropout is the recipe's and routers are trained without noise
-    or a loss of their own; an exported config.json says again what the folder's does. Of LoRA the folder is
-    the frozen base. Every rank reads only what it keeps. Raises ``ValueError`` naming the field, its value,
-    what is allowed and the nearest fix, for files that are cut off, missing, outside of the folder or no
-    safetensors too.
+    The plan's architecture is ``Architecture.from_hf("folder")``; other settings of its config.json (rotary
+    angles, epsilons, the activation) are kept. Dropout is the recipe's, and routers are trained without noise
+    or an auxiliary loss; an exported config.json has the folder's original values again. With LoRA the
+    folder is the frozen base. Every rank reads only what it keeps. Raises ``ValueError`` naming the field,
+    its value, what is allowed and the nearest fix, also for files that are truncated, missing, outside of the
+    folder or not safetensors.
     """
 
     weights: Path
-    """A folder as the Hub has them: config.json, tokenizer, and model.safetensors or several such files with
-    their index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
+    """Folder of a Hugging Face checkpoint: config.json, tokenizer, and model.safetensors or several such
+    files with an index, in fp32, bf16 or fp16. Nothing in it is unpickled, and nothing is downloaded."""
     learning_rate: float | None = None
-    """The peak rate; None: 2e-5, of adapters 2e-4."""
+    """Peak learning rate; None: 2e-5, or 2e-4 for adapters."""
     text: Path | None = None
-    """A UTF-8 text file, read with the folder's tokenizer; None is *Moby-Dick*, which ships with
+    """UTF-8 text file, tokenized with the folder's tokenizer; None: *Moby-Dick*, which ships with
     Shardscope."""
 
     preload: ClassVar[tuple[str, ...]] = (
@@ -58,7 +58,7 @@ class Finetune(TextTask):
 
     @property
     def folder(self) -> WeightsFolder:
-        """The folder, whose files are looked at anew."""
+        """The weights folder; its files are read again on each access."""
         return WeightsFolder(self.weights, self._field("weights"))
 
     def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
@@ -83,11 +83,11 @@ class Finetune(TextTask):
         return ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
 
     def encode(self) -> Callable[[str], numpy.ndarray]:
-        """The folder's tokenizer."""
+        """Return the encode function of the folder's tokenizer."""
         return WeightsTokenizer(self.folder).encode
 
     def complete_export(self, folder: Path, plan: Plan) -> None:
-        """See :class:`TextTask`; config.json says what this folder's does, not what was off in training."""
+        """See :class:`TextTask`. config.json gets the original values of settings disabled for training."""
         WeightsTokenizer(self.folder).save(folder)
         if not plan.recipe.has_adapters:
             self.folder.write_config(folder)

@@ -1,6 +1,6 @@
-"""Functions whose call runs nothing: ``async def`` functions and generators, which only make an object.
+"""Lazy functions (``async def`` functions and generators), whose call only creates an object.
 
-As a task, one would return at once on every rank, and a run that did no step would be called finished.
+As a task, one would return immediately on every rank, and a run without any step would count as finished.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from shardscope.core.errors import refuse
 
 
 def refuse_lazy_function(field: str, function: object) -> None:
-    """Raise ``ValueError`` naming ``function`` and the fix if calling it would run none of its body.
+    """Raise ``ValueError`` naming ``function`` and the fix if calling it would not run its body.
 
-    Looks through ``functools.partial`` and bound methods, and at ``__call__`` of other callable objects.
+    ``functools.partial`` and bound methods are unwrapped; for other objects ``__call__`` is checked.
     """
     called = _called(function)
     name = str(getattr(called, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
@@ -43,7 +43,7 @@ def check_was_run(result: object) -> None:
     else:
         return
     if not inspect.isasyncgen(result):
-        result.close()  # Else Python warns later that it was never awaited.
+        result.close()  # Otherwise Python warns later that it was never awaited.
     name = result.__qualname__.rpartition("<locals>.")[2]
     raise TypeError(
         f"the task returned the {kind} {name}, which never ran. Nearest fix: {fix.format(name=name)}."
@@ -51,13 +51,13 @@ def check_was_run(result: object) -> None:
 
 
 def _called(function: object) -> object:
-    """The function whose body a call of ``function`` would enter."""
+    """Return the function whose body a call of ``function`` would run."""
     while not (inspect.isroutine(function) or inspect.isclass(function)):
         if isinstance(function, functools.partial):
             function = function.func
         else:
             call = inspect.getattr_static(type(function), "__call__", None)
-            function = getattr(call, "__func__", call)  # A staticmethod has its function there.
+            function = getattr(call, "__func__", call)  # Unwrap a staticmethod.
             if function is None:
                 break
     return function

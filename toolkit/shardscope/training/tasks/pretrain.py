@@ -1,4 +1,4 @@
-"""``Pretrain``: a model of the plan's architecture, from fresh weights, on real text."""
+"""``Pretrain``: training of the plan's architecture from randomly initialized weights on real text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(TextTask):
-    """Train from scratch on text: ``shardscope.launch(plan, Pretrain())``.
+    """Pretraining task: ``shardscope.launch(plan, Pretrain())``.
 
-    Its weights are random, its tokenizer of 2,048 tokens ships with Shardscope. Raises ``ValueError`` naming
-    the field, its value, what is allowed and the nearest fix.
+    Weights are initialized randomly; the tokenizer with 2,048 tokens ships with Shardscope. Raises
+    ``ValueError`` naming the field, its value, what is allowed and the nearest fix.
     """
 
     learning_rate: float = 1e-3
-    """The peak rate; right for a few million parameters, too high for billions (there 3e-4)."""
+    """Peak learning rate; suitable for a few million parameters, too high for billions (use 3e-4)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ class Pretrain(TextTask):
         return self.learning_rate
 
     def encode(self) -> None:
-        """The shipped tokenizer."""
+        """Return None: the shipped tokenizer is used."""
 
     def complete_export(self, folder: Path, plan: Plan) -> None:
         """See :class:`TextTask`."""

@@ -1,6 +1,6 @@
-"""What tasks that train a model of the plan's architecture on text have in common: their fields and steps.
+"""Base class of the tasks that train the plan's model on text: common fields and the training itself.
 
-Where the first weights come from, and how text becomes tokens, is each task's own.
+Subclasses provide the initial weights and the tokenizer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 EXPORT = "export"
-"""Folder of a run in which its model lies as transformers opens it."""
+"""Subfolder of a run with the exported Hugging Face checkpoint."""
 DEFAULT_FOLDER = "runs"
-"""Where ``launch`` makes run folders unless it is told."""
+"""Default parent of run folders in ``launch``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(ABC):
-    """Train on text: ``shardscope.launch(plan, task)``.
+    """Training task on text: ``shardscope.launch(plan, task)``.
 
     Each data-parallel rank reads its own windows of the text. Every step logs ``loss``, ``learning_rate``,
     ``grad_norm``, ``step_seconds``, ``tokens_per_second`` and memory per rank. Raises ``ValueError`` naming
@@ -50,48 +50,48 @@ class TextTask(ABC):
     """
 
     num_steps: int = 50
-    """Optimizer steps in all, those before a ``resume`` included; 1 to 10,000,000."""
+    """Total number of optimizer steps, including those before a ``resume``; 1 to 10,000,000."""
     learning_rate: float | None = None
-    """The peak rate; None: the task's own for the plan's method."""
+    """Peak learning rate; None: the task's default for the plan's method."""
     warmup_steps: int | None = None
-    """Steps that rise to the peak; None is a tenth of ``num_steps``, 100 at most."""
+    """Number of warmup steps; None: a tenth of ``num_steps``, at most 100."""
     weight_decay: float = 0.1
-    """AdamW's decoupled decay, on matrices only; 0 to 1."""
+    """AdamW's decoupled weight decay, on matrices only; 0 to 1."""
     seed: int = 0
-    """Of weights that are drawn and of the order of the text; 0 to 2^31 - 1."""
+    """Seed of random weights and of the order of the text; 0 to 2^31 - 1."""
     text: Path | None = None
-    """A UTF-8 text file; None is *Moby-Dick*, which ships with Shardscope."""
+    """UTF-8 text file; None: *Moby-Dick*, which ships with Shardscope."""
     profile: bool = False
-    """Record a few steady steps on every rank with torch.profiler; of a short run, the last."""
+    """Whether to record a few steady steps on every rank with torch.profiler (the last of a short run)."""
     memory_snapshot: bool = False
-    """Keep torch's history of GPU allocations over the first steps, in the run folder, for torch's viewer."""
+    """Whether to record torch's GPU allocation history over the first steps, for torch's memory viewer."""
     log_every: int = 1
-    """Steps between lines of metrics; the last step is always logged."""
+    """Steps between logged metrics; the last step is always logged."""
     save_checkpoint: bool = False
-    """Save a checkpoint after the last step. A stopped run saves one anyway."""
+    """Whether to save a checkpoint after the last step. A stopped run saves one anyway."""
     save_every: int | None = None
-    """Steps between checkpoints, which are written beside training where the framework can; the last step
-    has one too. None: only what ``save_checkpoint`` or somebody asks for."""
+    """Steps between checkpoints, saved asynchronously if the framework can; the last step has one too. None:
+    only for ``save_checkpoint`` or on command."""
     keep_last: int | None = 2
-    """With ``save_every``, how many whole checkpoints the run folder keeps, one more while the next is
+    """With ``save_every``, the number of complete checkpoints that are kept, one more while the next is being
     written; None: all."""
     resume: bool | Path = False
-    """Go on from a checkpoint. True: the newest whole one of this run or, if it has none, of the latest run
-    that was launched by the same name; from the start if there is none. Only checkpoints that this user's
-    launches on this machine saved are taken so. A path: that checkpoint, or the newest of that run folder (a
-    name alone may be a run in ``./runs``), whoever saved it; a :class:`Run` does too."""
+    """Checkpoint to resume from. True: the newest complete one of this run or, if it has none, of the latest
+    run launched with the same name; start from step 0 if there is none. Only checkpoints saved by this user's
+    launches on this machine are used then. A path: that checkpoint, or the newest one of that run folder (a
+    bare name may be a run in ``./runs``), whoever saved it; a :class:`Run` works too."""
     export: bool = False
-    """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
-    them; of adapters these alone, as peft does."""
+    """Whether to write weights and tokenizer to ``export`` in the run folder after the last step, as a
+    Hugging Face checkpoint; with adapters only these, in peft's format."""
 
     preload: ClassVar[tuple[str, ...]] = (
         "transformers.models.llama.modeling_llama",
         "tokenizers",
         "shardscope.training.loop",
     )
-    """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+    """Modules that the launcher imports once before it forks ranks; none of them initializes CUDA."""
     trains_the_plan: ClassVar[bool] = True
-    """Its memory is what the plan predicts."""
+    """Whether the task trains the plan's model, so that the predicted memory holds for it."""
 
     def __post_init__(self) -> None:
         whole_number(self._field("num_steps"), self.num_steps, low=1, high=10**7)
@@ -112,46 +112,46 @@ class TextTask(ABC):
             object.__setattr__(self, "resume", self._resumable(self.resume))
 
     def _field(self, name: str) -> str:
-        """``Pretrain.seed``: what a refusal calls a field of this task."""
+        """Return the name of a field in error messages, such as ``Pretrain.seed``."""
         return f"{type(self).__name__}.{name}"
 
-    # ---- what is each task's own
+    # ---- implemented by each task
 
     @abstractmethod
     def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
-        """Tell ``engine`` where the first weights come from; what makes the model."""
+        """Set the source of the initial weights in ``engine``. Return the function that builds the model."""
 
     @abstractmethod
     def peak_rate(self, plan: Plan) -> float:
-        """``learning_rate``, or what it stands for."""
+        """Return ``learning_rate``, or the task's default for it."""
 
     @abstractmethod
     def encode(self) -> Callable[[str], numpy.ndarray] | None:
-        """What makes token ids of text, int32; None: the shipped tokenizer."""
+        """Return the function from text to int32 token ids; None: the shipped tokenizer."""
 
     @abstractmethod
     def complete_export(self, folder: Path, plan: Plan) -> None:
-        """Make a model's folder of exported weights: put the tokenizer beside them."""
+        """Add the tokenizer to a folder of exported weights."""
 
     @abstractmethod
     def frozen_base(self) -> dict[str, Any]:
-        """What adapters are over: ``seed`` of one that is drawn, or a ``sample`` of the ``weights``."""
+        """Identify the adapters' base: the ``seed`` of a random one, or ``weights`` and their ``sample``."""
 
     @abstractmethod
     def check_model(self, plan: Plan) -> None:
         """Raise ``ValueError`` if weights or tokenizer do not fit the architecture of ``plan``."""
 
-    # ---- what they share
+    # ---- common to all tasks
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint that a ``resume`` by path stands for now; None where it names none."""
+        """The checkpoint to which a ``resume`` path currently resolves; None if ``resume`` is no path."""
         return None if isinstance(self.resume, bool) else named_checkpoint(self.resume)
 
     def __call__(self, ctx: Any) -> None:
-        """Train on this rank; called by the launcher with the process group up."""
+        """Train on this rank. Called by ``run_rank`` after the process group is initialized."""
         self.check(ctx.plan)
-        # The tokenizer's own threads would fight the other ranks for cores, and it warns after a fork.
+        # The tokenizer's threads would compete with other ranks for cores, and it warns after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import torch
 
@@ -165,8 +165,9 @@ class TextTask(ABC):
         if plan.recipe.has_adapters:
             engine.frozen_base = self.frozen_base()
         engine.setup(self.begin(engine, plan))
-        # Ranks of one tensor group drop out the same numbers: they have one share of the data.
+        # Tensor-parallel ranks share their data and need the same dropout masks, so seed by data rank.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
+        # Load the checkpoint to resume from, which also sets the number of finished steps.
         self._go_on(ctx)
         windows = Windows(
             tokens=read_tokens(self.text, self.encode()),
@@ -203,7 +204,7 @@ class TextTask(ABC):
             print(f"exported {EXPORT}", flush=True)
 
     def _go_on(self, ctx: Any) -> None:
-        """Load what there is to go on from; every rank the same."""
+        """Load the checkpoint to resume from, if any, the same one on every rank."""
         if self.resume is False:
             return
         import torch
@@ -213,7 +214,7 @@ class TextTask(ABC):
         if ctx.rank == 0:
             choice = choose_for_rank(ctx.folder) if self.resume is True else None
             found = [self.resume_from if choice is None else choice]
-        # Rank 0 decides: another run may be writing, or forgetting, just now.
+        # Rank 0 chooses for all: another run may be writing or deleting checkpoints at the same time.
         dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         if isinstance(found[0], Choice):
             if found[0].notice:
@@ -234,7 +235,7 @@ class TextTask(ABC):
         return check_loads(checkpoint, plan, self._field("resume"), seed=self.seed, frozen_base=base)
 
     def check(self, plan: Plan) -> None:
-        """Raise ``ValueError`` if ``plan`` cannot train so; cheap, and called again on every rank."""
+        """Raise ``ValueError`` if the task cannot train ``plan``. Cheap; called again on every rank."""
         check_trained(plan)
         if self.resume_from is not None:
             self._check_loads(self.resume_from, plan)
@@ -243,8 +244,8 @@ class TextTask(ABC):
             refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", {"seq_len": 2})
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
-        """Raise ``ValueError`` if a run of ``name`` in ``folder`` could not go on from what ``resume`` finds
-        there now."""
+        """Raise ``ValueError`` if a run ``name`` in ``folder`` could not load the checkpoint that
+        ``resume=True`` would choose now."""
         if self.resume is not True or name is None:
             return
         choice = choose_by_name(folder, name)
@@ -259,7 +260,7 @@ class TextTask(ABC):
             return
         if not isinstance(self.text, str | Path):
             refuse(self._field("text"), self.text, "a path or None", Value(None))
-        # Absolute from here on: the kernel may change folders before it launches, or launch from another.
+        # Make the path absolute: the kernel may change its working directory before the launch.
         path = Path(self.text).expanduser().absolute()
         if not path.is_file():
             refuse(self._field("text"), str(self.text), "an existing text file, or None", Value(None))
@@ -267,7 +268,10 @@ class TextTask(ABC):
         object.__setattr__(self, "text", path)
 
     def _resumable(self, value: object) -> Path:
-        """The run or checkpoint folder that ``value`` names, absolute; ``ValueError`` if it has none."""
+        """Return the absolute run or checkpoint folder named by ``value``.
+
+        Raises ``ValueError`` if it has no complete checkpoint.
+        """
         field, named = self._field("resume"), getattr(value, "folder", value)
         if not isinstance(named, str | Path):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
@@ -281,7 +285,7 @@ class TextTask(ABC):
         return found
 
 
-# ---- What a run may go on from: refused in words before any rank starts, where that is known. No torch here
+# ---- Check of a checkpoint to resume from, before any rank starts. No torch here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +298,11 @@ class _GoingOn:
 def check_loads(
     checkpoint: Path, plan: Plan, field: str, *, seed: int, frozen_base: Mapping[str, Any] | None
 ) -> list[str]:
-    """Raise ``ValueError``, naming ``field``, if a run's ``checkpoint`` does not load under ``plan``.
+    """Raise ``ValueError`` naming ``field`` if ``checkpoint`` cannot be loaded under ``plan``.
 
-    Another model, another framework's format, other ranks where the format is tied to them, or adapters over
-    another base: what the preflight calls a danger of a resumed run. What it only warns of comes back in
-    words. ``seed`` and ``frozen_base`` are the task's that would go on.
+    Causes are another model, another framework's format, a different number of ranks if the format depends on
+    it, or adapters of another base: the preflight findings of severity "danger" for a resumed run. Return its
+    warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
     going_on = _GoingOn(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
     found = list(resumed(Case(plan=plan, task=going_on)))
