@@ -1,8 +1,8 @@
-"""``ss.recommend``: the questions a good engineer asks, in order, and the plan that they lead to.
+"""``ss.recommend``: a sequence of questions about model and cluster, and the plan that they lead to.
 
-Start with the simplest that fits; escalate only where a measurement, or until then a clear prediction,
-says so. One answer: a search over all layouts replaces it only with a plan that is as simple, faster and
-leaner; what else is worth a look are at most two alternatives.
+The simplest plan that fits comes first; a more complex one replaces it only if a clear prediction says so.
+There is one answer: a plan of the search over all layouts replaces it only if it is as simple, faster and
+leaner. At most two alternatives are added.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from shardscope.planner.advice.trials import Bench, Tried, lacks_bf16
 from shardscope.planner.differences import does_the_same
 
 TOKENS_PER_PARAMETER = 20
-"""Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
+"""Compute-optimal number of training tokens per parameter (Hoffmann et al. 2022, arXiv:2203.15556)."""
 
 Alternative = tuple[Plan, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One question, and what this model on these GPUs answers to it."""
+    """One question, with the answer for this model on these GPUs."""
 
     question: str
-    """``Does everything fit on one GPU?``"""
+    """Question text, such as ``Does everything fit on one GPU?``"""
     answer: str
-    """``No`` or ``Yes`` first where it is such a question, then what follows from it."""
+    """Answer text; yes/no questions begin with ``No`` or ``Yes``, then the consequence."""
     number: str
-    """The figures behind the answer, with their units; empty where the question was not asked."""
+    """Figures behind the answer, with units; empty if the question does not apply."""
     why: str
-    """One or two sentences: what the question is for, and what the answer costs or saves."""
+    """One or two sentences: the purpose of the question, and the cost or saving of the answer."""
     taken: bool
-    """Whether the plan has what the question is about."""
+    """Whether the plan has the feature in question."""
     plan: Plan | None = None
-    """The plan that the figures are of; None where the question is about no single one."""
+    """The plan that the figures belong to; None if there is no single one."""
 
     def __str__(self) -> str:
         mark = "->" if self.taken else "  "
@@ -56,16 +56,16 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Which plan to start with, why, and what else there is; made by ``ss.recommend``."""
+    """The recommended plan, the reasons and the alternatives; result of ``ss.recommend``."""
 
     plan: Plan | None
-    """The simplest plan that does the work; None where nothing fits, and then :attr:`alternatives` holds the
-    nearest misses and what would do instead."""
+    """The simplest plan that fits; None if nothing fits. In that case, :attr:`alternatives` has the nearest
+    misses and plans that would fit with other settings."""
     path: tuple[Turn, ...]
-    """The questions in the order in which they were asked."""
+    """Questions in their order."""
     alternatives: tuple[Alternative, ...]
-    """At most two other plans, none of them the plan on screen, each with a sentence: what it gains and what
-    it costs, or what it lacks."""
+    """At most two other plans, never the plan on screen, each with a sentence: its gain and cost, or its
+    missing memory."""
     why: str
     """The advice in a few sentences."""
 
@@ -76,7 +76,7 @@ class Advice:
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        """The same as a plain table, without scripts."""
+        """Return the advice as a plain HTML table, without scripts."""
         rows = "".join(
             f"<tr{' style=font-weight:bold' if turn.taken else ''}><th scope='row' style='text-align:left'>"
             f"{escape(turn.question)}</th><td style='text-align:left'>{escape(turn.answer)}</td>"
@@ -98,29 +98,30 @@ def recommend(
     *,
     current: Plan | None = None,
 ) -> Advice:
-    """Which plan to start with for this model on these GPUs, and why.
+    """Recommend a plan to start with for this model on these GPUs, with reasons.
 
-    The questions are asked in the order of :attr:`Advice.path` and answered by ``plan.memory()`` and
-    ``plan.step()``: does everything fit on one GPU at the wanted micro-batch (DDP), with a smaller one or
-    recomputation, with gradients and optimizer split (ZeRO-2), with weights split as well (FSDP2), with
-    matrices or sequences split inside a node, with offload to the host (ZeRO-3), to NVMe; is it large enough
-    for Megatron-core, has it experts, are links slow, is there room left. What fits first is advised. A later
-    question replaces it only where its plan is predicted to be 10 % faster at least, or needs a tenth less
-    memory and is no slower; where size is the reason
-    (over 70B, hundreds of GPUs, experts), unless its plan is as much slower.
+    The questions have the order of :attr:`Advice.path` and are answered by ``plan.memory()`` and
+    ``plan.step()``: does everything fit on one GPU at the requested micro-batch (DDP), with a smaller one or
+    recomputation, with sharded gradients and optimizer (ZeRO-2), with sharded weights too (FSDP2), with
+    tensor or context parallelism inside a node, with offload to the host (ZeRO-3), to NVMe; is the model
+    large enough for Megatron-core, does it have experts, are links slow, is there room left. The first plan
+    that fits is recommended. A later question replaces it only if its plan is predicted to be at least 10 %
+    faster, or needs a tenth less memory and is no slower; where size is the reason (over 70B, hundreds of
+    GPUs, experts), unless its plan is at least 10 % slower.
 
-    ``familiar_with``: what the team already runs well, of ``ddp``, ``fsdp2``, ``deepspeed``, ``megatron`` and
-    ``accelerate``; it decides between frameworks that do the same about as fast. The recipe's micro-batch,
-    recomputation and loss may give way to what fits; what is learnt stays the same.
+    ``familiar_with``: frameworks that the team already uses, of ``ddp``, ``fsdp2``, ``deepspeed``,
+    ``megatron`` and ``accelerate``; it decides between frameworks that do the same about as fast. The
+    recipe's micro-batch, recomputation and loss computation may change to make a plan fit; the loss curve
+    stays the same.
 
-    The advised plan is never outdone: no plan that is as simple, of all that were tried and of a search over
-    all layouts, is both faster and leaner. ``current`` is the plan that the user has on screen; if it fits
-    with room and is as fast within our usual prediction error (10 %), the advice is to keep it. A ``current``
-    for another model, cluster or task is ignored.
+    No tried plan, and no plan of a search over all layouts, is as simple as the recommended one and both
+    faster and leaner. ``current`` is the plan that the user has on screen; if it fits with room and is as
+    fast within the usual prediction error (10 %), the advice is to keep it. A ``current`` for another model,
+    cluster or task is ignored.
 
-    Raises ``ValueError`` for what is no noun, and for unknown names in ``familiar_with``. That nothing
-    fits is no error but advice: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` says what lacks
-    how much.
+    Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If
+    nothing fits, there is no error: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` has the
+    nearest misses with the missing memory.
     """
     for name, noun, kind in (
         ("architecture", architecture, Architecture),
@@ -164,7 +165,7 @@ def _others_than(current: Plan | None, found: Sequence[Alternative]) -> tuple[Al
 
 
 def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
-    """Return the plan on screen if it answers the same question and fits."""
+    """Return the plan on screen if it is for the same model, cluster and training, and fits."""
     if current is None or (current.architecture, current.cluster) != (bench.architecture, bench.cluster):
         return None
     if not bench.trains_the_same(current.recipe):
@@ -174,7 +175,7 @@ def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
 
 
 def _has(best: Tried, draft: Draft, path: Path) -> bool:
-    """Whether the advised plan is the one that this question put it on, or has its layout."""
+    """Return whether the recommended plan is the one from this question, or has its layout."""
     same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
     return draft.key == path.rung or (
         path.rung in (last_questions.ON_SCREEN, last_questions.OUTDOES) and same
@@ -182,7 +183,7 @@ def _has(best: Tried, draft: Draft, path: Path) -> bool:
 
 
 def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
-    """In the order in which they are asked; some are for several GPUs only."""
+    """Return the questions in their order; some apply to several GPUs only."""
     spread = (memory_questions.gathered_once, memory_questions.sharded, memory_questions.split_inside_a_node)
     of_size = (size_questions.megatron, size_questions.experts, size_questions.links)
     several = cluster.num_gpus > 1

@@ -1,4 +1,5 @@
-"""Plans of a search beside the advised one: one that outdoes it, and two that do something better."""
+"""Plans from a search besides the recommended one: one that replaces it, and two that are better in one
+respect."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 MAX_ALTERNATIVES = 2
 NEAR = 1.05
-"""Plans that a prediction does not tell apart: the simplest of them is offered."""
+"""Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
 MAX_CHECKED = 400
-"""Of a search's plans, the fastest of which it is checked whether they can be launched here."""
+"""Number of the search's fastest plans that are checked for whether they can be launched here."""
 
 
 def search_beside(bench: Bench) -> Ranking | None:
-    """Return all plans of a search for the same question; None where a figure is not known.
+    """Return the search's ranking for the same question; None if a required figure is not known.
 
-    Where none of them fits, those with the loss in chunks, which learn the same.
+    If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
     """
     try:
         ranking = search(bench.architecture, bench.cluster, bench.recipe)
@@ -45,9 +46,10 @@ def search_beside(bench: Bench) -> Ranking | None:
 
 
 def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    """Return a plan of the search that is as simple as ``advised``, leaner and faster, and clearly so in one.
+    """Return a plan of the search that is as simple as ``advised``, leaner and faster, one of the two
+    clearly.
 
-    None where there is none that can be launched here.
+    None if there is none that can be launched here.
     """
     if advised.seconds is None:
         return None
@@ -64,7 +66,8 @@ def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collec
 def find_alternatives(
     bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]
 ) -> list[tuple[Plan, str]]:
-    """Return a plan that is faster by more than predictions err, and a leaner one that costs little time."""
+    """Return a plan that is faster by more than the prediction error, and a leaner one that costs little
+    time."""
     if advised.seconds is None:
         return []
     offered = [_faster(bench, ranking, advised, familiar), _leaner(bench, ranking, advised, familiar)]
@@ -76,7 +79,7 @@ def find_alternatives(
 
 
 def describe(tried: Tried, advised: Tried, bench: Bench) -> str:
-    """Return what a plan gains and costs beside the advised one, in a sentence."""
+    """Return one sentence with the gain and cost of a plan compared with the recommended one."""
     sentence = describe_gain(words.named(tried.plan, bench.recipe), tried, advised)
     refusal = why_not_trained(tried.plan)
     if refusal is not None and is_trained(advised.plan):
@@ -85,7 +88,8 @@ def describe(tried: Tried, advised: Tried, bench: Bench) -> str:
 
 
 def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
-    """Return ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``."""
+    """Return the text of a comparison:
+    ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``"""
     gain = words.compared(tried, advised)
     if is_faster(tried, advised):
         gain += " (larger than our usual prediction error)"
@@ -113,7 +117,8 @@ def _faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection
 
 
 def _leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    """Return the leanest of about the fastest plans that need clearly less memory, with one more setting."""
+    """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
+    setting."""
     rows = _rows_with_room(ranking, advised)
     limit = simplicity_of(advised.plan, bench.recipe, familiar)
     effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
@@ -132,7 +137,8 @@ def _leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection
 
 
 def _rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
-    """Return rows that fit into memory of known size; not tightly, unless the advised plan is tight."""
+    """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
+    tight."""
     wanted = ranking.feasible & ranking.is_room_known
     if not advised.report.is_tight:
         usable = ranking.cluster.usable_bytes_per_gpu
@@ -150,7 +156,8 @@ def _simplest_first(
 def _first_launched(
     bench: Bench, ranking: Ranking, rows: NDArray[np.int64], *, keep_order: bool = False
 ) -> Tried | None:
-    """Return the first of ``rows`` that can be launched here, the fastest first unless they have an order."""
+    """Return the first of ``rows`` that can be launched here, by speed unless ``keep_order``; None if none
+    can."""
     if not keep_order:
         rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
     for row in rows[:MAX_CHECKED]:

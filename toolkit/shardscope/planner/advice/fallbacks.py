@@ -1,4 +1,4 @@
-"""What else there is beside the plan that was advised, and what would do where nothing fits."""
+"""Alternatives to the recommended plan, and plans that would fit with other settings if nothing fits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAX_NODES = 1024
 
 
 def others(path: Path) -> list[tuple[Plan, str]]:
-    """Return other plans, the best first, each with what it gains and costs beside the advised one."""
+    """Return other plans, the best first, each with its gain and cost compared with the recommended one."""
     advised, bench = path.current, path.bench
     if advised is None:
         return []
     told = _told_if(_half(bench, advised), bench, "In fp16, which these GPUs have")
     told += with_even_batch(bench)
     settings = with_one_setting(path, advised)
-    if path.keeps_on_screen:  # The Memory view offers them there and then.
+    if path.keeps_on_screen:  # The Memory view offers them for this plan too.
         told += settings
         settings = []
     found: list[tuple[Plan, str]] = []
@@ -54,10 +54,10 @@ def others(path: Path) -> list[tuple[Plan, str]]:
 
 
 def where_nothing_fits(path: Path) -> list[tuple[Plan, str]]:
-    """Return plans for a question without an answer, the best first.
+    """Return plans for the case that nothing fits, the best first.
 
-    First with another batch, then what a search finds that may fit, what fits as another task or on more
-    nodes, and last the nearest misses.
+    First with another global batch, then plans of the search that may fit, then plans for another task or
+    more nodes, and last the nearest misses.
     """
     told = with_even_batch(path.bench)
     if path.ranking is not None and path.ranking.num_feasible:
@@ -71,7 +71,7 @@ def where_nothing_fits(path: Path) -> list[tuple[Plan, str]]:
 
 
 def with_one_setting(path: Path, advised: Tried) -> list[tuple[Plan, str]]:
-    """Return the advised plan with each setting that makes it faster and leaner, the fastest first."""
+    """Return the recommended plan with each setting that makes it faster and leaner, the fastest first."""
     told = []
     for saving in sorted(path.settings, key=lambda saving: saving.seconds_lost):
         tried = path.bench.tried(saving.plan.layout, saving.plan.recipe)
@@ -82,7 +82,7 @@ def with_one_setting(path: Path, advised: Tried) -> list[tuple[Plan, str]]:
 
 
 def misses(path: Path) -> list[tuple[Plan, str]]:
-    """Of each way of spreading what lacks least, the nearest first."""
+    """Return the nearest miss of each rung with its missing memory, the nearest first."""
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
     near.sort(key=lambda tried: tried.shortage)
     return [
@@ -95,9 +95,9 @@ def misses(path: Path) -> list[tuple[Plan, str]]:
 
 
 def instead(path: Path) -> list[tuple[Plan, str]]:
-    """Return what would do without offload: the optimizer's state in fewer bits, adapters, more nodes.
+    """Return plans that fit without offload: 8-bit or bf16 optimizer state, adapters, more nodes.
 
-    With one GPU more nodes come last, with several they come first.
+    More nodes come last for one GPU, first for several.
     """
     bench = path.bench
     told = _told_if(_eight_bit(bench), bench, "If the optimizer's state may be in 8 bits")
@@ -124,7 +124,8 @@ def _told_if(
 
 
 def _half(bench: Bench, advised: Tried) -> Tried | None:
-    """The advised plan in fp16, on cards that have no bf16."""
+    """Return the recommended plan in fp16, for GPUs without bf16; None if they have it, or the plan does not
+    fit."""
     if not lacks_bf16(advised.plan):
         return None
     found = bench.tried(advised.plan.layout, replace(advised.plan.recipe, precision="fp16-mixed"))
@@ -132,7 +133,8 @@ def _half(bench: Bench, advised: Tried) -> Tried | None:
 
 
 def with_even_batch(bench: Bench) -> list[tuple[Plan, str]]:
-    """The nearest global batch of which each rank takes whole micro-batches, where the wanted one is none."""
+    """Return a plan with the nearest global batch that divides evenly over the ranks; empty if the requested
+    one does."""
     recipe = bench.recipe
     at_once = bench.cluster.num_gpus * recipe.micro_batch_size
     if recipe.global_batch_size % at_once == 0:
@@ -146,7 +148,8 @@ def with_even_batch(bench: Bench) -> list[tuple[Plan, str]]:
 
 
 def _eight_bit(bench: Bench) -> Tried | None:
-    """AdamW's moments in blocks of 8 bits (Dettmers et al. 2022), which learns the same."""
+    """Return a plan with AdamW's moments in 8-bit blocks (Dettmers et al. 2022), which has the same loss
+    curve."""
     if bench.recipe.optimizer != "adamw" or bench.recipe.has_adapters:
         return None
     smaller = Bench(bench.architecture, bench.cluster, replace(bench.recipe, optimizer="adamw_8bit"))
@@ -154,7 +157,8 @@ def _eight_bit(bench: Bench) -> Tried | None:
 
 
 def _half_moments(path: Path) -> Tried | None:
-    """Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2)."""
+    """Return Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437,
+    3.3.2)."""
     outcome = path.seen.get(SPLIT)
     if outcome is None or outcome.nearest is None or outcome.best is not None:
         return None
@@ -169,8 +173,8 @@ def _half_moments(path: Path) -> Tried | None:
 
 
 def _more_nodes(bench: Bench, advised: Tried | None) -> Tried | None:
-    """The fewest nodes, by doubling, whose GPUs have room for its state, not tightly if that can be, and that
-    are faster than what is advised, as far as times are known; the batch grows where it must."""
+    """Return a plan without offload on the fewest nodes, by doubling, that is faster than the recommended one
+    as far as times are known, preferably not tight; the global batch grows if it must."""
     state = state_bytes(bench)
     if bench.cluster.gpu.vendor == "cpu" or state is None:
         return None
@@ -189,7 +193,7 @@ def _more_nodes(bench: Bench, advised: Tried | None) -> Tried | None:
 
 
 def _on_the_gpus(bench: Bench, cluster: Cluster) -> Tried | None:
-    """The simplest layout without offload that is about as fast as the fastest of them."""
+    """Return the simplest layout without offload that is about as fast as the fastest one."""
     least = cluster.num_gpus * bench.recipe.micro_batch_size
     batch = -(-bench.recipe.global_batch_size // least) * least
     larger = Bench(bench.architecture, cluster, replace(bench.recipe, global_batch_size=batch))
@@ -204,14 +208,14 @@ def _on_the_gpus(bench: Bench, cluster: Cluster) -> Tried | None:
 
 
 def _pace(tried: Tried | None) -> float:
-    """Tokens a second of all GPUs; 0 where no time is known."""
+    """Return the tokens per second of all GPUs; 0 if the time is not known."""
     if tried is None or tried.timed is None:
         return 0.0
     return tried.timed.tokens_per_second_per_gpu * tried.plan.cluster.num_gpus
 
 
 def _adapters(bench: Bench) -> Tried | None:
-    """LoRA, or else QLoRA, in the simplest layout that fits on these GPUs."""
+    """Return LoRA, otherwise QLoRA, in the simplest layout that fits on these GPUs."""
     order: tuple[Method, ...] = ("full", "lora", "qlora")
     tight = None
     for method in order[order.index(bench.recipe.method) + 1 :]:
@@ -226,7 +230,7 @@ def _adapters(bench: Bench) -> Tried | None:
 
 
 def _sharded(cluster: Cluster) -> list[Layout]:
-    """Full sharding, in its first framework."""
+    """Return the fully sharded layouts of the rung's first framework."""
     layouts = layout_ladder.sharded(cluster).layouts if cluster.num_gpus > 1 else ()
     return [layout for layout in layouts if layout.framework == layouts[0].framework]
 

@@ -1,4 +1,5 @@
-"""The last questions: room that is left, the plan on screen, one script, the team, and one more setting."""
+"""The last questions: remaining memory, the plan on screen, one script, the team's frameworks, and one more
+setting."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def room(path: Path) -> None:
-    """Whether a larger micro-batch, or other recomputation, makes use of what is left of the GPU's memory."""
+    """Ask whether a larger micro-batch, or other recomputation, uses the remaining GPU memory."""
     current = path.current
     if current is None:
         return
@@ -55,11 +56,11 @@ def room(path: Path) -> None:
 
 
 ON_SCREEN, OUTDOES = "on_screen", "outdoes"
-"""Keys of the turns that put another plan in the place of the one that the questions led to."""
+"""Keys of the turns that replace the plan that the questions led to."""
 
 
 def on_screen(path: Path) -> None:
-    """Whether the plan that the user has already does as well: then there is no reason to change it."""
+    """Ask whether the plan on screen is as good: if so, there is no reason to change it."""
     mine, current = path.on_screen, path.current
     if mine is None:
         return
@@ -84,7 +85,8 @@ def on_screen(path: Path) -> None:
 
 
 def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
-    """Whether it fits with room, is as fast as predictions can tell, and as familiar and ready to launch."""
+    """Return whether the plan on screen fits with room, is as fast within the prediction error, as familiar
+    and can be launched."""
     if mine.seconds is None or current.seconds is None or assess(mine.plan).state != "fits":
         return False
     knows = mine.plan.layout.framework in path.familiar or current.plan.layout.framework not in path.familiar
@@ -93,7 +95,8 @@ def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
 
 
 def outdone(path: Path) -> None:
-    """Whether a plan as simple, of those tried here or of a search, is faster and needs less memory."""
+    """Ask whether an equally simple plan, tried here or found by a search, is faster and needs less
+    memory."""
     first = path.current
     while path.current is not None:
         better = _better(path, path.current)
@@ -133,7 +136,7 @@ def _better(path: Path, current: Tried) -> Tried | None:
 
 
 def one_script(path: Path) -> None:
-    """Accelerate, where one script must switch between frameworks."""
+    """Ask whether one script must switch between frameworks, which Accelerate does."""
     question = "Must one script run under several frameworks?"
     why = f"{TITLE} wraps the others: one script, and a configuration file that says which of them runs."
     current = path.current
@@ -153,7 +156,8 @@ def one_script(path: Path) -> None:
 
 
 def what_the_team_knows(path: Path) -> None:
-    """Whether the plan is one that the team already runs well, and what keeping to that would cost."""
+    """Ask whether the team already uses the plan's framework, and report the cost of keeping to a known
+    one."""
     known = [name for name in path.familiar if name in frameworks]
     current = path.current
     if current is None or not known:
@@ -184,13 +188,13 @@ def what_the_team_knows(path: Path) -> None:
 
 
 LEAST_GAIN = 1.005
-"""How many times faster a step must be for words to call it faster."""
+"""Speedup from which the text calls a step faster."""
 
 
 def one_setting(path: Path) -> None:
-    """Whether one setting that leaves layout and training as they are saves time and memory.
+    """Ask whether one setting saves time and memory and leaves layout and training unchanged.
 
-    The Memory view offers the same settings: advice that left them out would be another answer.
+    The Memory view offers the same settings: without them, the advice would differ from it.
     """
     current = path.current
     if current is None or current.seconds is None:

@@ -1,5 +1,5 @@
-"""The layouts that advice tries, from the simplest on: a rung is one way of spreading, in each framework
-that has it."""
+"""The layouts that advice tries, from the simplest on: a rung is one kind of sharding, in each framework that
+supports it."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
 
 MAX_STAGES, MAX_TENSOR_PARALLEL, MAX_EXPERT_PARALLEL = 32, 8, 64
-"""Degrees that are tried; what needs more is left to the search."""
+"""Largest degrees that are tried; larger ones are left to the search."""
 LONG_TOKENS = 8192
-"""From here on it is tried to split sequences over ranks as well."""
+"""Sequence length from which context parallelism is tried as well."""
 
 
 class Rung(NamedTuple):
-    """One way of spreading: layouts by framework, the rule's own framework first."""
+    """One kind of sharding: layouts by framework, the default framework first."""
 
     layouts: tuple[Layout, ...]
 
 
 def whole() -> Rung:
-    """Every rank holds everything."""
+    """Return the rung without sharding: every rank holds all training state."""
     return Rung((Layout.ddp(),))
 
 
 def gathered_once(cluster: Cluster) -> Rung:
-    """Gradients and optimizer are split, weights stay whole from forward to backward (ZeRO-2)."""
+    """Return the rung with sharded gradients and optimizer; weights stay whole from forward to backward
+    (ZeRO-2)."""
     groups = [Layout.fsdp2(reshard_after_forward=False, replicate=copies) for copies in _copies(cluster)]
     return Rung((*groups, Layout.zero(stage=2)))
 
 
 def sharded(cluster: Cluster) -> Rung:
-    """Weights are split as well, and gathered layer by layer (ZeRO-3)."""
+    """Return the rung with sharded weights too, all-gathered layer by layer (ZeRO-3)."""
     return Rung((*(Layout.fsdp2(replicate=copies) for copies in _copies(cluster)), Layout.zero(stage=3)))
 
 
 def _copies(cluster: Cluster) -> tuple[int, ...]:
-    """One sharded state over all GPUs, or one in each node (HSDP)."""
+    """Return the numbers of replicas to try: one over all GPUs, or one in each node (HSDP)."""
     return (1, cluster.num_nodes) if cluster.num_nodes > 1 and cluster.gpus_per_node > 1 else (1,)
 
 
 def split_inside_a_node(cluster: Cluster) -> Rung:
-    """FSDP2 whose matrices, or sequences, are split over some GPUs of a node as well."""
+    """Return FSDP2 with tensor or context parallelism inside a node."""
     degrees = [degree for degree in divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
     return Rung((
         *(Layout.fsdp2(tp=degree) for degree in degrees),
@@ -56,7 +57,7 @@ def split_inside_a_node(cluster: Cluster) -> Rung:
 
 
 def on_the_host() -> Rung:
-    """Training state in host memory: the optimizer's alone, then weights too."""
+    """Return the rung with training state in host memory: the optimizer's alone, then weights too."""
     return Rung((
         Layout.zero(stage=3, offload_optimizer="cpu"),
         Layout.zero(stage=3, offload_optimizer="cpu", offload_params="cpu"),
@@ -65,7 +66,7 @@ def on_the_host() -> Rung:
 
 
 def on_drives() -> Rung:
-    """The optimizer's state on NVMe, then weights too."""
+    """Return the rung with the optimizer state on NVMe, then weights too."""
     return Rung((
         Layout.zero(stage=3, offload_optimizer="nvme", offload_params="cpu"),
         Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme"),
@@ -73,14 +74,15 @@ def on_drives() -> Rung:
 
 
 def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
-    """The rule's own framework, or one that the team runs well if it fits as well and is about as fast."""
+    """Return the outcome of the default framework, or of a familiar one that fits as well and is about as
+    fast."""
     by_framework: dict[str, list[Layout]] = {}
     for layout in rung.layouts:
         by_framework.setdefault(layout.framework, []).append(layout)
     found: dict[str, Outcome] = {}
     rule = next(iter(by_framework))
     for name, layouts in by_framework.items():
-        # Another framework is asked only where it could decide: not all of them are counted as fast.
+        # Other frameworks are evaluated only where they could decide: some have no predicted time.
         if not found or not found[rule].best or name in familiar:
             found[name] = _first_or_faster([bench.outcome(layout) for layout in layouts])
             rule = next((one for one, outcome in found.items() if outcome.best), rule)
@@ -94,7 +96,7 @@ def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
 
 
 def _first_or_faster(outcomes: list[Outcome]) -> Outcome:
-    """The first that fits unless a later one is faster; where none fits, what lacks least."""
+    """Return the first outcome that fits unless a later one is faster; if none fits, the nearest miss."""
     fitting = [outcome for outcome in outcomes if outcome.best]
     if not fitting:
         near = [outcome for outcome in outcomes if outcome.nearest]
@@ -114,11 +116,11 @@ def _lacks(outcome: Outcome) -> float:
 
 
 def megatron(bench: Bench) -> Outcome:
-    """Megatron-core with tensor parallelism inside a node and as few pipeline stages as fit.
+    """Try Megatron-core with tensor parallelism inside a node and as few pipeline stages as fit.
 
     Narayanan et al. 2021 (arXiv:2104.04473), takeaways 1 and 2: tensor parallel up to the GPUs of a node,
-    pipeline across nodes; together as small as the model's memory allows, for what remains is data parallel.
-    Experts are shared out over data-parallel ranks, whole each (``etp=1``).
+    pipeline across nodes; both as small as the model's memory allows, because the remaining factor is data
+    parallel. Experts are distributed over data-parallel ranks without tensor parallelism (``etp=1``).
     """
     runs: list[Tried] = []
     misses: list[Tried] = []
@@ -135,7 +137,8 @@ def megatron(bench: Bench) -> Outcome:
 
 
 def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
-    """Tensor-parallel degrees inside a node; with each, ranks to share out experts or long sequences over."""
+    """Yield tensor-parallel degrees inside a node, each with the expert- or context-parallel degrees to
+    try."""
     experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
     for tp in divisors(cluster.gpus_per_node):
         if tp > MAX_TENSOR_PARALLEL:
@@ -144,7 +147,7 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
             for cp in (1, 2, 4) if bench.recipe.seq_len >= LONG_TOKENS else (1,):
                 yield {"tp": tp, "cp": cp}
             continue
-        # From one node on: fewer ranks would hold so many experts each that they seldom fit.
+        # At least the GPUs of a node: with fewer ranks, each holds so many experts that they seldom fit.
         least = min(cluster.gpus_per_node, experts.num_experts)
         for ep in divisors(experts.num_experts):
             if least <= ep <= min(cluster.num_gpus, MAX_EXPERT_PARALLEL):
@@ -152,9 +155,8 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
 
 
 def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
-    """The best of the fewest stages that fit, of the fewest that fit without being eased, and of one a node,
-    for what then crosses nodes is a layer's output and no weights.
-    """
+    """Return the best of: the fewest stages that fit, the fewest that fit with the recipe unchanged and not
+    tightly, and one stage per node, where only layer outputs cross nodes."""
     found: list[Tried] = []
     nearest: Tried | None = None
     refusal = None
@@ -175,7 +177,7 @@ def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
 
 
 def _interleaved(bench: Bench, best: Tried) -> Tried:
-    """The same with several chunks on each stage where that is faster (Narayanan et al. 2021, 2.2)."""
+    """Return the same plan with interleaved chunks if that is faster (Narayanan et al. 2021, 2.2)."""
     layers, pp = bench.architecture.num_hidden_layers, best.plan.degrees.pp
     if pp == 1:
         return best

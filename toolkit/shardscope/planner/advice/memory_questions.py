@@ -1,4 +1,4 @@
-"""The questions about memory: from one GPU that holds everything to state on drives."""
+"""The questions about memory: from one GPU that holds everything to state on NVMe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from shardscope.planner.advice.path import Path
 
 TIGHT_FROM, LARGE_FROM = 25e9, 80e9
-"""Parameters: "30B to 70B" as people say it (Gemma 27B to Qwen 72B), and "over 70B"."""
+"""Parameter counts of the usual range "30B to 70B" (Gemma 27B to Qwen 72B), and of "over 70B"."""
 
 
 def what_trains(path: Path) -> None:
-    """Fine-tune or pretrain: what training state there is at all."""
+    """Ask whether all weights or only adapters train, which decides the training state."""
     arch, recipe = path.bench.architecture, path.bench.recipe
     state = state_bytes(path.bench)
     held = "" if state is None else f", {gib(state)} GiB of training state in all"
@@ -39,7 +39,8 @@ def what_trains(path: Path) -> None:
 
 
 def one_gpu(path: Path) -> None:
-    """Does it fit on one GPU at the wanted micro-batch, or else with more accumulation or recomputation?"""
+    """Ask whether everything fits on one GPU at the requested micro-batch, or with more accumulation or
+    recomputation."""
     recipe = path.bench.recipe
     micro, rank = recipe.micro_batch_size, words.rank(path.bench.cluster)
     outcome = path.choose("whole", layout_ladder.whole())
@@ -81,7 +82,8 @@ def one_gpu(path: Path) -> None:
 
 
 def gathered_once(path: Path) -> None:
-    """Does it fit with gradients and optimizer sharded only? That moves less than full sharding."""
+    """Ask whether the plan fits with sharded gradients and optimizer only, which moves less than full
+    sharding."""
     if path.is_settled:
         return
     path.try_rung(
@@ -98,7 +100,7 @@ def _all_ranks(path: Path) -> str:
 
 
 def sharded(path: Path) -> None:
-    """Does it fit fully sharded?"""
+    """Ask whether the plan fits with full sharding."""
     if path.is_settled:
         return
     path.try_rung(
@@ -111,12 +113,13 @@ def sharded(path: Path) -> None:
 
 
 def split_inside_a_node(path: Path) -> None:
-    """Between 30B and 70B where memory is tight, and wherever full sharding was not enough."""
+    """Ask about tensor or context parallelism between 30B and 70B if memory is tight, and if full sharding
+    did not fit."""
     size, current = path.bench.architecture.num_parameters, path.current
     is_tight = current is not None and (not path.is_settled or current.report.is_tight)
     is_middling = TIGHT_FROM <= size <= LARGE_FROM
     rung = layout_ladder.split_inside_a_node(path.bench.cluster)
-    # Of one GPU, or of a prime number of them that is too large, no part comes out even.
+    # With one GPU, or a large prime number of them, there is no degree that divides evenly.
     if not rung.layouts or not (current is None or (is_middling and is_tight)):
         return
     middling = f"{words.billions(size)} and tight: with" if is_middling else "With"
@@ -130,7 +133,7 @@ def split_inside_a_node(path: Path) -> None:
 
 
 def offload(path: Path) -> None:
-    """Only with offload: to the host, and then to drives."""
+    """Ask about offload, to the host and then to NVMe, if nothing fits without it."""
     if path.bench.cluster.gpu.vendor == "cpu":
         return
     if path.current is None:

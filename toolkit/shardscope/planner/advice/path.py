@@ -1,4 +1,4 @@
-"""The way through the questions of advice: what was asked, and the plan so far."""
+"""State of the questions of advice: the turns so far, and the plan that they led to."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Draft:
-    """A turn whose place in the final plan is not decided yet."""
+    """A turn before the final plan is known."""
 
     key: str
-    """The rung that it would put the plan on; empty where it does not."""
+    """The rung of the plan that the turn leads to; empty if it leads to none."""
     question: str
     answer: str
     number: str
@@ -33,37 +33,38 @@ class Draft:
 
 
 class Path:
-    """What was asked so far, and :attr:`current`, the plan that it has led to."""
+    """The turns so far, and :attr:`current`, the plan that they led to."""
 
     def __init__(self, bench: Bench, familiar: Iterable[str], on_screen: Tried | None = None) -> None:
         self.bench, self.familiar = bench, tuple(familiar)
         self.on_screen = on_screen
-        """The plan that the user has already, if it is one for this question and fits."""
+        """The plan on screen, if it is for this question and fits."""
         self.keeps_on_screen = False
         self.drafts: list[Draft] = []
         self.current: Tried | None = None
         self.rung = ""
-        """Which question :attr:`current` answers."""
+        """Key of the question that :attr:`current` answers."""
         self.settings: list[Repair] = []
         """Single settings that make :attr:`current` faster and save memory."""
         self.seen: dict[str, Outcome] = {}
-        """What each rung came to."""
+        """Outcome of each rung."""
 
     @cached_property
     def ranking(self) -> Ranking | None:
-        """All plans of a search for the same question; None where a figure is not known."""
+        """Return the search's ranking for the same question; None if a required figure is not known."""
         return search_beside(self.bench)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the plan so far fits well as it was wanted, so that nothing less simple need be asked."""
+        """Return whether the current plan fits with the recipe unchanged and not tightly, so that more
+        complex ones are not tried."""
         current = self.current
         return (
             current is not None and current.plan.recipe == self.bench.recipe and not current.report.is_tight
         )
 
     def try_rung(self, key: str, rung: Rung, question: str, why: str) -> None:
-        """Ask whether a rung fits; it is taken where nothing before it does, or where it is faster."""
+        """Try a rung and record the turn; its plan is taken if nothing fits so far, or if it is better."""
         outcome = self.choose(key, rung)
         best = outcome.best
         if best is None:
@@ -99,11 +100,12 @@ class Path:
         self.told(key, question, answer, figures(best), why, best)
 
     def name(self, tried: Tried) -> str:
-        """A plan, and what in it is not as it was wanted."""
+        """Return the plan's name, with its changes to the requested recipe."""
         return words.named(tried.plan, self.bench.recipe)
 
     def _why_not_the_first(self, rung: Rung, best: Tried) -> str:
-        """Why it is not the framework that the rule has, where that is for want of memory."""
+        """Return why the rung's default framework is not used, if it lacks memory; otherwise an empty
+        string."""
         first = rung.layouts[0]
         if first.framework == best.plan.layout.framework:
             return ""
@@ -111,12 +113,12 @@ class Path:
         return "" if nearest is None else f" (for {first.title} it is {words.lacks(nearest)})"
 
     def choose(self, key: str, rung: Rung) -> Outcome:
-        """What a rung comes to; the team's own framework where it does as well."""
+        """Return and record the outcome of a rung, with a familiar framework if it is as good."""
         found = self.seen[key] = layout_ladder.choose(self.bench, rung, self.familiar)
         return found
 
     def take(self, key: str, tried: Tried) -> None:
-        """Go on with this plan."""
+        """Make ``tried`` the current plan."""
         self.rung, self.current = key, tried
 
     def told(
@@ -130,31 +132,31 @@ class Path:
         *,
         taken: bool = False,
     ) -> None:
-        """Note a turn; one with the ``key`` of the rung that is left in the end is taken."""
+        """Record a turn; it counts as taken if ``key`` is the rung of the final plan."""
         self.drafts.append(
             Draft(key=key, question=question, answer=answer, number=number, why=why, tried=tried, taken=taken)
         )
 
     def no(self, outcome: Outcome) -> str:
-        """Why nothing of a rung fits."""
+        """Return the text why no plan of a rung fits."""
         if outcome.nearest is None:
             again = any(str(outcome.refusal) in draft.answer for draft in self.drafts)
             return "It cannot run, for the same reason." if again else f"It cannot run: {outcome.refusal}"
         return f"No: {words.lacks(outcome.nearest)}."
 
     def needs(self, outcome: Outcome) -> str:
-        """What the nearest miss of a rung needs; empty where there is none."""
+        """Return the needed memory of a rung's nearest miss; empty if there is none."""
         return "" if outcome.nearest is None else words.needs(outcome.nearest)
 
     def beside(self, best: Tried, current: Tried) -> str:
-        """``18 % faster than FSDP2``: of two plans."""
+        """Return the comparison of two plans, such as ``18 % faster than FSDP2``."""
         if best.seconds is None or current.seconds is None:
             return f"no time is known to set it above {self.name(current)}"
         return f"{words.compared(best, current)} than {self.name(current)}"
 
 
 def _is_roomier(best: Tried, current: Tried) -> bool:
-    """Whether it needs clearly less memory and is no slower."""
+    """Return whether a plan needs clearly less memory and is no slower."""
     if best.seconds is None or current.seconds is None:
         return False
     needed = best.report.peak_bytes * PAYS
@@ -162,5 +164,5 @@ def _is_roomier(best: Tried, current: Tried) -> bool:
 
 
 def figures(tried: Tried) -> str:
-    """What a plan needs, and its pace."""
+    """Return the text of a plan's memory and speed."""
     return f"{words.needs(tried)}; {words.pace(tried.timed)}"

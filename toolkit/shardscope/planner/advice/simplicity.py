@@ -1,4 +1,4 @@
-"""Simplicity of plans, and which plan outdoes which: faster, leaner, and no less simple."""
+"""Simplicity of plans, and dominance: faster, leaner and no less simple."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
 
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
-"""Degrees that count as a setting where they are above 1."""
+"""Degrees that count as a setting if they are above 1."""
 
 
 EASED = ("recompute", "loss", "kernels", "attention")
-"""Recipe fields that count as a setting where they are not the wanted ones."""
+"""Recipe fields that count as a setting if they differ from the requested recipe."""
 
 
 class Simplicity(NamedTuple):
-    """What a plan asks of its users; less is simpler."""
+    """Effort and number of settings of a plan; less is simpler."""
 
     effort: int
-    """``Framework.effort`` of its framework; 0 for one that the team knows."""
+    """``Framework.effort`` of the framework; 0 for a familiar one."""
     settings: int
-    """Degrees above 1, options that are not the framework's defaults, and recomputation, a loss or kernels
-    that are not the wanted ones."""
+    """Number of degrees above 1, of options that are not defaults, and of changes to the requested
+    recomputation, loss and kernels."""
 
     def is_as_simple_as(self, other: Simplicity) -> bool:
-        """Whether neither the framework nor the settings ask for more."""
+        """Return whether neither effort nor settings exceed the other's."""
         return self.effort <= other.effort and self.settings <= other.settings
 
 
 def simplicity_of(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) -> Simplicity:
-    """Return what ``plan`` asks of users who wanted the recipe ``wanted`` and know the frameworks given."""
+    """Return the simplicity of ``plan`` compared with the recipe ``wanted``, for users who know the
+    ``familiar`` frameworks."""
     degrees = sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
     settings = degrees + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
     return Simplicity(_effort(plan.layout.framework, familiar), settings)
@@ -51,7 +52,8 @@ def simplicity_of(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) ->
 def simplicity_of_rows(
     ranking: Ranking, rows: NDArray[np.int64], wanted: Recipe, familiar: Collection[str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the same of rows of a search: ``effort`` and ``settings``, of the shape of ``rows``."""
+    """Return the simplicity of rows of a search: ``effort`` and ``settings``, each with the shape of
+    ``rows``."""
     found = ranking.candidates
     owners = ranking.owners(rows)
     effort = np.array([_effort(one.layout.framework, familiar) for one in found], np.int64)
@@ -60,7 +62,8 @@ def simplicity_of_rows(
 
 
 def outdoes(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str] = ()) -> bool:
-    """Whether ``tried`` is faster, needs less of a GPU and is as simple; False where a time is not known."""
+    """Return whether ``tried`` is faster, needs less GPU memory and is as simple; False if a time is not
+    known."""
     if tried.report.peak_bytes >= other.report.peak_bytes:
         return False
     own, its = (simplicity_of(one.plan, wanted, familiar) for one in (tried, other))
@@ -74,7 +77,7 @@ def _effort(framework: str, familiar: Collection[str]) -> int:
 
 
 def _num_options(layout: Layout) -> int:
-    """Return how many options are not as the framework has them."""
+    """Return the number of options that differ from the framework's defaults."""
     plain = type(layout)()
     return sum(
         getattr(layout, name) != getattr(plain, name)
@@ -84,7 +87,8 @@ def _num_options(layout: Layout) -> int:
 
 
 def _num_eased(recipe: Recipe, wanted: Recipe) -> int:
-    """Return what differs from the wanted recipe; activations on the host count twice, for they need room."""
+    """Return the number of changes to the requested recipe; offloaded activations count twice, because they
+    need host memory."""
     eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in EASED)
     moves_activations = recipe.recompute == "offload" and wanted.recompute != "offload"
     return eased + moves_activations

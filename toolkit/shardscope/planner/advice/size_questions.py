@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
 
 SPLIT = "split_in_three"
-"""The rung that splits layers, stages and experts."""
+"""Key of the rung with tensor, pipeline and expert parallelism."""
 MANY_GPUS = 200
-""""Hundreds of GPUs"."""
+"""Number of GPUs that counts as "hundreds of GPUs"."""
 MUCH = 0.25
-"""The share of a step that sharded state costs, from which on a pipeline across nodes is looked at."""
+"""Share of a step spent on sharded state from which a pipeline across nodes is tried."""
 SLOWER = 1.5
-"""How many times slower than inside a node links are that tensor parallelism should not cross."""
+"""Ratio of link speeds inside and between nodes from which tensor parallelism should not cross nodes."""
 
 
 def megatron(path: Path) -> None:
-    """Over 70B, hundreds of GPUs or experts: tensor parallel inside a node, pipeline across.
+    """Try Megatron-core over 70B, with hundreds of GPUs or with experts: tensor parallel in a node, pipeline
+    across.
 
-    Where size is the reason, the rule stands unless the numbers clearly speak against it; elsewhere they must
-    speak for it.
+    If size is the reason, the plan is taken unless it is clearly slower; otherwise it must be clearly faster.
     """
     arch, cluster = path.bench.architecture, path.bench.cluster
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
@@ -90,21 +90,20 @@ def megatron(path: Path) -> None:
 
 
 def _waiting_between_nodes(path: Path) -> float:
-    """The share of a step that waits for sharded weights and gradients, or recomputes so as to wait less
-    often; 0 on one node, with a copy on every GPU, which a larger batch would serve better, or where no time
-    is known."""
+    """Return the share of a step spent on all-gathers and gradient reduction, or on recomputation that makes
+    them rarer. 0 on one node, without sharding (a larger batch helps more there), or if no time is known."""
     if path.current is None or path.rung == "whole" or path.bench.cluster.num_nodes == 1:
         return 0.0
     before, report = path.current.timed, path.bench.with_room(path.current).timed
     if before is None or report is None:
         return 0.0
-    # Layers recomputed for the sake of a larger micro-batch are what slow links cost as well.
+    # Layers that are recomputed to allow a larger micro-batch are a cost of slow links too.
     again = max(0.0, report.parts["recomputation"] - before.parts["recomputation"])
     return (report.parts["gathers"] + report.parts["gradients"] + again) / report.seconds
 
 
 def experts(path: Path) -> None:
-    """Experts go to ranks of their own where the plan so far does that."""
+    """Ask whether expert parallelism is used, for models with experts."""
     moe = path.bench.architecture.mixture_of_experts
     if moe is None or not path.bench.architecture.num_moe_layers:
         return
@@ -128,7 +127,8 @@ def experts(path: Path) -> None:
 
 
 def links(path: Path) -> None:
-    """Slow links: no tensor parallelism across nodes, and perhaps a copy of the state in each."""
+    """Ask about slow links: no tensor parallelism across nodes, and possibly a replica of the state in each
+    node."""
     cluster, current = path.bench.cluster, path.current
     if cluster.num_nodes == 1:
         return
@@ -159,7 +159,7 @@ def links(path: Path) -> None:
 
 
 def _wider_than_a_node(path: Path) -> Tried | None:
-    """The plan so far with tensor parallelism across nodes; None where that cannot run."""
+    """Return the current plan with tensor parallelism across nodes; None if that cannot run."""
     current = path.current
     if current is None or current.plan.degrees.tp == 1 or current.timed is None:
         return None

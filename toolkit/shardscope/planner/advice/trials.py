@@ -1,8 +1,7 @@
-"""Plans tried for advice: each is asked once what it needs and how long its step takes.
+"""Trial plans of advice: each is evaluated once for its memory and its step time.
 
-Where the recipe as it is wanted does not fit, what a person tries next in the same layout: a smaller
-micro-batch, which more accumulation makes up for, layers computed again in backward, the loss in chunks.
-None of these changes what is learnt.
+If the requested recipe does not fit, the same layout is tried with a smaller micro-batch and more
+accumulation, with recomputation, and with the chunked loss. None of these changes the loss curve.
 """
 
 from __future__ import annotations
@@ -28,46 +27,47 @@ if TYPE_CHECKING:
     from shardscope.timing.report import StepReport
 
 PAYS = 1.10
-"""How many times faster something less simple must be predicted to be before it is advised: predictions of
-time are about that far from what is measured, and a smaller gain may be none."""
+"""Speedup from which a more complex plan is recommended: predicted times differ from measured ones by about
+as much, so that a smaller gain may be none."""
 
 SAFE = 4 / 3
-"""How many times slower a plan may be for not being tight: what full recomputation costs at the most, a
-forward pass more beside a forward and a backward of twice its length."""
+"""Largest slowdown that is accepted to avoid a tight plan: the maximum cost of full recomputation, one more
+forward pass compared with one forward and a backward of twice its length."""
 
 WORTH_A_SETTING = 1.02
-"""The same for a setting that costs nobody anything: the micro-batch, or layers not computed again."""
+"""Speedup from which a setting without effort is worth changing: the micro-batch or the recomputation."""
 
 LARGEST_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tried:
-    """A plan that can run, what it needs, and what of that there is not."""
+    """A plan that can run, with its memory report and shortages."""
 
     plan: Plan
     report: MemoryReport
     short: tuple[Place, ...]
-    """Where there is too little, the card first; empty: it fits."""
+    """Kinds of memory that are too small, the GPU first; empty if the plan fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether everything has room that is known."""
+        """Return whether every kind of memory of known size is sufficient."""
         return not self.short
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations go to the host and come back."""
+        """Return whether activations are offloaded to the host."""
         return self.plan.recipe.recompute == "offload"
 
     @property
     def shortage(self) -> float:
-        """How far from fitting: the largest part that is missing of any kind of memory, of what there is."""
+        """Return the largest missing share of any kind of memory, relative to its size; 0 if the plan
+        fits."""
         return max((place.short_bytes / max(1, place.room_bytes or 0) for place in self.short), default=0.0)
 
     @cached_property
     def timed(self) -> StepReport | None:
-        """The predicted step; None where a figure that decides it is not known."""
+        """Return the predicted step; None if a required figure is not known."""
         try:
             return self.plan.step()
         except ValueError:
@@ -75,40 +75,40 @@ class Tried:
 
     @property
     def seconds(self) -> float | None:
-        """Of one optimizer step; None where that cannot be told."""
+        """Return the seconds of one optimizer step; None if not known."""
         return None if self.timed is None else self.timed.seconds
 
 
 class Outcome(NamedTuple):
-    """What became of one layout."""
+    """The trials of one layout."""
 
     wanted: Tried | None
-    """With the recipe as it is; None where that cannot run."""
+    """The plan with the requested recipe; None if it cannot run."""
     best: Tried | None
-    """What fits: the fastest, as far as times are known; None where nothing does."""
+    """The fastest plan that fits, as far as times are known; None if none fits."""
     nearest: Tried | None
-    """What lacks least, where nothing fits."""
+    """The plan with the smallest shortage, if none fits."""
     refusal: str | None
-    """Why no plan could be made or predicted at all."""
+    """Why no plan could be created or predicted."""
 
     @property
     def is_eased(self) -> bool:
-        """Whether it fits, but not as wanted."""
+        """Return whether the layout fits only with changes to the recipe."""
         return self.best is not None and self.best is not self.wanted
 
 
 class Bench:
-    """One model, one cluster and one recipe, on which layouts are tried."""
+    """Trials of layouts for one model, one cluster and one recipe."""
 
     def __init__(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
         self.architecture, self.cluster, self.recipe = architecture, cluster, recipe
         self._outcomes: dict[Layout, Outcome] = {}
         self._with_room: dict[tuple[Layout, Recipe], Tried] = {}
         self.fitting: dict[tuple[Layout, Recipe], Tried] = {}
-        """Every plan so far that fits."""
+        """All plans so far that fit."""
 
     def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
-        """The plan of a layout, or why there is none."""
+        """Return the plan of a layout, or the error message if it is invalid."""
         try:
             with as_it_is():
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
@@ -121,19 +121,21 @@ class Bench:
         return found
 
     def trains_the_same(self, recipe: Recipe) -> bool:
-        """Whether ``recipe`` differs from the wanted one only in what leaves the loss curve as it is."""
+        """Return whether ``recipe`` differs from the requested one only in fields that keep the loss
+        curve."""
         eased = ("micro_batch_size", "recompute", "recompute_interval", "loss")
         own = {name: getattr(recipe, name) for name in eased}
         return replace(self.recipe, **own) == recipe
 
     def outcome(self, layout: Layout) -> Outcome:
-        """The layout as wanted, or else with what eases it."""
+        """Return the outcome of a layout with the requested recipe, otherwise with changes that save
+        memory."""
         if layout not in self._outcomes:
             self._outcomes[layout] = self._found(layout)
         return self._outcomes[layout]
 
     def outcomes(self) -> list[Outcome]:
-        """Of all layouts that were asked for so far."""
+        """Return the outcomes of all layouts tried so far."""
         return list(self._outcomes.values())
 
     def _found(self, layout: Layout) -> Outcome:
@@ -143,7 +145,7 @@ class Bench:
         runs = [wanted] if isinstance(wanted, Tried) else []
         ladders = list(self._eased(layout))
         if isinstance(wanted, Tried) and state_is_too_much(wanted):
-            # No easing helps: the one that saves most tells how much is missing at the least.
+            # No change helps: only the one that saves most is tried, for the smallest shortage.
             on_the_card = [ladder for ladder in ladders if ladder and ladder[0].recompute != "offload"]
             ladders = [ladder[-1:] for ladder in on_the_card[-1:]]
         for ladder in ladders:
@@ -153,9 +155,9 @@ class Bench:
                     continue
                 runs.append(found)
                 if found.fits and not found.report.is_tight:
-                    break  # A still smaller micro-batch fits as well, and is no faster.
+                    break  # A smaller micro-batch fits as well, and is no faster.
             if offloads(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
-                break  # What crosses the host link decides the time, not how the rest is eased.
+                break  # The host link decides the time, whatever else changes.
         refusal = wanted if isinstance(wanted, str) else None
         as_wanted = wanted if isinstance(wanted, Tried) else None
         if not runs:
@@ -165,10 +167,11 @@ class Bench:
         return Outcome(as_wanted, best, nearest, refusal)
 
     def _eased(self, layout: Layout) -> Iterator[list[Recipe]]:
-        """Ladders of smaller micro-batches: without and with recomputation, the loss whole and in chunks."""
+        """Yield lists of recipes with smaller micro-batches: for each recomputation, the default and the
+        chunked loss."""
         recipe = self.recipe
         sizes = list(reversed(divisors(recipe.micro_batch_size)))
-        moves = self.cluster.host_memory_bytes is not None  # Nobody plans on memory that may not be there.
+        moves = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
         for again in _more_recomputed(recipe, layout, moves):
             for loss in _losses(recipe, layout):
                 changed = replace(recipe, recompute=again, loss=loss)
@@ -176,8 +179,8 @@ class Bench:
                 yield [one for one in found if one != recipe]
 
     def with_room(self, tried: Tried) -> Tried:
-        """The same layout with what room there is used: the fastest of larger micro-batches, with less
-        recomputation and with more, that is not tight; ``tried`` itself where that gains next to nothing."""
+        """Return the same layout with the remaining memory used: the fastest of larger micro-batches, with
+        other recomputation too, that is not tight; ``tried`` itself if the gain is negligible."""
         key = (tried.plan.layout, tried.plan.recipe)
         if key not in self._with_room:
             self._with_room[key] = self._roomier(tried)
@@ -195,7 +198,7 @@ class Bench:
             for size in _powers_of_two(recipe.micro_batch_size, recipe.global_batch_size):
                 changed = replace(other, micro_batch_size=size)
                 if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
-                    continue  # As it is, or more computed again that makes room for nothing.
+                    continue  # Unchanged, or more recomputation without a larger micro-batch.
                 larger = self.tried(layout, changed)
                 if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
                     break
@@ -205,22 +208,23 @@ class Bench:
 
 
 def offloads(layout: Layout) -> bool:
-    """Whether training state is kept outside of the GPU."""
+    """Return whether training state is offloaded from the GPU."""
     return any(getattr(layout, field, None) for field in OFFLOADS)
 
 
 def lacks_bf16(plan: Plan) -> bool:
-    """Whether it computes in bf16 on cards whose matrix units do not have it."""
+    """Return whether the plan computes in bf16 on GPUs whose matrix units lack it."""
     return plan.recipe.precision.startswith("bf16") and plan.cluster.gpu.architecture in BEFORE_AMPERE
 
 
 def state_is_too_much(tried: Tried) -> bool:
-    """Whether what stays on the card between two steps has no room there, whatever the batch is."""
+    """Return whether the state that stays on the GPU between steps does not fit, whatever the batch."""
     return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
 
 
 def state_bytes(bench: Bench) -> int | None:
-    """Weights, gradients and optimizer of a rank that holds everything; None where there is no formula."""
+    """Return the bytes of weights, gradients and optimizer on a rank without sharding; None if there is no
+    formula."""
     cluster = replace(bench.cluster, gpus_per_node=1, num_nodes=1)
     recipe = replace(bench.recipe, global_batch_size=bench.recipe.micro_batch_size)
     alone = Bench(bench.architecture, cluster, recipe).tried(Layout.ddp(), recipe)
@@ -231,14 +235,15 @@ def state_bytes(bench: Bench) -> int | None:
 
 
 def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
-    """Micro-batches from ``size`` on, each twice as large."""
+    """Yield micro-batch sizes from ``size`` on, doubling each time."""
     while size <= min(LARGEST_MICRO_BATCH, global_batch_size):
         yield size
         size *= 2
 
 
 def _fastest_way(runs: list[Tried]) -> Tried | None:
-    """The fastest; one that moves activations to the host only where that pays, or alone fits well."""
+    """Return the fastest run; one that offloads activations only if it is clearly faster, or the others are
+    tight."""
     moved = fastest(run for run in runs if run.moves_activations)
     kept = fastest(run for run in runs if not run.moves_activations)
     if moved is None or kept is None:
@@ -248,7 +253,7 @@ def _fastest_way(runs: list[Tried]) -> Tried | None:
 
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
-"""How much is computed again in backward, the least first; offloaded activations are another matter."""
+"""Kinds of recomputation, the least first; offloaded activations are handled separately."""
 
 
 def _more_recomputed(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Recompute]:
@@ -259,7 +264,7 @@ def _more_recomputed(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Re
 
 
 def _other_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
-    """As it is, then every other that keeps activations on the GPU."""
+    """Yield the recipe's own recomputation, then the others that keep activations on the GPU."""
     yield recipe.recompute
     if recipe.recompute in RECOMPUTED:
         yield from _recomputed(layout, (value for value in RECOMPUTED if value != recipe.recompute))
@@ -280,9 +285,9 @@ def _losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
 
 
 def fastest(runs: Iterable[Tried]) -> Tried | None:
-    """Of those that fit the fastest; one that is not tight comes first unless that costs too much.
+    """Return the fastest run that fits; a plan that is not tight comes first unless it is much slower.
 
-    Where times are not known, the first; None where none fits.
+    If times are not known, the first one; None if none fits.
     """
     fitting = [tried for tried in runs if tried.fits]
     if not fitting:
@@ -300,7 +305,8 @@ def _known_seconds(tried: Tried) -> float:
 
 
 def is_faster(tried: Tried, other: Tried, times: float = PAYS) -> bool:
-    """Whether ``tried`` is predicted to be that many times faster; False where a time is not known."""
+    """Return whether ``tried`` is predicted to be over ``times`` times faster; False if a time is not
+    known."""
     if tried.seconds is None or other.seconds is None:
         return False
     return tried.seconds * times < other.seconds

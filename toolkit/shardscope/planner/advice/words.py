@@ -1,4 +1,4 @@
-"""How advice says what it found: plans, memory, seconds and differences, in words."""
+"""Texts of advice: plans, memory, seconds and differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ AGAIN = {
 
 
 def named(plan: Plan, wanted: Recipe | None = None) -> str:
-    """``FSDP2 (tp 8), micro-batch 1, full recomputation``: a layout, and what differs from ``wanted``."""
+    """Return a layout's name with the changes to ``wanted``:
+    ``FSDP2 (tp 8), micro-batch 1, full recomputation``."""
     layout, degrees, recipe = plan.layout, plan.degrees, plan.recipe
     words = layout.description
     more = [
@@ -51,12 +52,12 @@ def named(plan: Plan, wanted: Recipe | None = None) -> str:
 
 
 def rank(cluster: Cluster) -> str:
-    """What holds one rank: a GPU, or a CPU rank."""
+    """Return the name of one rank's device: GPU or CPU rank."""
     return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
 def needs(tried: Tried) -> str:
-    """``needs 54.0 of 79.1 GiB a GPU``, and host memory and NVMe where it needs those in the step."""
+    """Return ``needs 54.0 of 79.1 GiB a GPU``, with host memory and NVMe if the step needs them."""
     from shardscope.planner.capacity import places
 
     told = []
@@ -70,7 +71,7 @@ def needs(tried: Tried) -> str:
 
 
 def unsaid(tried: Tried) -> str:
-    """What the plan needs of memory of which the cluster does not say how much there is; empty: nothing."""
+    """Return the text on needed memory whose size the cluster leaves unset; empty if there is none."""
     from shardscope.planner.capacity import places
 
     told = [
@@ -87,11 +88,11 @@ WHILE_MADE = "host memory while the model is made"
 
 
 def lacks(tried: Tried) -> str:
-    """``12.3 GiB too little on each GPU``: every kind of memory of which there is too little."""
+    """Return every shortage: ``12.3 GiB too little on each GPU``."""
     told = []
     for place in tried.short:
         if place.name == WHILE_MADE and len(tried.short) > 1:
-            continue  # What is short in the step itself comes first.
+            continue  # Shortages in the step itself come first.
         missing = gib(place.short_bytes)
         if place.name == "GPU memory":
             told.append(f"{missing} GiB too little on each {rank(tried.plan.cluster)}")
@@ -102,26 +103,26 @@ def lacks(tried: Tried) -> str:
 
 
 def listed(parts: list[str]) -> str:
-    """``DDP, FSDP2 and DeepSpeed``."""
+    """Join parts with commas and a final "and": ``DDP, FSDP2 and DeepSpeed``."""
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
 def pace(report: StepReport | None) -> str:
-    """``2.94 s a step, 11,136 tokens/s a GPU``; words for its absence where no time is known."""
+    """Return ``2.94 s a step, 11,136 tokens/s a GPU``, or a text that the time is not known."""
     if report is None:
         return "time not known"
     return f"{seconds_words(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
 
 
 def compared(tried: Tried, other: Tried) -> str:
-    """``18 % faster``, ``2.3x slower`` or ``no faster``: of a step beside another."""
+    """Compare two step times: ``18 % faster``, ``2.3x slower`` or ``no faster``."""
     if not tried.seconds or not other.seconds:
         return "no time known"
     return shares(tried.seconds, other.seconds)
 
 
 def shares(seconds: float, others: float) -> str:
-    """The same of plain seconds."""
+    """Compare two numbers of seconds in the same way."""
     fast = seconds < others
     ratio = others / seconds if fast else seconds / others
     if ratio < 1.005:
@@ -133,7 +134,8 @@ def shares(seconds: float, others: float) -> str:
 
 
 def eased(tried: Tried, wanted: Recipe) -> str:
-    """What of the recipe is not as wanted: ``micro-batch 1 and full recomputation``; empty if nothing."""
+    """Return the changes to the requested recipe: ``micro-batch 1 and full recomputation``; empty if there
+    are none."""
     recipe = tried.plan.recipe
     changes = []
     if recipe.micro_batch_size != wanted.micro_batch_size:
@@ -146,7 +148,7 @@ def eased(tried: Tried, wanted: Recipe) -> str:
 
 
 def duration(days: float) -> str:
-    """``1.2 years``, ``34 days``, ``5.1 hours``."""
+    """Format a duration: ``1.2 years``, ``34 days``, ``5.1 hours``."""
     for unit, length in (("year", 365.25), ("day", 1.0), ("hour", 1 / 24)):
         number = days / length
         if number >= 1 or unit == "hour":
@@ -156,7 +158,7 @@ def duration(days: float) -> str:
 
 
 def why_no_time(plan: Plan) -> str:
-    """The figure that is missing, as ``plan.step()`` names it."""
+    """Return the error message of ``plan.step()`` that names the missing figure; empty if there is none."""
     try:
         plan.step()
     except ValueError as refusal:
@@ -165,7 +167,7 @@ def why_no_time(plan: Plan) -> str:
 
 
 def billions(number: float) -> str:
-    """``8.03B``, ``124M``: parameters and tokens as people say them."""
+    """Format a number of parameters or tokens: ``8.03B``, ``124M``."""
     if number >= 1e12:
         return f"{number / 1e12:.3g}T"
     if number >= 1e9:
