@@ -49,11 +49,11 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     learning_rate.rate_against_batch,
     learning_rate.short_warm_up,
 )
-"""Every check; each looks at one thing."""
+"""All checks; each covers one topic."""
 
 
 class Findings(list[Finding]):
-    """A list of findings that shows itself as a table at the end of a notebook cell."""
+    """A list of findings, displayed as a table at the end of a notebook cell."""
 
     def _repr_html_(self) -> str:
         if not self:
@@ -63,6 +63,6 @@ class Findings(list[Finding]):
 
 
 def findings(case: Case) -> Findings:
-    """Return the findings of a plan and of the fields of its task, the worst first."""
+    """Return the findings for a plan and for the fields of its task, the most severe first."""
     found = [finding for check in CHECKS for finding in check(case)]
     return Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))

@@ -1,4 +1,4 @@
-"""What every check reads: the plan, what will be run of it, and its reports, each made at most once."""
+"""Input of the checks: the plan, its task and its cached reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part, StepReport
 
 NOTICEABLE = 0.02
-"""A faster plan is worth a person's look from this share of the step on; less is within the model's error."""
+"""Share of the step from which a faster plan is worth reporting; smaller gains are within the model's
+error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,44 +26,46 @@ class Case:
 
     plan: Plan
     task: object = None
-    """What will be run: a ``Pretrain``, a function ``f(ctx)``; None: not known yet."""
+    """The task: a ``Pretrain`` or a function ``f(ctx)``; None if not known yet."""
 
     @cached_property
     def memory(self) -> MemoryReport | None:
-        """The plan's predicted memory; None where there are no formulas for it."""
+        """Return the plan's predicted memory; None if there are no formulas for it."""
         return memory_of(self.plan)
 
     @cached_property
     def step(self) -> StepReport | None:
-        """The plan's predicted step; None where a figure that it needs is not known."""
+        """Return the plan's predicted step; None if a required figure is not known."""
         return step_of(self.plan)
 
     @cached_property
     def has_room(self) -> bool | None:
-        """Whether cards, hosts and NVMe have room, as far as known; None where there are no formulas."""
+        """Return whether GPU memory, host memory and NVMe suffice, as far as known; None if there are no
+        formulas."""
         return None if self.memory is None else fits(self.plan, self.memory)
 
     @cached_property
     def repairs(self) -> list[Repair]:
-        """Single changes that make the plan fit, the cheapest first."""
+        """Return the single changes that make the plan fit, the cheapest first."""
         try:
             return self.plan.repairs()
         except ValueError:
             return []
 
     def share(self, part: Part) -> float:
-        """The share of the step that goes to ``part``; 0 where the step is not known."""
+        """Return the share of the step spent in ``part``; 0 if the step is not known."""
         return 0.0 if self.step is None else self.step.parts[part] / self.step.seconds
 
     def gain(self, variant: Variant) -> float:
-        """By what share of the step ``variant`` is faster for the same tokens; negative: slower."""
+        """Return the share of the step by which ``variant`` is faster for the same tokens; negative if
+        slower."""
         if self.step is None:
             return 0.0
         return 1 - self.step.tokens_per_second / variant.step.tokens_per_second
 
 
 def memory_of(plan: Plan) -> MemoryReport | None:
-    """``plan.memory()``; None where there are no formulas for it."""
+    """Return ``plan.memory()``; None if there are no formulas for it."""
     try:
         return plan.memory()
     except ValueError:
@@ -70,7 +73,7 @@ def memory_of(plan: Plan) -> MemoryReport | None:
 
 
 def step_of(plan: Plan) -> StepReport | None:
-    """``plan.step()``; None where a figure that it needs is not known."""
+    """Return ``plan.step()``; None if a required figure is not known."""
     try:
         return plan.step()
     except ValueError:
@@ -78,7 +81,7 @@ def step_of(plan: Plan) -> StepReport | None:
 
 
 class Variant(NamedTuple):
-    """A changed plan that can run and has room, with its reports."""
+    """A changed plan that can run and fits, with its reports."""
 
     plan: Plan
     memory: MemoryReport
@@ -86,11 +89,11 @@ class Variant(NamedTuple):
 
 
 Change = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""Fields of the recipe and fields of the layout, with their new values."""
+"""New values of recipe fields and of layout fields."""
 
 
 def variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant]:
-    """Those of ``changes`` that can run, have room and have a time."""
+    """Yield the variants for ``changes`` that can run, fit and have a predicted time."""
     for recipe, layout in changes:
         changed = changed_plan(plan, recipe=recipe, layout=layout)
         if changed is None:
@@ -101,12 +104,12 @@ def variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant]:
 
 
 def fastest(found: Iterable[Variant]) -> Variant | None:
-    """The variant with most tokens a second; None of none."""
+    """Return the variant with the most tokens per second; None if there are no variants."""
     return max(found, key=lambda variant: variant.step.tokens_per_second, default=None)
 
 
 def changed_task(task: object, **fields: Any) -> object:
-    """``task`` with other fields; None where it has none such, or refuses them."""
+    """Return ``task`` with other fields; None if it has no such fields or rejects the values."""
     if not is_dataclass(task) or isinstance(task, type):
         return None
     try:
@@ -118,7 +121,7 @@ def changed_task(task: object, **fields: Any) -> object:
 def changed_plan(
     plan: Plan, *, recipe: Mapping[str, Any] | None = None, layout: Mapping[str, Any] | None = None
 ) -> Plan | None:
-    """``plan`` with other fields, a derived number of shards derived anew; None where that is refused."""
+    """Return ``plan`` with other fields, deriving the number of shards again; None if the plan is invalid."""
     fields: dict[str, Any] = dict(layout or {})
     if fields and "shard" in plan.layout.__dataclass_fields__:
         fields = {"shard": None, **fields}

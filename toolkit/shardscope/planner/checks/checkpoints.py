@@ -1,4 +1,5 @@
-"""Checkpoints: what ties them to their ranks, and what a run that goes on from one would read."""
+"""Checks of checkpoints: formats tied to the number of ranks, and resuming from a checkpoint of another
+plan."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def tied_checkpoints(case: Case) -> Iterator[Finding]:
-    """A format whose optimizer loads over as many ranks only as saved it."""
+    """Report a checkpoint format whose optimizer state loads only with the number of ranks that saved it."""
     plan = case.plan
     saved = _format_of(plan)
     tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
@@ -44,22 +45,22 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
 
 
 def _named(other: Plan, plan: Plan) -> str:
-    """Its layout, and its precision where that is another word."""
+    """Return the layout's description, and the precision if it differs from ``plan``'s."""
     precision = other.recipe.precision
     return other.layout.description + (f" in {precision}" if precision != plan.recipe.precision else "")
 
 
 def _is_loose(plan: Plan) -> bool:
-    """Whether its checkpoints load over any number of ranks."""
+    """Return whether the plan's checkpoints load with any number of ranks."""
     return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
 
 
 def resumed(case: Case) -> Iterator[Finding]:
-    """A task that goes on from a checkpoint of another plan."""
+    """Report the differences between a task and the checkpoint of another plan that it resumes from."""
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
-    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
+    from shardscope.records.files import read_json  # Imported here: planning does not need run records.
 
     position = read_json(Path(path) / "position.json")
     if position is not None:
@@ -106,7 +107,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
 
 
 def _or(saved: CheckpointFormat) -> str:
-    """What else loosens it, as the end of a sentence."""
+    """Return the alternative fix as the end of a sentence; empty if there is none."""
     return f"; or {saved.remedy[:1].lower()}{saved.remedy[1:]}" if saved.remedy else ""
 
 
@@ -115,12 +116,13 @@ def _format_of(plan: Plan) -> CheckpointFormat:
 
 
 def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
-    """What must be the same and is not: as it was saved, and as it would be read."""
+    """Return the pairs of ties (as saved, as loaded) that must be equal and differ."""
     return [(tie, read.ties[name]) for name, tie in saved.ties.items() if read.ties[name].value != tie.value]
 
 
 def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | None, str]:
-    """``now`` with ``ties`` as they were, where its own fields can; and that in words."""
+    """Return ``now`` with ``ties`` as they were, None if its fields cannot express that, and the fix's
+    text."""
     layout = {name: value for tie in ties for name, value in tie.layout.items()}
     recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
     told = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
@@ -130,7 +132,7 @@ def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | Non
         return mended, f"{told}, as before"
     if type(before.layout) is not type(now.layout):
         return None, f"{before.layout.title} with {told}, as before"
-    # Fields alone do not make it: there are fewer ranks, or more.
+    # Fields alone are not sufficient: the number of ranks differs.
     ranks = count(before.world_size, "rank")
     return None, f"{', '.join(filter(None, (ranks, told)))}, as before"
 
@@ -151,7 +153,7 @@ def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
 
 
 def _state_of(optimizer: str) -> str:
-    """What it keeps, by name: as many weights at a time as it likes, AdamW keeps the same of each."""
+    """Return the optimizer state's name: AdamW keeps the same state with and without ``foreach``."""
     return optimizer.removesuffix("_foreach")
 
 
@@ -170,7 +172,8 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
 
 
 def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
-    """Of adapters a checkpoint has no base: over another one they would go on without a word."""
+    """Report adapters that would be loaded over another base: a checkpoint of adapters does not contain
+    it."""
     was, wanted = _trained(before), _trained(now)
     if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
         return
@@ -196,7 +199,7 @@ def _trained(plan: Plan) -> str:
 
 
 def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
-    """The same of a base of the same shape: drawn from another seed, or of other weights."""
+    """Report a frozen base of the same shape with other weights: another seed, or another folder."""
     was = position.get("frozen_base")
     if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
         return
@@ -215,7 +218,7 @@ def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _base_of(task: object) -> Mapping[str, Any] | None:
-    """What adapters of ``task`` are over; None where that is not known, or its files cannot be read."""
+    """Return the frozen base of ``task``; None if it is not known, or its files cannot be read."""
     found = getattr(task, "frozen_base", None)
     try:
         found = found() if callable(found) else found
@@ -229,7 +232,7 @@ def _base_words(base: Mapping[str, Any]) -> str:
 
 
 def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In words, the task that goes on from a checkpoint over ``was``."""
+    """Return the suggested fix: the task that resumes from a checkpoint over ``was``."""
     if "seed" in was:
         return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
     folder = was.get("weights")
@@ -239,7 +242,7 @@ def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
-    """Text is dealt in the order of the task's seed."""
+    """Report another seed: the task's seed determines the order of the text."""
     was, now = position.get("seed"), getattr(case.task, "seed", None)
     if not isinstance(was, int) or not isinstance(now, int) or was == now:
         return
@@ -255,7 +258,7 @@ def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
-    """Text is dealt by the step alone: another batch begins elsewhere in it."""
+    """Report another global batch size: the position in the text follows from the step number alone."""
     steps = _steps_done(path)
     if steps is None or before.recipe.seq_len != now.recipe.seq_len:
         return
@@ -276,9 +279,9 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
 
 
 def _plan_of(path: Path) -> Plan | None:
-    """The plan of the run whose checkpoint ``path`` is; None where that is not known."""
+    """Return the plan of the run that saved checkpoint ``path``; None if it is not known."""
     from shardscope.core.plan import Plan
-    from shardscope.records.files import read_json  # Not above: planning needs nothing of runs.
+    from shardscope.records.files import read_json  # Imported here: planning does not need run records.
 
     record = read_json(path.parent.parent / "run.json")
     if record is None or not isinstance(record.get("plan"), dict):

@@ -1,4 +1,5 @@
-"""The learning rate against the global batch: what published runs of such a size had, carried to it."""
+"""Checks of the learning rate and the warm-up against published runs of similar size, scaled to the global
+batch."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from shardscope.planner.checks.case import Case, changed_task
 from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, usual_rates
 
 BETA_2 = 0.95
-"""AdamW's as Pretrain sets it (``training/optimizers/optimizers.py``)."""
+"""AdamW's beta_2 as ``Pretrain`` sets it (``training/optimizers/optimizers.py``)."""
 WARM_UP_STEPS = round(2 / (1 - BETA_2))
-"""Steps of a linear warm-up without which AdamW's second moment is not settled: 2 / (1 - beta_2), Ma & Yarats
+"""Minimum steps of linear warm-up after which AdamW's second moment is settled: 2 / (1 - beta_2), Ma & Yarats
 2021 (arXiv:1910.04209)."""
 NAME = "learning-rate-against-batch"
 
 
 def rate_against_batch(case: Case) -> Iterator[Finding]:
-    """A task's learning rate far from what the rules make of published runs of this size."""
+    """Report a learning rate far from those of published runs of this size, scaled to the batch."""
     rate = getattr(case.task, "learning_rate", None)
     if not rate:
         return
@@ -55,7 +56,7 @@ def _why(rate: float, usual: Usual) -> str:
 
 
 def short_warm_up(case: Case) -> Iterator[Finding]:
-    """AdamW at its full rate before its second moment has settled."""
+    """Report a warm-up that ends before AdamW's second moment has settled."""
     task, plan = case.task, case.plan
     steps = getattr(task, "num_steps", None)
     if steps is None or not hasattr(task, "warmup_steps") or "adamw" not in plan.recipe.optimizer:

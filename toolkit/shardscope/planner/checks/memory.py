@@ -1,4 +1,4 @@
-"""Memory that is short, or of unknown size: the GPU's, a node's host memory, its NVMe."""
+"""Checks of memory that is too small or of unknown size: GPU memory, host memory and NVMe of a node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def no_room(case: Case) -> Iterator[Finding]:
-    """Every kind of memory of which the plan needs more than there is, with the cheapest repair."""
+    """Report every kind of memory that is too small, with the cheapest suggested fix, or of unknown size."""
     if case.memory is None:
         return
     for place in places(case.plan, case.memory):
@@ -51,7 +51,7 @@ def no_room(case: Case) -> Iterator[Finding]:
 
 
 def nearly_full(case: Case) -> Iterator[Finding]:
-    """A card so full that of such runs some run out of memory, though the plan fits.
+    """Report a plan that fits, but so tightly that some of such runs run out of GPU memory.
 
     The fix is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
     """
@@ -81,7 +81,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
 
 
 def _roomier(plan: Plan) -> Way | None:
-    """The best of all plans on these GPUs that is not tight; else more nodes, or a smaller model."""
+    """Return the best plan on these GPUs that is not tight; otherwise more nodes, or a smaller model."""
     usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
     found = searched(plan, headroom_bytes=kept_free)
@@ -122,14 +122,14 @@ def _short(case: Case, place: Place) -> Finding:
 
 
 def _several_changes(plan: Plan) -> Way | None:
-    """Return what the button "Make it fit" does."""
+    """Return the changes of the button "Make it fit"."""
     fit = make_it_fit(plan)
     return None if fit is None else Way(fit.changes, fit.plan, fit.seconds_lost)
 
 
 def _enough(case: Case) -> Repair | None:
-    """The cheapest change that is enough and leaves the task what it is; narrower numbers, of which checks
-    say something as well, only where nothing else is."""
+    """Return the cheapest change that is sufficient and keeps the training method. Lower precision comes
+    last, because other checks warn about it."""
     method, precision = case.plan.recipe.method, case.plan.recipe.precision
     same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
     enough = [repair for repair in same_task if fits(repair.plan, repair.plan.memory())]

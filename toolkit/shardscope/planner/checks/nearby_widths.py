@@ -1,4 +1,4 @@
-"""Models a little wider or narrower than a plan's, whose widths come out even for matrix units."""
+"""Slightly wider or narrower models whose widths are aligned for matrix units."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 SPELLED = {"hidden_size": "hidden", "intermediate_size": "mlp", "head_dim": "head", "vocab_size": "vocab"}
-"""What a widened model's name says of each field."""
+"""Abbreviations of fields in the name of a widened model."""
 
 
 def wider(plan: Plan, **fields: int) -> Plan | None:
-    """``plan`` with a model of other widths and another name; None where it cannot be or run, or has no room
-    any more."""
+    """Return ``plan`` with a model of other widths and another name; None if it is invalid, cannot run or no
+    longer fits."""
     arch = plan.architecture
     name = "-".join([arch.name, *(f"{SPELLED[field]}-{value}" for field, value in fields.items())])
     try:
@@ -30,8 +30,9 @@ def wider(plan: Plan, **fields: int) -> Plan | None:
 
 
 def aligned(plan: Plan, width: str, multiple: int) -> tuple[str, Plan | None]:
-    """The nearest wider model of which ``width``, as ``widths_on_a_rank`` names it, is a multiple of
-    ``multiple`` on every rank, or a narrower one where that has no room: in words and as a plan."""
+    """Return the nearest model whose ``width`` (a key of ``widths_on_a_rank``) is a multiple of ``multiple``
+    on every rank, as text and as a plan. Wider models come first, narrower ones if those do not fit; the plan
+    is None if neither does."""
     both = (_candidates(plan, width, multiple, rounded) for rounded in (_up, _down))
     for fields in itertools.chain.from_iterable(both):
         found = wider(plan, **fields)
@@ -49,7 +50,7 @@ def _candidates(
     if width == "hidden size":
         hidden = rounded(arch.hidden_size, multiple)
         yield {"hidden_size": hidden}
-        # Where heads make up the hidden size, they have to be wider as well.
+        # If heads make up the hidden size, they have to be wider as well.
         head = rounded(arch.head_dim, multiple // math.gcd(multiple, arch.num_attention_heads))
         yield {"hidden_size": head * arch.num_attention_heads, "head_dim": head}
     elif width == "width of the MLP":
@@ -65,7 +66,7 @@ def _candidates(
 
 
 def _with_experts(plan: Plan, fields: Mapping[str, int]) -> dict[str, Any]:
-    """Of a mixture of experts it is an expert that is cut."""
+    """Return the fields to replace; in a mixture of experts, the intermediate size is that of an expert."""
     moe, found = plan.architecture.mixture_of_experts, dict[str, Any](fields)
     if moe is not None and "intermediate_size" in found:
         width = found.pop("intermediate_size")
@@ -74,10 +75,10 @@ def _with_experts(plan: Plan, fields: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _down(value: int, multiple: int) -> int:
-    """The last multiple up to ``value``, but one at least."""
+    """Return the largest multiple up to ``value``, at least one ``multiple``."""
     return max(1, value // multiple) * multiple
 
 
 def _up(value: int, multiple: int) -> int:
-    """The next multiple from ``value`` on."""
+    """Return the smallest multiple that is at least ``value``."""
     return -(-value // multiple) * multiple

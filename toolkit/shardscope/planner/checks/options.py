@@ -1,4 +1,4 @@
-"""Options that a plan says and its framework, so used, never reads."""
+"""Layout options that are set but not read by the framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardscope.planner.checks.case import Case, changed_plan
 
 
 def without_use(case: Case) -> Iterator[Finding]:
-    """Fields of the layout that are not as a layout has them by itself, and change nothing."""
+    """Report layout fields that differ from their defaults and have no effect."""
     plan = case.plan
     unused = frameworks[plan.layout.framework].habits().unused(plan)
     if not unused:

@@ -1,4 +1,4 @@
-"""The same training by another framework: for what the one at hand cannot do."""
+"""The same training with another framework, for features that the plan's framework lacks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")
-"""Degrees that cut a model or its work, and not only the state of it."""
+"""Degrees that shard the model or its work, not only its training state."""
 
 
 def elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
-    """The first plan of another framework that ``is_wanted``, cuts model and state the same way and, where
-    ``plan`` has room, has it too; None: there is no such."""
+    """Return the first plan of another framework that ``is_wanted``, with the same sharding of model and
+    state; it fits if ``plan`` does. None if there is none."""
     return next((found for found in _cut_the_same_way(plan) if is_wanted(found)), None)
 
 
 def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Way | None:
-    """What a search ranks first of the first other framework whose plan ``is_wanted``."""
-    from shardscope.planner.repairs.several import searched  # Not above: who resumes a run searches nothing.
+    """Return the search's best plan of the first other framework whose best plan ``is_wanted``."""
+    from shardscope.planner.repairs.several import searched  # Not above: resuming a run needs no search.
 
     others = (searched(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework)
     return next((found for found in others if found and is_wanted(found.plan)), None)
 
 
 def with_parts(plan: Plan, **parts: Any) -> Plan | None:
-    """``plan`` with whole parts of another; None where they do not go with the rest, or it would have no room
-    any more."""
+    """Return ``plan`` with whole parts replaced; None if the plan is invalid, or no longer fits."""
     try:
         mended = replace(plan, **parts)
     except ValueError:
@@ -46,7 +45,8 @@ def with_parts(plan: Plan, **parts: Any) -> Plan | None:
 
 
 def _kept(plan: Plan, found: Plan | None) -> Plan | None:
-    """``found`` with main copies in fp32 where ``plan`` has them: of "bf16" not every framework has any."""
+    """Return ``found`` with fp32 master weights if ``plan`` has them: not every framework keeps them in
+    "bf16"."""
     if found is None or found.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(found):
         return found
     return with_parts(found, recipe=replace(found.recipe, precision="bf16-mixed"))

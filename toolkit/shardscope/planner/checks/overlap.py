@@ -1,4 +1,4 @@
-"""Collectives that a step waits for, though its framework could overlap them with arithmetic."""
+"""Collectives that are exposed, although the framework could overlap them with computation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from shardscope.planner.checks.case import Case, fastest, variants
 from shardscope.planner.checks.words import percent
 
 WORTH = 0.005
-"""Share of the step from which an option that costs nothing is worth a word."""
+"""Share of the step from which an option without cost is worth reporting."""
 
 
 def overlap_off(case: Case) -> Iterator[Finding]:
-    """A search leaves such options as the framework has them: plans that it ranks may gain from this."""
+    """Report options that overlap collectives and are off. A search keeps the framework's defaults for them,
+    so that plans that it ranks may gain from this."""
     plan = case.plan
     options = frameworks[plan.layout.framework].habits().overlaps(plan)
     mended = fastest(variants(plan, [({}, options)])) if options else None

@@ -1,4 +1,4 @@
-"""Pipelines that wait: fewer micro-batches than stages."""
+"""Pipeline bubbles: fewer micro-batches than stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def few_micro_batches(case: Case) -> Iterator[Finding]:
-    """Stages idle (pp - 1) / (vpp x micro-batches) of the busy time (Narayanan et al. 2021, section 2.2)."""
+    """Report fewer micro-batches than stages.
+
+    Stages idle (pp - 1) / (vpp x micro-batches) of the busy time (Narayanan et al. 2021, section 2.2).
+    """
     plan = case.plan
     number, stages = plan.num_micro_batches, plan.degrees.pp
     if stages == 1 or number >= stages:
@@ -41,13 +44,13 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
 
 
 def _filled(plan: Plan) -> Way | None:
-    """The best of all plans, if its stages have enough to do."""
+    """Return the best of all plans, if it has at least as many micro-batches as stages."""
     found = searched(plan)
     return found if found and _has_enough(found.plan) else None
 
 
 def _changes(case: Case) -> Iterator[Change]:
-    """Smaller micro-batches first: they leave the batch that is learnt from as it is."""
+    """Yield smaller micro-batches first (they keep the global batch), then a larger global batch."""
     plan, recipe = case.plan, case.plan.recipe
     for size in divisors(recipe.micro_batch_size):
         yield {"micro_batch_size": size}, {}

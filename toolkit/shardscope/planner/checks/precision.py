@@ -1,4 +1,5 @@
-"""Types that do not suit: fp16 beside bf16, bf16 where it is not there, sums and updates that round away."""
+"""Checks of number formats: fp16 although bf16 is available, bf16 without hardware support, rounded sums and
+updates."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff: bf16 has 8 significant bits, fp16 11 (IEEE 754-2019, table 3.5)."""
 MUCH_ROUNDED = 0.05
-"""Error of a sum from which on it is more than noise beside a gradient's own."""
+"""Relative error of a sum from which it is more than noise compared with the gradient's own."""
 FP16_MAX = 65_504
-"""The largest number of fp16 (IEEE 754-2019, table 3.5)."""
+"""Largest fp16 number (IEEE 754-2019, table 3.5)."""
 
 
 def narrow_fp16(case: Case) -> Iterator[Finding]:
-    """fp16 on a GPU that has bf16: gradients need a loss scale, and steps that overflow are skipped."""
+    """Report fp16 on a GPU that supports bf16: gradients need a loss scale, and overflowing steps are
+    skipped."""
     plan = case.plan
     if plan.recipe.precision != "fp16-mixed" or "bf16" not in plan.cluster.gpu.peak_flops:
         return
@@ -45,7 +47,7 @@ def narrow_fp16(case: Case) -> Iterator[Finding]:
 
 
 def missing_bf16(case: Case) -> Iterator[Finding]:
-    """bf16 on a GPU whose matrix units do not have it: it runs, in fp32's arithmetic or in software."""
+    """Report bf16 on a GPU whose matrix units lack it: it runs with fp32 arithmetic or in software."""
     gpu = case.plan.cluster.gpu
     if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
         return
@@ -64,10 +66,10 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
 
 
 def rounded_reductions(case: Case) -> Iterator[Finding]:
-    """Gradients summed over ranks in half precision round at every rank.
+    """Report gradients that are summed over ranks in half precision, which rounds at every rank.
 
-    The error of n additions is about sqrt(n) roundoffs, and at most n of them (Higham & Mary 2019):
-    of a ring over n + 1 ranks.
+    The error of n additions is about sqrt(n) roundoffs, at most n (Higham & Mary 2019); a ring over n + 1
+    ranks has n additions.
     """
     plan = case.plan
     habits = frameworks[plan.layout.framework].habits()
@@ -91,7 +93,8 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
 
 
 def _lacking(case: Case, mended: Plan | None) -> str:
-    """What wider numbers have no room for, where these have it; empty: they have it too."""
+    """Return the memory that the wider format lacks, as text; empty if it fits or the plan does not fit
+    either."""
     memory = None if mended is None else memory_of(mended)
     if mended is None or memory is None or not case.has_room:
         return ""
@@ -104,7 +107,8 @@ def _reduces_in_fp32(plan: Plan) -> bool:
 
 
 def lost_updates(case: Case) -> Iterator[Finding]:
-    """Weights of 8 significant bits: an update that is small beside its weight rounds away.
+    """Report weights in bf16 only (8 significant bits): an update that is small relative to its weight is
+    lost.
 
     AdamW moves a weight by about the learning rate, whatever its gradient (Kingma & Ba 2015, section 2.1).
     """

@@ -1,4 +1,4 @@
-"""Recomputation: off though memory is short, on though there is room."""
+"""Checks of recomputation: off although memory is short, on although activations would fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WORDS = {"none": "no recomputation", "selective": "selective recomputation", "fu
 
 
 def recomputing(case: Case) -> Variant | None:
-    """The fastest way to recompute that makes a plan fit which does not; None: no such way, or no need."""
+    """Return the fastest recomputation with which a plan fits that does not fit otherwise; None if there is
+    none or no need."""
     if case.plan.recipe.recompute != "none" or case.has_room is not False:
         return None
     values = [value for value in supported(case.plan.layout, "recompute") if value in ("selective", "full")]
@@ -23,7 +24,7 @@ def recomputing(case: Case) -> Variant | None:
 
 
 def recomputation_off(case: Case) -> Iterator[Finding]:
-    """Out of memory while every activation is kept, and recomputing would be enough."""
+    """Report a plan that is out of memory without recomputation and fits with it."""
     mended = recomputing(case)
     if mended is None or case.memory is None:
         return
@@ -42,15 +43,15 @@ def recomputation_off(case: Case) -> Iterator[Finding]:
 
 
 def _slower(case: Case, mended: Variant) -> str:
-    """What it costs, where that is known."""
+    """Return the cost in time as text; empty if it is not known."""
     lost = -case.gain(mended)
     return "" if case.step is None else f", {percent(lost)} slower" if lost >= 0.005 else ", about as fast"
 
 
 def recomputation_on(case: Case) -> Iterator[Finding]:
-    """Activations are computed twice, and there would be room to keep them.
+    """Report recomputation although the activations would fit.
 
-    Room that is tight does not count: of such runs some run out of memory (``MemoryReport.is_tight``).
+    A tight fit does not count: some of such runs run out of memory (``MemoryReport.is_tight``).
     """
     recipe = case.plan.recipe
     if case.step is None or case.memory is None or recipe.recompute == "none" or not case.has_room:

@@ -1,4 +1,5 @@
-"""What is gathered: again though there is room to keep it, or in pieces too small for the link."""
+"""Checks of all-gathers: repeated although the parameters could be kept, or too small for the link's
+latency."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FIELD = "reshard_after_forward"
 
 
 def gathered_twice(case: Case) -> Iterator[Finding]:
-    """Parameters freed after forward and gathered again, though the card could keep them (ZeRO-2's way)."""
+    """Report parameters that are freed after forward and all-gathered again, although they could be kept
+    (ZeRO-2)."""
     layout = case.plan.layout
     if not getattr(layout, FIELD, False) or case.step is None or not case.has_room:
         return
@@ -36,10 +38,11 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
 
 
 def too_fine(case: Case) -> Iterator[Finding]:
-    """Gathers of one layer so small on each rank that the link's latency takes longer than their bytes.
+    """Report all-gathers of one layer so small on each rank that the link's latency exceeds the transfer
+    time.
 
-    A ring of n ranks passes n - 1 messages of a rank's part, each with its latency (Thakur et al. 2005,
-    section 4). Where a layout can replicate, fewer ranks share larger parts.
+    A ring of n ranks passes n - 1 messages of one rank's shard, each with its latency (Thakur et al. 2005,
+    section 4). If a layout supports replicas, fewer ranks share larger shards.
     """
     plan = case.plan
     shards = plan.degrees.shard * plan.degrees.cp
@@ -71,7 +74,7 @@ def too_fine(case: Case) -> Iterator[Finding]:
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Of one gather: a decoder layer's weights in the type of products."""
+    """Return the bytes of one all-gather: a decoder layer's weights in the compute data type."""
     from shardscope.core.precision import widths
 
     arch, degrees = case.plan.architecture, case.plan.degrees

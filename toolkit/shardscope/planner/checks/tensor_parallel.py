@@ -1,4 +1,4 @@
-"""Tensor parallelism over a link that is too slow for it."""
+"""Checks of tensor parallelism over a slow link."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 WAITS = 0.2
-"""Share of a step from which on waiting for tensor-parallel collectives is worth a look (an assumption):
-some of it is the price of every such layout."""
+"""Share of a step from which waiting for tensor-parallel collectives is reported (an assumption): every such
+layout waits for some time."""
 
 
 def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
-    """All-reduces of activations wait for a link: between nodes, or inside of one without NVLink."""
+    """Report activation all-reduces that wait for a link between nodes, or inside a node without NVLink."""
     plan = case.plan
     tp, cluster = plan.degrees.tp, plan.cluster
     share = case.share("tensor_parallel")
@@ -51,8 +51,8 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
 
 
 def _inside_nodes(plan: Plan) -> Way | None:
-    """The best of all plans, if its tensor parallel ranks are in one node; else this one with no more of them
-    than a node has, whether or not it fits."""
+    """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
+    limited to a node's GPUs, whether or not it fits."""
     most = plan.cluster.gpus_per_node
     found = searched(plan)
     if found and found.plan.degrees.tp <= most:
@@ -62,7 +62,7 @@ def _inside_nodes(plan: Plan) -> Way | None:
 
 
 def _changes(case: Case) -> Iterator[Change]:
-    """A smaller tp, the rest of it to data-parallel ranks or to pipeline stages."""
+    """Yield smaller tp degrees, with the remaining factor moved to data parallelism or to pipeline stages."""
     layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
     for smaller in divisors(tp)[:-1]:
         changed = {"tp": smaller}

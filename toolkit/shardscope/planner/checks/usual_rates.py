@@ -1,4 +1,4 @@
-"""Learning rates of published runs, and the rules that carry one to another batch, method or optimizer."""
+"""Learning rates of published runs, and the rules that scale them to another batch, method or optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFERENCES = (
     Reference("GPT-3 175B", 175e9, 3.2e6, 0.6e-4, GPT3),
     Reference("Llama 3 405B", 405e9, 16e6, 0.8e-4, "Grattafiori et al. 2024, table 3 and section 3.4.1"),
 )
-"""Of new weights."""
+"""Pretraining runs, with randomly initialized weights."""
 BERT = "Devlin et al. 2019, appendix A.3"
 INSTRUCT = "Ouyang et al. 2022, appendix C.1"
 CHAT = "Touvron et al. 2023, arXiv:2307.09288, section 3.1"
@@ -48,20 +48,22 @@ FINE_TUNES = (
     Reference("Llama 2 Chat 70B", 69e9, 64 * 4096, 2e-5, CHAT),
     Reference("InstructGPT 175B", 175e9, 8 * 2048, 5.03e-6, INSTRUCT),
 )
-"""Of all of a model's own weights, trained further; of BERT the highest that is advised."""
+"""Full fine-tuning runs; for BERT the highest recommended rate."""
 NEAR = 3.0
-"""A run tells of models up to so many times larger or smaller; beyond, nothing is said."""
+"""Largest ratio of model sizes at which a run is a reference; there is no check beyond it."""
 TOO_HIGH, TOO_LOW = 3.0, 0.1
-"""Times the rules' own range. Published rates of one size differ by 2 to 3 (LLaMA 7B's and GPT-3 6.7B's)."""
+"""Factors on the range of the rules. Published rates of one size differ by 2 to 3 (LLaMA 7B's and GPT-3
+6.7B's)."""
 SMALL_FROM = 768.0
-"""Weights beside embeddings of the smallest model of Kaplan et al. 2020, whose rule is used below GPT-3's."""
+"""Non-embedding parameters of the smallest model of Kaplan et al. 2020, whose rule applies below GPT-3's
+sizes."""
 LARGE = 1e9
-"""Parameters from which a rate that is a few times too high costs a run that is worth something."""
+"""Parameters from which a learning rate that is a few times too high wastes an expensive run."""
 SMALL_BATCH_TOKENS = 512 * 1024
-"""What its models were trained with."""
+"""Tokens per batch of the models of Kaplan et al. 2020."""
 ADAPTERS_TIMES, ADAPTERS_TIMES_SHORT = 10.0, 15.0
-"""LoRA's best rate is about ten times that of all weights, of short runs fifteen (Schulman et al. 2025, "LoRA
-Without Regret")."""
+"""LoRA's best rate is about ten times that of full training, fifteen times in short runs (Schulman et al.
+2025, "LoRA Without Regret")."""
 ADAPTERS_TOLD = (
     'adapters take about ten times that of all weights (Schulman et al. 2025, "LoRA Without Regret")'
 )
@@ -71,57 +73,59 @@ LION_TOLD = "Lion's is three to ten times smaller than AdamW's (Chen et al. 2023
 
 
 class Scaled(NamedTuple):
-    """A learning rate carried from one batch to another."""
+    """A learning rate scaled from one batch size to another."""
 
     linear: float
-    """In proportion (Goyal et al. 2017, section 2.1): SGD's rule."""
+    """Linear scaling (Goyal et al. 2017, section 2.1): SGD's rule."""
     square_root: float
-    """By the square root (Malladi et al. 2022, arXiv:2205.10287): Adam's rule."""
+    """Square-root scaling (Malladi et al. 2022, arXiv:2205.10287): Adam's rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usual:
-    """The learning rate that a plan's peers had, and how far from it one may be before it is worth a word."""
+    """The usual learning rate for a plan, from a published run, and the range without a finding."""
 
     run: Reference
     batch_tokens: float
     rules: Scaled
-    """The reference's rate carried to the plan's batch, before :attr:`told`."""
+    """The reference's rate scaled to the plan's batch, before the rules of :attr:`told`."""
     rate: float
-    """What is advised: the square-root rule's, and no less than the reference's own where batches below it
-    are known to do well with that."""
+    """Recommended rate: that of the square-root rule, at least the reference's own where smaller batches are
+    known to work with it."""
     lowest: float
     highest: float
     told: tuple[str, ...] = ()
-    """Rules beside those of the batch, each with its source."""
+    """Additional rules besides batch scaling, each with its source."""
 
     @property
     def advised(self) -> float:
-        """:attr:`rate` to one digit: the rules know no more."""
+        """Return :attr:`rate` rounded to one digit: the rules are not more precise."""
         return float(f"{self.rate:.1g}")
 
     def allows(self, rate: float) -> bool:
-        """Whether ``rate`` is near enough to say nothing."""
+        """Return whether ``rate`` is in the range without a finding."""
         return self.lowest <= rate <= self.highest
 
 
 def scaled(learning_rate: float, from_batch: float, to_batch: float) -> Scaled:
-    """``learning_rate`` of a batch of ``from_batch`` for one of ``to_batch``, in the same unit."""
+    """Return ``learning_rate`` for ``from_batch`` scaled to ``to_batch``, both in the same unit."""
     ratio = to_batch / from_batch
     return Scaled(learning_rate * ratio, learning_rate * math.sqrt(ratio))
 
 
 def reference_for(num_parameters: float, references: tuple[Reference, ...] = REFERENCES) -> Reference | None:
-    """The published run of the nearest size; None where none is near."""
+    """Return the published run of the nearest size; None if none is within a factor of :data:`NEAR`."""
     best = min(references, key=lambda run: abs(math.log(run.num_parameters / num_parameters)))
     ratio = best.num_parameters / num_parameters
     return best if 1 / NEAR <= ratio <= NEAR else None
 
 
 def small_reference(num_weights: float) -> Reference | None:
-    """The rule of Kaplan et al. 2020 (arXiv:2001.08361, equation D.1) for ``num_weights`` beside embeddings.
+    """Return the rule of Kaplan et al. 2020 (arXiv:2001.08361, equation D.1) for ``num_weights``
+    non-embedding parameters.
 
-    It was fitted over 768 to 1.5e9; used only below what larger references tell of.
+    It was fitted over 768 to 1.5e9 parameters; it is used only below the sizes of the published runs. None
+    outside of that range.
     """
     if not SMALL_FROM <= num_weights <= REFERENCES[0].num_parameters / NEAR:
         return None
@@ -133,11 +137,12 @@ def small_reference(num_weights: float) -> Reference | None:
 
 
 def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None) -> Usual | None:
-    """What published runs of this size say of ``plan``'s learning rate; None where nothing is known.
+    """Return the usual learning rate of published runs of ``plan``'s size; None if there is no reference.
 
-    ``begins_from_weights``: a model is trained further, which takes smaller steps. ``optimizer``: another
-    than the recipe's. Known are AdamW in all its forms, Muon whose updates have AdamW's size (Liu et al.
-    2025, arXiv:2502.16982), and Lion; of Adafactor, and of SGD on transformers, no such runs are.
+    ``begins_from_weights``: training starts from trained weights, which takes smaller rates. ``optimizer``:
+    another optimizer than the recipe's. Supported are all forms of AdamW, Muon, whose updates have AdamW's
+    size (Liu et al. 2025, arXiv:2502.16982), and Lion; there are no such runs for Adafactor, and for SGD on
+    transformers.
     """
     recipe = plan.recipe
     optimizer = optimizer or recipe.optimizer
@@ -173,8 +178,8 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
 
 
 def rate_near(rate: float, plan: Plan) -> float:
-    """``rate`` for new weights of ``plan``; of a large model no more than its peers', of a small one theirs
-    where it is far off them."""
+    """Return ``rate`` for new weights of ``plan``: for a large model capped at the usual rate, for a small
+    one replaced by it if ``rate`` is outside the range."""
     usual = usual_rates(plan, begins_from_weights=False)
     if usual is not None and plan.architecture.num_parameters >= LARGE:
         return min(rate, usual.advised)
@@ -182,10 +187,10 @@ def rate_near(rate: float, plan: Plan) -> float:
 
 
 def _run(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:
-    """The run to compare with, and whether smaller batches keep its rate.
+    """Return the reference run, and whether smaller batches keep its rate.
 
-    They do where rates are far below what diverges: fine-tunes with batches of 16 and of 128 sequences share
-    one (Dettmers et al. 2023, table 9), and small models train at 1e-3 with a few thousand tokens.
+    They do where rates are far below divergence: fine-tuning runs with batches of 16 and of 128 sequences use
+    the same rate (Dettmers et al. 2023, table 9), and small models train at 1e-3 with a few thousand tokens.
     """
     num_parameters = plan.architecture.num_parameters
     if is_tuned:

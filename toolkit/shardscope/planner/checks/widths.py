@@ -1,4 +1,4 @@
-"""Widths that miss what matrix units multiply at once, and vocabularies that are padded much."""
+"""Checks of widths that are not aligned for matrix units, and of vocabularies with much padding."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 ALIGNED_BYTES = 16
-"""Matrix units take rows in multiples of 16 bytes: "most efficient with multiples of 8" in half precision,
-of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
+"""Row alignment of matrix units in bytes: "most efficient with multiples of 8" in half precision, of 4 in
+TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
 PADDED_MUCH = 0.05
-"""Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
-the step's noise."""
+"""Share of padding rows in the vocabulary from which it is reported; less is within the noise of a step's
+time."""
 WORTH_A_WORD = 0.005
-"""Share of a step from which on it is said that a change is slower."""
+"""Share of the step from which a slowdown is mentioned."""
 BYTES = {"fp32": FP32, "fp8-mixed": 1}
-"""Of a number that products read; half precision where nothing is said."""
+"""Bytes of a matmul operand; half precision for precisions that are not listed."""
 
 
 def misses_matrix_units(case: Case) -> Iterator[Finding]:
-    """The first width on one rank that is no multiple of 16 bytes: what mends it decides the others too."""
+    """Report the first width on one rank that is not a multiple of 16 bytes: its fix determines the others
+    too."""
     plan = case.plan
     if not plan.on_gpu:
         return
@@ -56,7 +57,7 @@ def misses_matrix_units(case: Case) -> Iterator[Finding]:
 
 
 def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
-    """Widths that matrix units take, but slower on this GPU than their neighbours: off 128 bytes."""
+    """Report aligned widths that are slower on this GPU because they are not multiples of 128 bytes."""
     plan = case.plan
     slower = _slower_unaligned(case)
     missed = [name for name in _weight_widths(plan) if _weight_widths(plan)[name] % ALIGNED]
@@ -88,7 +89,8 @@ def _slower_unaligned(case: Case) -> float:
 
 
 def _weight_widths(plan: Plan) -> dict[str, int]:
-    """Edges of weights that matrix units take, but for the vocabulary, whose product is one of many."""
+    """Return the weight dimensions that are aligned for matrix units, except the vocabulary: it is one matmul
+    of many."""
     found = widths_on_a_rank(plan)
     multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
     return {
@@ -102,7 +104,7 @@ TOKENS = "number of tokens in a micro-batch"
 
 
 def widths_on_a_rank(plan: Plan) -> dict[str, int]:
-    """Sizes of the matrices as one rank multiplies them."""
+    """Return the matrix dimensions of one rank's matmuls."""
     arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
     tp, moe = degrees.tp, arch.mixture_of_experts
     found = {"hidden size": arch.hidden_size}
@@ -119,7 +121,7 @@ def widths_on_a_rank(plan: Plan) -> dict[str, int]:
 
 
 def padded_vocabulary(case: Case) -> Iterator[Finding]:
-    """Rows of embedding and head that stand for no token, because tp must cut the vocabulary evenly."""
+    """Report rows of embedding and head that are padding, because tp must divide the vocabulary evenly."""
     plan = case.plan
     rows, real = _padded(plan), plan.architecture.vocab_size
     share = 1 - real / rows
@@ -146,12 +148,12 @@ def _padded(plan: Plan) -> int:
 
 
 def _cut(width: int, ranks: int) -> int:
-    """The largest of the parts."""
+    """Return the size of the largest shard."""
     return -(-width // ranks)
 
 
 def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
-    """What aligns one width, in words, and the plan that does where it can run."""
+    """Return the fix that aligns one width, as text, and its plan; None if that cannot run."""
     if name == TOKENS:
         length = -(-plan.recipe.seq_len // multiple) * multiple
         words = f"seq_len={length} instead of {plan.recipe.seq_len}"
