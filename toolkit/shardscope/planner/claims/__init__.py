@@ -21,9 +21,9 @@ CHECKED: tuple[Callable[[], Claim], ...] = (
     speed.near_the_peak,
     llama.llama_405b,
 )
-"""Every claim, as the function that computes it now."""
+"""All claims, as functions that compute them."""
 
 
 def claims() -> Claims:
-    """All claims, computed by ``plan.memory()`` and ``plan.step()`` as they are now."""
+    """Return all claims, computed with the current ``plan.memory()`` and ``plan.step()``."""
     return Claims(check() for check in CHECKED)

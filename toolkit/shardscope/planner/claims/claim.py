@@ -1,4 +1,4 @@
-"""``Claim``: what is said of these frameworks, what the formulas say of it, and a verdict."""
+"""``Claim``: a common claim about these frameworks, the computed numbers and a verdict."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Verdict = Literal["right", "wrong", "half right", "depends"]
-"""``half right``: the number is, what it is said of is not. ``depends``: on a size that the claim leaves
-out."""
+"""``half right``: the number is right, its subject is not. ``depends``: on a size that the claim omits."""
 
 
 TOLERANCE = 0.1
-"""A claim holds within so much of its number: published rows of one configuration differ by about as much."""
+"""Relative tolerance of a claim's number: published results of one configuration differ by about as much."""
 
 
 class Number(NamedTuple):
-    """One number of a claim beside ours."""
+    """One number of a claim, with the computed one."""
 
     what: str
     claimed: float | None
-    """None: the claim has no number for it."""
+    """The claim's number; None if it has none."""
     ours: float
     unit: str
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the claim's."""
+        """Return the computed number divided by the claimed one; None if there is no claimed one."""
         return None if self.claimed is None else self.ours / self.claimed
 
     @property
     def holds(self) -> bool:
-        """Whether the claim has this number, within :data:`TOLERANCE`."""
+        """Return whether the claimed number is within :data:`TOLERANCE`."""
         return self.ratio is not None and abs(self.ratio - 1) <= TOLERANCE
 
     def __str__(self) -> str:
@@ -46,7 +45,7 @@ class Number(NamedTuple):
 
 
 class Numbers(tuple[Number, ...]):
-    """Numbers of a claim that show themselves as a table at the end of a notebook cell."""
+    """Numbers of a claim, displayed as a table at the end of a notebook cell."""
 
     __slots__ = ()
 
@@ -57,18 +56,18 @@ class Numbers(tuple[Number, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One thing that is said, checked."""
+    """One claim, with the computed numbers and the verdict."""
 
     name: str
-    """In kebab-case."""
+    """Name in kebab-case."""
     said: str
-    """The claim, in the words that are used."""
+    """The claim, in its usual wording."""
     numbers: tuple[Number, ...]
-    """What it says and what we compute."""
+    """Claimed and computed numbers."""
     verdict: Verdict
-    """Whether it holds."""
+    """Whether the claim holds."""
     why: str
-    """Why, in a sentence or two."""
+    """The reason, in one or two sentences."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numbers", Numbers(self.numbers))
@@ -77,7 +76,7 @@ class Claim:
         return to_html([self])
 
     def number(self, what: str) -> Number:
-        """One of :attr:`numbers`. Raises ``LookupError`` for another name."""
+        """Return one of :attr:`numbers`. Raises ``LookupError`` for another name."""
         for number in self.numbers:
             if number.what == what:
                 return number
@@ -85,19 +84,19 @@ class Claim:
 
 
 class Claims(tuple[Claim, ...]):
-    """All claims; the last line of a cell shows them as a table."""
+    """All claims, displayed as a table at the end of a notebook cell."""
 
     __slots__ = ()
 
     def named(self, name: str) -> Claim:
-        """The claim of that name. Raises ``LookupError`` for another."""
+        """Return the claim with a name. Raises ``LookupError`` for an unknown name."""
         for claim in self:
             if claim.name == name:
                 return claim
         raise LookupError(f"no claim {name!r}; there are {', '.join(claim.name for claim in self)}")
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a number."""
+        """Return a frame with one row for each number."""
         import pandas as pd
 
         rows = [
@@ -115,7 +114,7 @@ class Claims(tuple[Claim, ...]):
         return pd.DataFrame(rows).set_index(["claim", "what"])
 
     def to_html(self) -> str:
-        """Claim, our numbers, verdict and why, as a plain table without scripts."""
+        """Return claims, computed numbers, verdicts and reasons as a plain HTML table without scripts."""
         return to_html(self)
 
     def _repr_html_(self) -> str:
@@ -123,7 +122,7 @@ class Claims(tuple[Claim, ...]):
 
 
 def to_html(claims: Sequence[Claim]) -> str:
-    """See :meth:`Claims.to_html`."""
+    """Return claims as an HTML table; see :meth:`Claims.to_html`."""
     cell = "<td style='text-align:left;vertical-align:top'>"
     rows = "".join(
         f"<tr>{cell}{escape(claim.said)}</td>{cell}{'<br>'.join(escape(str(n)) for n in claim.numbers)}</td>"
@@ -141,7 +140,7 @@ def _claimed(number: Number) -> str:
 
 
 def _written(value: float) -> str:
-    """Three significant digits, with separators: ``1,130``, ``16.7``, ``0.404``."""
+    """Format a value with three significant digits and separators: ``1,130``, ``16.7``, ``0.404``."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Claims about what fits: LoRA of 70B on a node, 175B on one GPU."""
+"""Claims about models that fit: LoRA of 70B on one node, 175B on one GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ YEAR_DAYS = 365.25
 
 
 def lora_on_a_node() -> Claim:
-    """Frozen weights in bf16 over eight cards leave most of each for activations."""
+    """Check LoRA of 70B on one node: frozen bf16 weights over eight GPUs leave most memory for
+    activations."""
     plan = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", Layout.fsdp2(), method="lora", recompute="full")
     report = plan.memory()
     full = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", Layout.fsdp2(), recompute="full").memory()
@@ -32,7 +33,7 @@ def lora_on_a_node() -> Claim:
 
 
 def one_gpu_with_nvme() -> Claim:
-    """It fits: a layer at a time. It is another matter when it would be done."""
+    """Check 175B on one GPU with NVMe offload: it fits layer by layer, but training would take very long."""
     layout = Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme")
     plan = with_nvme(
         plan_of("gpt-3-175b", "a100-sxm-80gb", layout, seq_len=2048, recompute="full", global_batch_size=32)

@@ -10,10 +10,10 @@ TP, PP, DP = 8, 16, 128
 
 
 def llama_405b() -> Claim:
-    """Grattafiori et al. 2024, table 4: its second and third row.
+    """Check the second and third row of Grattafiori et al. 2024, table 4.
 
-    Llama 3 was trained by Meta's own code; Megatron's interleaved schedule is the nearest of ours. 126
-    layers, the embedding and the loss are 128 chunks: 16 stages of 8.
+    Llama 3 was trained with Meta's own code; Megatron's interleaved schedule is the nearest supported one.
+    126 layers, the embedding and the loss are 128 chunks: 16 stages of 8.
     """
     layout = Layout.megatron(tp=TP, pp=PP, vpp=8)
     short = plan_of("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, seq_len=8192, global_batch_size=DP * 16)

@@ -1,4 +1,4 @@
-"""The plans that claims are checked with: each as near to what was said as a plan can be."""
+"""Plans for checking claims: each is as close to the claim as a plan can be."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 
 GB = 1e9
-"""People who say "840 GB" mean 10^9 bytes."""
+"""Bytes of a GB in claims such as "840 GB"."""
 NVME_BYTES = 28 * 10**12
 NVME_BYTES_PER_SECOND = 25e9
-"""Of a DGX-2, the machine of the paper on NVMe offload (Rajbhandari et al. 2021, figure 2b)."""
+"""NVMe of a DGX-2, the machine of the paper on NVMe offload (Rajbhandari et al. 2021, figure 2b)."""
 
 
 def plan_of(model: str, cluster: str, layout: Layout, **recipe: Any) -> Plan:
-    """A plan by names of the catalogue."""
+    """Return a plan from catalogue names."""
     return Plan(models[model], Cluster.parse(cluster), Recipe(**recipe), layout)
 
 
 def with_nvme(plan: Plan) -> Plan:
-    """The same with the NVMe of a DGX-2 in each node, whose datasheet says more of it than others'."""
+    """Return the plan with a DGX-2's NVMe in each node: its datasheet has more NVMe figures than others."""
     cluster = replace(
         plan.cluster, nvme_bytes=NVME_BYTES, nvme_bandwidth_bytes_per_second=NVME_BYTES_PER_SECOND
     )
@@ -32,8 +32,8 @@ def with_nvme(plan: Plan) -> Plan:
 
 
 def training_state(plan: Plan) -> dict[str, float]:
-    """GB that one rank holds of parameters, gradients and optimizer, each at its most from forward to the
-    update: copies that making a model or an update takes for a moment are no state."""
+    """Return GB of parameters, gradients and optimizer on one rank, each at its maximum from forward to
+    backward: temporary copies for building the model or the update are not training state."""
     names = ("parameters", "gradients", "optimizer")
     moments = [held for phase, _, held in plan.memory().timeline if phase in ("forward", "backward")]
     return {name: max(held[name] for held in moments) / GB for name in names}

@@ -8,17 +8,18 @@ from shardscope.planner.claims.claim import TOLERANCE, Claim, Number, Verdict
 from shardscope.planner.claims.settings import plan_of, with_nvme
 
 MEASURED = (3158.7, 3094.5)
-"""Tokens a second and GPU of FSDP and of ZeRO-3, both with fp32 main weights: Granite 7B, Llama 2's shape,
-on four A100 (Hugging Face, "A Hugging Face Accelerate Story of Multiple Backends: FSDP and DeepSpeed", 2024,
-table 3)."""
+"""Tokens per second and GPU of FSDP and of ZeRO-3, both with fp32 master weights: Granite 7B, which has Llama
+2's shape, on four A100 (Hugging Face, "A Hugging Face Accelerate Story of Multiple Backends: FSDP and
+DeepSpeed", 2024, table 3)."""
 BATCHES = (8, 64, 512)
 """Sequences of 4,096 tokens in one step, over eight GPUs."""
 HALVED, A_TENTH = 2.0, 10.0
-"""What is said of CPU and of NVMe offload, as times slower."""
+"""Claimed slowdowns of CPU and of NVMe offload."""
 
 
 def offload_halves() -> Claim:
-    """What offload costs, it costs once a step: the more tokens a step has, the less it matters."""
+    """Check the slowdown of offload: its cost is per step, so that it matters less with more tokens in a
+    step."""
     numbers = []
     slowest: list[float] = []
     for batch in BATCHES:
@@ -50,7 +51,8 @@ def offload_halves() -> Claim:
 
 
 def _over_batches(numbers: list[Number]) -> Verdict:
-    """Right where it holds for every batch; where some cost more and some less, it leaves the batch out."""
+    """Return "right" if it holds for every batch, "depends" if some batches cost more and some less,
+    otherwise "wrong"."""
     if all(number.holds for number in numbers):
         return "right"
     ratios = {said: [n.ours / said for n in numbers if n.claimed == said] for said in (HALVED, A_TENTH)}
@@ -58,7 +60,7 @@ def _over_batches(numbers: list[Number]) -> Verdict:
 
 
 def fsdp2_against_zero_3() -> Claim:
-    """Both gather and scatter the same weights over the same links."""
+    """Check FSDP2 against ZeRO-3: both all-gather and reduce-scatter the same weights over the same links."""
     cases = {
         "Llama 3.1 8B, 8 H100": ("llama-3.1-8b", "8xh100-sxm-80gb", {"global_batch_size": 512}),
         "Llama 3.1 70B, 64 H100": ("llama-3.1-70b", "8x8xh100-sxm-80gb", {"global_batch_size": 512}),
@@ -89,7 +91,7 @@ def fsdp2_against_zero_3() -> Claim:
 
 
 def fsdp2_against_megatron() -> Claim:
-    """A small model on one node, a large one on eight: both are far above 200."""
+    """Check FSDP2's TFLOP/s against Megatron's, for a small model on one node and a large one on eight."""
     recipes = {"global_batch_size": 512}
     small = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", Layout.fsdp2(), **recipes).step()
     large = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", Layout.fsdp2(), recompute="full", **recipes).step()
@@ -118,7 +120,7 @@ def fsdp2_against_megatron() -> Claim:
 
 
 def near_the_peak() -> Claim:
-    """The datasheet's dense figure, not the one "with sparsity", and still far."""
+    """Check 400 TFLOP/s against an H100's peak: the datasheet's dense figure, not the one "with sparsity"."""
     peak = gpus["h100-sxm-80gb"].peak_flops["bf16"] / 1e12
     share = Number("400 TFLOP/s of the dense bf16 peak", 100.0, 100 * 400 / peak, "%")
     return Claim(

@@ -1,4 +1,4 @@
-"""Claims about training state: what 70B needs, what ZeRO's stages save."""
+"""Claims about training state: the memory of 70B, and the savings of ZeRO's stages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardscope.planner.claims.claim import Claim, Number
 from shardscope.planner.claims.settings import GB, plan_of, training_state
 
 MIXED = {"weights": HALF, "gradients": HALF, "master": FP32, "moments": 2 * FP32}
-"""Bytes a parameter in mixed precision with Adam (Rajbhandari et al. 2020, section 3.1): 2 + 2 + 12."""
+"""Bytes per parameter in mixed precision with Adam (Rajbhandari et al. 2020, section 3.1): 2 + 2 + 12."""
 SEVENTY = 70e9
 
 
 def seventy_billion() -> Claim:
-    """840 GB leave out the fp32 master weights."""
+    """Check 840 GB for 70B: they omit the fp32 master weights."""
     said = (MIXED["weights"] + MIXED["gradients"] + MIXED["moments"]) * SEVENTY / GB
     whole = sum(MIXED.values()) * SEVENTY / GB
     moments, master = MIXED["moments"] * SEVENTY / GB, MIXED["master"] * SEVENTY / GB
@@ -38,7 +38,7 @@ def seventy_billion() -> Claim:
 
 
 def four_cards() -> Claim:
-    """Four cards of 96 GB hold a third of what full training of 70B keeps."""
+    """Check 70B on four GPUs of 96 GB: they hold a third of the training state."""
     plan = plan_of("llama-3.1-70b", "4xh20-96gb", Layout.zero(stage=3), recompute="full")
     state = training_state(plan)
     second = plan_of("llama-3.1-70b", "4xh20-96gb", Layout.zero(stage=2), recompute="full")
@@ -65,7 +65,8 @@ def four_cards() -> Claim:
 
 
 def stages_of_zero() -> Claim:
-    """4x and 8x are of the whole state where ranks are many; what is sharded falls by their number."""
+    """Check ZeRO's savings: 4x and 8x apply to all state with many ranks; sharded parts shrink by the number
+    of ranks."""
     few, many = _by_stage(64), _by_stage(1024)
     optimizer = few[0]["optimizer"] / few[1]["optimizer"]
     gradients = few[0]["gradients"] / few[2]["gradients"]
@@ -99,7 +100,7 @@ def stages_of_zero() -> Claim:
 
 
 def _by_stage(ranks: int) -> list[dict[str, float]]:
-    """Training state of the paper's 7.5B model with ZeRO's stages 0 to 2."""
+    """Return the training state of the paper's 7.5B model for ZeRO's stages 0 to 2."""
     return [
         training_state(
             plan_of(
