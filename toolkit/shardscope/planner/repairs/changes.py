@@ -1,7 +1,8 @@
-"""The single changes that may save memory, each as a new plan and the words that a button would say.
+"""Single changes that may save memory, each as a new plan with the text of its button.
 
-Nothing here knows a framework: its layout class lists its fields and their values (``Layout.choices``), and
-what of a recipe it can run (``shardscope.prediction.support``). What a Plan refuses is no change.
+This module has no framework-specific code: a layout class lists its fields and their values
+(``Layout.choices``), and :mod:`shardscope.prediction.support` the supported recipe fields. Invalid plans are
+skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """One change of one plan."""
+    """One change of a plan."""
 
     words: str
     plan: Plan
@@ -32,10 +33,10 @@ OFFLOADS = {
     "offload_optimizer": "the optimizer",
     "offload_params": "parameters",
 }
-"""Fields of layouts that say what is kept outside of the GPU."""
+"""Layout fields for offloading, with the name of the offloaded state."""
 
 Ladder = list[Change]
-"""Steps of one kind, the smallest first: of those that fit, the first is enough."""
+"""Changes of one kind, the smallest first: the first one that fits is sufficient."""
 
 RECIPE_WORDS: dict[tuple[str, Any], str] = {
     ("recompute", "selective"): "Recompute selectively",
@@ -55,13 +56,13 @@ RECIPE_WORDS: dict[tuple[str, Any], str] = {
     ("precision", "bf16-mixed"): "Mixed precision (bf16)",
     ("precision", "bf16"): "Pure bf16, without fp32 originals",
 }
-"""Values that save memory and leave the task what it is, the least intrusive of each field first."""
+"""Recipe values that save memory, the least intrusive of each field first."""
 
 SAME_ALGORITHM = {
     "adamw": ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
     "paged_adamw": ("paged_adamw_8bit",),
 }
-"""Optimizers that take another's place without changing what is learnt; others are a person's decision."""
+"""Optimizers that can be replaced with the same loss curve; any other replacement is the user's decision."""
 
 LESS_PRECISE = {"fp32": ("bf16-mixed", "bf16"), "bf16-mixed": ("bf16",)}
 
@@ -89,11 +90,11 @@ LAYOUT_WORDS: dict[tuple[str, Any], str] = {
     ("offload_optimizer", None): "Keep the optimizer on the GPU",
     ("offload_params", None): "Keep parameters on the GPU",
 }
-"""The last ones help where it is the host that has too little."""
+"""The last three help if host memory is too small."""
 
 
 def ladders(plan: Plan) -> Iterator[Ladder]:
-    """Every kind of change that can run, each as its steps."""
+    """Yield the ladders of all kinds of changes."""
     yield from _recipe_ladders(plan)
     yield _micro_batches(plan)
     yield from _layout_ladders(plan)
@@ -119,7 +120,7 @@ def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
 
 
 def _saves(recipe: Recipe, field: str, value: Any) -> bool:
-    """Whether a value is a step towards less memory from where the recipe is."""
+    """Return whether a value saves memory compared with the current one."""
     current = getattr(recipe, field)
     if field == "optimizer":
         return value in SAME_ALGORITHM.get(current, ())
@@ -142,7 +143,7 @@ def _micro_batches(plan: Plan) -> Ladder:
 
 
 def _layout_ladders(plan: Plan) -> Iterator[Ladder]:
-    """Each field of the layout: degrees a step at a time, switches one by one."""
+    """Yield a ladder for each layout field: degrees in steps, options one by one."""
     layout = plan.layout
     for field, values in type(layout).choices.items():
         current = getattr(layout, field)
@@ -160,7 +161,8 @@ def _layout_ladders(plan: Plan) -> Iterator[Ladder]:
 
 
 def _degree_steps(plan: Plan, field: str, current: int, values: tuple[Any, ...] | None) -> list[int]:
-    """Values a step at a time in the direction that saves: fewer copies, more of anything else."""
+    """Return the values in the direction that saves memory: fewer replicas, higher values of other
+    degrees."""
     choices = list(values) if values else divisors(plan.world_size)
     if field == "replicate":
         return [value for value in reversed(choices) if value < current]
@@ -175,9 +177,9 @@ def _degree_words(plan: Plan, field: str, value: int, current: int) -> str:
 
 
 def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
-    """Where every rank holds all state in full: another framework that shards it, or moves it to the host.
+    """Yield other frameworks that shard or offload the training state, if every rank holds all of it.
 
-    As it comes; where that is not enough, or there is nobody to shard with, with its offloads one by one.
+    Each framework comes with its defaults first, then with its offloads, one after another.
     """
     from shardscope.frameworks.registry import frameworks
 
@@ -190,7 +192,8 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
             continue
         if plan.recipe.kernels and plan.recipe.kernels not in other.supported_kernels:
             continue
-        # Only what runs the same modules: another framework's own model is another plan, not a fix of this.
+        # Only frameworks with the same modules: another implementation of the model is another plan, not a
+        # fix.
         if other.default_kernels != plan.layout.default_kernels:
             continue
         title = other.description
@@ -210,7 +213,7 @@ def _with_recipe(plan: Plan, changed: dict[str, Any]) -> Plan:
 
 
 def _with_layout(plan: Plan, changed: dict[str, Any]) -> Plan:
-    """The plan with one field of its layout changed; a degree that was derived is derived anew."""
+    """Return the plan with changed layout fields; the number of shards is derived again."""
     layout: Layout = plan.layout
     if "shard" in layout.__dataclass_fields__:
         changed = {"shard": None, **changed}
@@ -218,7 +221,7 @@ def _with_layout(plan: Plan, changed: dict[str, Any]) -> Plan:
 
 
 def _made(steps: Iterable[tuple[str, Callable[[], Plan]]]) -> Ladder:
-    """The steps whose plan can run."""
+    """Return the changes whose plans can run."""
     found: Ladder = []
     for words, make in steps:
         plan = _tried(make)

@@ -1,4 +1,4 @@
-"""The first layout of a framework that a user has chosen: degrees that suit the model and the cluster."""
+"""The first layout for a framework chosen by the user: degrees that suit model and cluster."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
 
 NEAR = 1.05
-"""Layouts whose step takes up to so many times that of the fastest: of these the simplest is chosen, for the
-median error of a predicted step is 6 %."""
+"""Ratio of step times within which the simplest layout is chosen: the median error of a predicted step is 6
+%."""
 MAX_CHECKED = 200
-"""The fastest layouts, of which it is checked whether they can be launched here."""
+"""Number of the fastest layouts that are checked for whether they can be launched here."""
 
 
 def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
     """Return the layout of ``framework`` to start with for this model, cluster and recipe.
 
-    The framework's defaults, if they fit and are about as fast as its best layout; otherwise the simplest of
-    its layouts that are. Layouts that need another recomputation or micro-batch to fit come second, offload
-    third. Where nothing fits, the layout that needs the least memory on a GPU. The defaults, too, where no
-    time can be predicted. Raises ``ValueError`` for an unknown framework.
+    The framework's defaults, if they fit and are about as fast as its best layout; otherwise the simplest
+    layout that is. Layouts that need more recomputation or another micro-batch to fit come second, offload
+    third. If nothing fits, the layout that needs the least GPU memory. If no time can be predicted, the
+    defaults. Raises ``ValueError`` for an unknown framework.
     """
     default = frameworks[one_of("framework", framework, list(frameworks))].layout_class()
     if not default.choices:
@@ -79,7 +79,7 @@ def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recip
         for number, (asked, size) in enumerate(groups):
             if not asked:
                 continue
-            if number not in rankings:  # Evaluated only once the ones before it have nothing.
+            if number not in rankings:  # Evaluate a group only if the previous ones have no plan.
                 rankings[number] = rank(arch, cluster, recipe, asked)
             ranking = rankings[number]
             plan = _simplest(ranking, _rows_that_fit(ranking, size), default, launched=launched)
@@ -89,7 +89,8 @@ def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recip
 
 
 def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
-    """Return the rows that fit: not tightly and into memory of known size, if any does."""
+    """Return the rows that fit not tightly into memory of known size; without any, the tight ones, then those
+    of unknown size."""
     fitting = ranking.feasible & _stays_inside_a_node(ranking)
     if micro_batch_size is not None:
         fitting = fitting & (ranking.column(MICRO_BATCH_SIZE) == micro_batch_size)
@@ -101,13 +102,13 @@ def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np
 
 
 def _stays_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
-    """Whether the degrees that wait for a transfer in every layer, tp and cp, do not cross nodes."""
+    """Return whether tensor and context parallelism, which communicate in every layer, stay inside a node."""
     inside: NDArray[np.bool_] = ranking.column("tp") * ranking.column("cp") <= ranking.cluster.gpus_per_node
     return inside
 
 
 def _simplest(ranking: Ranking, rows: NDArray[np.int64], default: Layout, *, launched: bool) -> Plan | None:
-    """Return the plan with the fewest settings, then the fastest, of those that are near the fastest.
+    """Return the plan near the fastest with the fewest settings; None if there is none.
 
     ``launched``: only plans that can be launched here count.
     """
@@ -139,7 +140,7 @@ def _num_changed(found: Candidates, default: Layout) -> int:
 
 
 def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
-    """Whether the framework's defaults fit this recipe, and are about as fast as ``plan``."""
+    """Return whether the framework's defaults fit this recipe and are about as fast as ``plan``."""
     try:
         plain = Plan(arch, cluster, recipe, default)
         order: dict[Any, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
@@ -151,7 +152,7 @@ def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluste
 
 
 def _leanest(ranking: Ranking, default: Layout) -> Layout:
-    """Return the simplest of the layouts that need about the least memory on a GPU, then the fastest."""
+    """Return the simplest of the layouts that need about the least GPU memory, then the fastest."""
     inside = np.flatnonzero(_stays_inside_a_node(ranking))
     rows = inside[ranking.peak_bytes[inside] <= NEAR * ranking.peak_bytes[inside].min()]
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]

@@ -1,4 +1,4 @@
-"""``make_it_fit``: the cheapest combination of changes with which a plan fits."""
+"""``make_it_fit``: the cheapest combination of changes that makes a plan fit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
 
 NEAR = 1.05
-"""Plans whose step takes up to so many times that of the fastest count as equally cheap: of these the one
-with the fewest changes is chosen, for the median error of a predicted step is 6 %."""
+"""Ratio of step times within which plans count as equally cheap and the one with the fewest changes is
+chosen: the median error of a predicted step is 6 %."""
 MAX_PLANS = 200
-"""Of a search's plans, the fastest that are compared with one another."""
+"""Number of the search's fastest plans that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,30 +36,30 @@ class Fit:
 
     plan: Plan
     changes: tuple[str, ...]
-    """Each change: ``recompute none → full``, ``FSDP2 (CPU offload) instead of Megatron-core``."""
+    """Text of each change: ``recompute none → full``, ``FSDP2 (CPU offload) instead of Megatron-core``."""
     bytes_won: int
-    """By how much the need falls where it was too much: on the worst rank's GPU, or of host memory or NVMe on
+    """Saved bytes of the memory that was too small: GPU memory on the worst rank, or host memory or NVMe on
     the node that needs most."""
     seconds_lost: float
-    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where not known."""
+    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN if not known."""
     own_framework_fits: bool = False
-    """Whether a plan of the same framework would fit as well, if much slower."""
+    """Whether a plan of the same framework would fit too, but much slower."""
 
     @property
     def words(self) -> str:
-        """All changes in one line."""
+        """Return all changes in one line."""
         return ", ".join(self.changes)
 
 
 def make_it_fit(plan: Plan) -> Fit | None:
-    """Return the cheapest combination of changes with which ``plan`` fits; None if it fits, or nothing does.
+    """Return the cheapest combination of changes that makes ``plan`` fit; None if it fits, or nothing does.
 
-    Cheapest is the least predicted step time; within 5 % of it, the fewest changes. Plans with the verdict
-    "fits" come before tight ones. What is learnt, the model and the GPUs stay as they are. So does the
-    framework, unless its plans take over three times as long as this one was predicted to and another's are
-    faster: first one that runs the same modules. Only where no such plan fits: the optimizer's state in 8
-    bits, adapters, more nodes, and last a smaller model, each named in :attr:`Fit.changes`. Plans that can be
-    launched here come first, if this one can be.
+    The cheapest plan has the least predicted step time; within 5 % of it, the fewest changes. Plans with the
+    verdict "fits" come before tight ones. The loss curve, the model and the GPUs stay the same. The framework
+    stays too, unless its plans take over three times as long as predicted for ``plan`` and another
+    framework's are faster: first frameworks with the same modules. Only if no such plan fits: 8-bit optimizer
+    state, adapters, more nodes, and last a smaller model, each named in :attr:`Fit.changes`. Plans that can
+    be launched here come first, if ``plan`` can be.
     """
     try:
         if assess(plan).runs:
@@ -96,7 +96,7 @@ def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
 
 
 def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
-    """Yield this framework, then those that run the same modules, then the ones with modules of their own."""
+    """Yield this framework, then those with the same modules, then those with their own modules."""
     own = plan.layout.framework
     others = [name for name in frameworks if name != own]
     yield [own]
@@ -122,19 +122,20 @@ def _fit(plan: Plan, found: Plan, own_framework_fits: bool) -> Fit:
 
 
 def _offered(plan: Plan, names: Sequence[str]) -> list[Plan]:
-    """Return plans of these frameworks on the same GPUs: single changes, then a search's."""
+    """Return plans of these frameworks on the same GPUs: single changes, then plans of a search."""
     steps = [step.plan for step in find_steps(plan) if step.plan.layout.framework in names]
     return [*steps, *_from_search(plan, names)]
 
 
 def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
-    """Return the fastest plans of a search on the same GPUs that fit: easily, tightly, and perhaps."""
+    """Return the fastest plans of a search on the same GPUs: not tight, tight, and with memory of unknown
+    size."""
     try:
         ranking = search(plan.architecture, plan.cluster, plan.recipe, names)
-    except ValueError:  # A figure is not known.
+    except ValueError:  # A required figure is not known.
         return []
     if not ranking.num_feasible and ranking.instead is not None:
-        ranking = ranking.instead  # The loss in chunks, which learns the same.
+        ranking = ranking.instead  # The chunked loss has the same loss curve.
     feasible, known = ranking.feasible, ranking.is_room_known
     easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
     found: list[Plan] = []
@@ -145,7 +146,7 @@ def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
 
 
 def _fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
-    """Return the plans of those rows near the fastest one; ``launched``: that can be launched, if any can."""
+    """Return the plans of ``rows`` near the fastest; ``launched``: that can be launched, if any can."""
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
     found: list[Plan] = []
     fallback: list[Plan] = []
@@ -162,7 +163,7 @@ def _fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
 
 
 def _cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
-    """Return the cheapest plan with the first of ``states`` that any has, and that trains the same."""
+    """Return the cheapest plan with the same training and the first of ``states`` that any plan has."""
     same = [one for one in offered if _trains_the_same(plan, one)]
     if is_trained(plan):
         same = [one for one in same if is_trained(one)] or same
@@ -177,7 +178,7 @@ def _cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> P
 
 
 def _trains_the_same(plan: Plan, other: Plan) -> bool:
-    """Whether the loss curve would be the same: numbers, adapters and optimizer as they were."""
+    """Return whether the loss curve stays the same: precision, adapters, optimizer and batch."""
     fields = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
     return (plan.architecture, plan.cluster) == (other.architecture, other.cluster) and all(
         getattr(plan.recipe, name) == getattr(other.recipe, name) for name in fields

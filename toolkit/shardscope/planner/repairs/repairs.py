@@ -1,4 +1,4 @@
-"""``plan.repairs()``: the single changes that make a plan fit, cheapest in predicted time first."""
+"""``plan.repairs()``: single changes that make a plan fit, the cheapest in predicted time first."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MAX_HALF_WAY = 6
-"""Steps that are returned where none is enough."""
+"""Number of changes returned if none is sufficient."""
 
 MAX_TIMES_SLOWER = 3.0
-"""How many times as long a step may take for a change to be offered by itself: beyond that several changes
-together, or another framework, nearly always do better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
+"""Largest ratio of step times for a change to be offered: beyond it, several changes together, or another
+framework, are nearly always better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
 
 
 class Repair(NamedTuple):
     """One change of a plan that does not fit; unpacks as ``change, plan, bytes_won, seconds_lost``."""
 
     change: str
-    """What is changed, in words."""
+    """Text of the change."""
     plan: Plan
     """The changed plan."""
     bytes_won: int
-    """By how much the need falls where it was too much: the peak of the worst rank, or what a node needs of
-    host memory or NVMe where only that is short."""
+    """Saved bytes of the memory that was too small: the peak of the worst rank, or host memory or NVMe of a
+    node if only that is too small."""
     seconds_lost: float
-    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where something that
-    decides it is not known, for which ``plan.step()`` raises."""
+    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN if a required figure is
+    not known, for which ``plan.step()`` raises ``ValueError``."""
 
 
 class Repairs(list[Repair]):
-    """A list of repairs that shows itself as a table at the end of a notebook cell."""
+    """A list of repairs, displayed as a table at the end of a notebook cell."""
 
     def _repr_html_(self) -> str:
         if not self:
@@ -55,11 +55,11 @@ class _Tried(NamedTuple):
 
 
 def repairs(plan: Plan) -> Repairs:
-    """Return the single changes that make ``plan`` fit, cheapest in time first; none if it fits already.
+    """Return the single changes that make ``plan`` fit, the cheapest in time first; empty if it fits already.
 
-    Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough. A change whose
-    step takes more than :data:`MAX_TIMES_SLOWER` times as long is not among them; one whose time is not known
-    is. Where nothing is left, ``make_it_fit`` combines changes.
+    Of each kind (a smaller micro-batch, one more shard), only the first sufficient change. A change whose
+    step takes more than :data:`MAX_TIMES_SLOWER` times as long is left out; one whose time is not known is
+    included. If nothing is left, ``make_it_fit`` combines changes.
     """
     seconds = predict_seconds(plan)
     return Repairs(
@@ -70,15 +70,15 @@ def repairs(plan: Plan) -> Repairs:
 
 
 def _is_too_slow(repair: Repair, seconds: float) -> bool:
-    """Whether a step of the changed plan takes too many times the ``seconds`` of the plan as it is."""
-    return repair.seconds_lost > (MAX_TIMES_SLOWER - 1) * seconds  # False where either is not known
+    """Return whether the changed plan's step takes too long compared with ``seconds`` of the original
+    plan."""
+    return repair.seconds_lost > (MAX_TIMES_SLOWER - 1) * seconds  # False if either is NaN
 
 
 def find_steps(plan: Plan) -> list[Repair]:
-    """Return single changes of a plan that does not fit: all that are enough, at whatever cost in time.
+    """Return all single changes that make a plan fit, at any cost in time.
 
-    Where no single change is enough, the ones that save most, the best first: steps on the way to a
-    combination.
+    If no single change is sufficient, the ones that save most, the best first, as steps of a combination.
     """
     report = plan.memory()
     short = shortages(plan, report)
@@ -98,12 +98,13 @@ def find_steps(plan: Plan) -> list[Repair]:
 
 
 def _best(ladder: Ladder, short: Place) -> _Tried | None:
-    """The first step that is enough, else the one that wins most of what is ``short``."""
+    """Return the first sufficient change, otherwise the one that saves most of the ``short`` memory; None if
+    none saves any."""
     best: _Tried | None = None
     for change in ladder:
         try:
             report = change.plan.memory()
-        except ValueError:  # the plan can run, but there are no formulas for it
+        except ValueError:  # The plan can run, but there are no formulas for it.
             continue
         needed = {place.name: place.needed_bytes for place in places(change.plan, report)}
         won = short.needed_bytes - needed.get(short.name, 0)
@@ -122,7 +123,7 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
 
 
 def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
-    """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it, for each of them."""
+    """Return a button's text for each change: ``Recompute selectively: saves 12.3 GiB, about 4 % slower``."""
     report = plan.memory()
     short = shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
@@ -150,7 +151,7 @@ def _paging_words(repair: Repair) -> str:
 
 
 def _priced(tried: _Tried, seconds: float) -> Repair:
-    """``tried`` with its time beside the ``seconds`` of the plan as it is."""
+    """Return the repair with its time compared with the original plan's ``seconds``."""
     changed = predict_seconds(tried.change.plan)
     return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
 

@@ -1,4 +1,4 @@
-"""Single changes that save memory in a plan that fits, at little cost in time or none."""
+"""Single changes that save memory in a plan that fits, at little or no cost in time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 MAX_SAVINGS = 3
 LEAST_SHARE_SAVED = 0.01
-"""Share of the GPU's usable bytes that a change has to save."""
+"""Smallest saving, as a share of the GPU's usable bytes."""
 MOST_SHARE_LOST = 0.15
-"""Share of the step's seconds that a change may cost."""
+"""Largest cost, as a share of the step's seconds."""
 SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
-"""Recipe fields that a change leaves alone: nobody asked for other training."""
+"""Recipe fields that stay unchanged, because they would change the training."""
 
 
 def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
     """Return single changes that save memory in a plan that fits, at little cost, most bytes first.
 
-    Of each field of the recipe, the cheapest change. None of them changes what is trained or the layout.
+    For each recipe field, the cheapest change. Training and layout stay the same.
     """
     seconds = predict_seconds(plan)
     best: dict[str, Repair] = {}
@@ -37,7 +37,7 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
                 continue
             try:
                 after = change.plan.memory()
-            except ValueError:  # A plan that can run, but that no formula covers.
+            except ValueError:  # The plan can run, but there are no formulas for it.
                 continue
             saved = report.peak_bytes - after.peak_bytes
             if saved < LEAST_SHARE_SAVED * report.usable_bytes or not fits(change.plan, after):
@@ -60,6 +60,6 @@ def changed_fields(before: Plan, after: Plan) -> list[str]:
 
 
 def _cost(saving: Repair, seconds: float) -> tuple[float, int]:
-    """Order changes by per cent of time lost, then by bytes saved."""
+    """Return the sort key of a change: time lost in whole per cent, then bytes saved."""
     share = saving.seconds_lost / seconds
     return (math.inf if math.isnan(share) else max(0, round(100 * share)), -saving.bytes_won)

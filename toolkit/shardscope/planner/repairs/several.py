@@ -1,4 +1,4 @@
-"""Several changes, one upon the other, that together make a plan fit where no single one is enough."""
+"""Sequences of changes that make a plan fit if no single change is sufficient."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 METHODS = get_args(Method)
 MOST_CHANGES = 4
-"""One upon the other; who needs more is better served by a search."""
+"""Largest number of consecutive changes; beyond that, a search is better."""
 KEPT = 2
-"""Plans of each round that the next one goes on from: those that win most."""
+"""Plans of each round that the next round starts from: those that need least."""
 MOST_TIMES_THE_NODES = 64
 
 
 def several(plan: Plan) -> Way | None:
-    """The nearest plan that fits, for one that no change of ``plan.repairs()`` is enough for; None: none was
+    """Return the nearest plan that fits, for a plan without a sufficient single change; None if none was
     found.
 
-    First the fewest such changes, each upon those that win most, and of equally few the fastest. Then what a
-    search ranks first, of any framework. Only then adapters in place of full training, more nodes, and last a
-    smaller model of the catalogue.
+    First the fewest changes of ``plan.repairs()``, the fastest of equally few, then the best plan of a search
+    over all frameworks. Only then adapters instead of full training, more nodes, and last a smaller model of
+    the catalogue.
     """
     found, stuck = _step_by_step(plan, [plan.recipe.method])
     found = found or searched(plan) or _step_by_step(plan, METHODS)[0]
@@ -48,7 +48,7 @@ def several(plan: Plan) -> Way | None:
 
 
 def between(before: Plan, after: Plan) -> Way:
-    """All in which two plans differ, and nothing that one step did and a later one undid."""
+    """Return the differences between two plans as one way, without steps that a later one undid."""
     told = [
         f"{named(after, after.recipe)} instead of {named(before, before.recipe)}"
         if one.field == "framework"
@@ -59,12 +59,13 @@ def between(before: Plan, after: Plan) -> Way:
 
 
 def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
-    """What is enough in the first round in which anything is, and otherwise how far the last one came."""
+    """Return the best way of the first round with a sufficient one (None if there is none), and the last
+    round's ways."""
     ways = [Way((), plan)]
     most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
         further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
-        # "not ... >": a time that is not known is no reason against a plan.
+        # "not ... >" keeps plans whose time is NaN (not known).
         enough = [way for way in further if _has_room(way.plan) and not way.seconds_lost > most]
         if enough:
             return min(enough, key=partial(_cheapest_first, plan)), ways
@@ -81,7 +82,7 @@ def _further(way: Way) -> Iterator[Way]:
 
 
 def _apart(ways: list[Way]) -> list[Way]:
-    """Without those that come to the same in another order."""
+    """Return the ways without duplicates that lead to the same plan in another order."""
     found: list[Way] = []
     for way in ways:
         if all(way.plan != other.plan for other in found):
@@ -90,7 +91,7 @@ def _apart(ways: list[Way]) -> list[Way]:
 
 
 def _cheapest_first(plan: Plan, way: Way) -> tuple[bool, bool, float]:
-    """Narrower numbers come after all else that is enough: the preflight has something against them too."""
+    """Return a sort key by time; lower precision comes last, because the preflight warns about it too."""
     is_narrower = way.plan.recipe.precision != plan.recipe.precision
     return is_narrower, math.isnan(way.seconds_lost), way.seconds_lost
 
@@ -100,8 +101,8 @@ def _has_room(plan: Plan) -> bool:
 
 
 def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0) -> Way | None:
-    """What a search over the same GPUs ranks first, with ``headroom_bytes`` of each card free; None: nothing
-    fits so, or a figure is not known."""
+    """Return the best plan of a search over the same GPUs with ``headroom_bytes`` free on each GPU; None if
+    nothing fits, or a required figure is not known."""
     nouns = plan.architecture, plan.cluster, plan.recipe
     try:
         found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
@@ -113,7 +114,7 @@ def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_by
 
 
 def keep_options(plan: Plan, found: Plan) -> Plan:
-    """Return ``found`` with those options as ``plan`` has them that a search leaves as the framework does."""
+    """Return ``found`` with the options of ``plan`` that a search leaves at the framework's defaults."""
     if type(found.layout) is not type(plan.layout):
         return found
     own = {
@@ -134,9 +135,9 @@ def _derived(layout: Layout) -> dict[str, None]:
 
 
 def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
-    """The fewest nodes, doubled each time, on which one more change at most is enough; None: nothing is on
-    :data:`MOST_TIMES_THE_NODES` times as many, or there is but this one machine."""
-    if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks
+    """Return a way on the fewest nodes, doubled each time, with at most one more change. None if nothing is
+    sufficient on up to :data:`MOST_TIMES_THE_NODES` times as many, or for CPU ranks."""
+    if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
         return None
     for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
         larger = [found for way in ways if (found := _with_nodes(way, 2**power))]
@@ -147,7 +148,8 @@ def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way
 
 
 def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
-    """The largest of the catalogue with which one of ``ways`` is enough, its own family first."""
+    """Return a way with the largest smaller model of the catalogue that is sufficient, the same family first;
+    None if there is none."""
     own = ways[0].plan.architecture
     smaller = [
         model for model in map(models.__getitem__, models) if model.num_parameters < own.num_parameters
@@ -165,7 +167,8 @@ def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool])
 
 
 def of_other_frameworks(plan: Plan) -> Iterator[Way]:
-    """As each of them comes: some have no part of a node's memory that never shrinks."""
+    """Yield the default layout of every framework that can run the plan: some need less memory that does not
+    shrink."""
     for framework in known.values():
         try:
             other = replace(plan, layout=framework.layout_class())
@@ -176,7 +179,8 @@ def of_other_frameworks(plan: Plan) -> Iterator[Way]:
 
 
 def _with_nodes(way: Way, times: int) -> Way | None:
-    """Every rank as busy as before: the batch grows where it would be too small for them."""
+    """Return the way on ``times`` as many nodes; the global batch grows if it would be too small. None if it
+    is invalid."""
     plan = way.plan
     num_nodes = plan.cluster.num_nodes * times
     if num_nodes > MAX_NODES:
