@@ -1,4 +1,4 @@
-"""What a search asks: every grid of every framework with every recomputation that a Plan would not refuse."""
+"""Candidate plans of a search: all grids of all frameworks, with every supported recomputation."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Candidates:
     """Plans of one framework that differ in whole numbers only."""
 
     layout: Layout
-    """What their layouts have in common."""
+    """Common fields of the layouts."""
     recipe: Recipe
-    """What their recipes have in common: all but the micro-batch."""
+    """Common fields of the recipes: all but the micro-batch."""
     table: Table
 
     @property
     def num_plans(self) -> int:
-        """How many there are."""
+        """Return the number of plans."""
         return self.table.num_plans
 
     def plan(self, cluster: Cluster, row: int) -> Plan:
-        """One of them, made as a person would make it."""
+        """Return the plan of a row, created and checked like any other plan."""
         numbers = {name: int(column[row]) for name, column in self.table.columns.items()}
         own = self.layout.__dataclass_fields__
         layout = replace(self.layout, **{name: number for name, number in numbers.items() if name in own})
@@ -60,9 +60,9 @@ def candidates_of(
     recompute: Sequence[str] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[Candidates]:
-    """Yield all that a framework offers, with these kinds of recomputation and micro-batches (None: all).
+    """Yield all candidates of a framework, with these kinds of recomputation and micro-batches (None: all).
 
-    Raises ``ValueError`` for an architecture that it has no layers for.
+    Raises ``ValueError`` for an architecture that the framework does not support.
     """
     framework = frameworks[name]
     grids = framework.grids(arch, cluster, recipe)
@@ -98,7 +98,7 @@ def candidates_of(
 
 
 def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
-    """Return the grids' rows of these sizes. Grids that share columns go on sharing them."""
+    """Return the grids' rows with these micro-batch sizes. Grids that share columns still share them."""
     columns: dict[int, Columns] = {}
     for grid in grids:
         if id(grid.columns) not in columns:
@@ -113,9 +113,9 @@ def _recomputing(recipe: Recipe, recompute: Any) -> Recipe:
 
 
 class _Supported:
-    """The rows of a framework's grids that it can run a recipe in: it matters which degrees are above 1.
+    """Selection of the rows of a framework's grids that can run a recipe, by which degrees are above 1.
 
-    Grids have columns in common: which of these degrees their rows have is found once, and so is a part.
+    Grids share columns: the combinations of degrees in their rows, and the selected rows, are computed once.
     """
 
     def __init__(self, arch: Architecture, cluster: Cluster) -> None:
@@ -124,11 +124,11 @@ class _Supported:
         self._parts: dict[tuple[int, bytes], Columns] = {}
 
     def rows(self, columns: Columns, recipe: Recipe, layout: Layout) -> Columns:
-        """Those of ``columns`` that no Plan would refuse; the very same columns where these are all."""
+        """Return the rows of ``columns`` that are valid plans; the same object if all are."""
         if id(columns) not in self._above:
             self._above[id(columns)] = _above_one(columns)
         kinds, kind_of = self._above[id(columns)]
-        with as_it_is():  # nobody reads the fixes
+        with as_it_is():  # the fixes are not used
             told = np.array([self._runs(recipe, layout, degrees) for degrees in kinds])
         if told.all():
             return columns
@@ -155,7 +155,7 @@ class _Supported:
 
 
 def _above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
-    """Which degrees are above 1, as 1 and 2: all ways there are, and which of these each row has."""
+    """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
     names: list[str] = [name for name in ("tp", "cp", "ep") if name in columns]
     kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
     for name in names:

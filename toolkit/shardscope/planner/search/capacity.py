@@ -1,4 +1,4 @@
-"""Whether what many plans need is there: the questions of ``planner/capacity.py``, over arrays."""
+"""Required memory of many plans: the computation of ``planner/capacity.py``, over arrays."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class Needs(NamedTuple):
-    """Bytes that each plan needs, shape ``(num_plans,)``; beside the card on the node that needs most."""
+    """Required bytes of each plan, shape ``(num_plans,)``: GPU memory of the worst rank, others of the node
+    that needs most."""
 
     peak: NDArray[np.int64]
     host: NDArray[np.int64]
     nvme: NDArray[np.int64]
     making: NDArray[np.int64]
-    """Host memory while the model is made."""
+    """Host memory while the model is built."""
 
 
 def needs(
@@ -41,10 +42,10 @@ def needs(
     found: StageBytes,
     making: NDArray[np.int64],
 ) -> Needs:
-    """What the plans of ``table`` need, of what its stages' ranks do."""
+    """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
     peak = table.most(table.rows.spread(found.peak))
     if recipe.recompute == "offload" and _shares_nodes(table, cluster):
-        # How many micro-batches' activations wait hangs on a stage's place, and a node has several.
+        # The number of micro-batches in flight depends on the stage, and a node has several stages.
         table = table.with_every_stage()
         plans = table.plans(cluster, recipe, layout)
         found = stage_bytes(plans, modules_of(plans), table.stage(plans, layout))
@@ -54,7 +55,7 @@ def needs(
         return Needs(peak, nothing, nothing if nvme is None else nvme, making)
     host = table.rows.spread(found.host)
     if recipe.optimizer.startswith("paged"):
-        # Of managed memory only those pages are on the host that the GPU has no room for.
+        # Only the pages of managed memory that do not fit on the GPU are in host memory.
         paged = table.most(table.rows.spread(found.host_state))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
@@ -69,13 +70,14 @@ def _is_some(num_bytes: Any) -> bool:
 
 
 def _shares_nodes(table: Table, cluster: Cluster) -> bool:
-    """Whether a node has ranks of several stages."""
+    """Return whether a node has ranks of several stages."""
     sizes = (cluster.num_gpus // len(shapes.kind_of) for shapes in table.pipelines)
     return any(size % cluster.gpus_per_node for size in sizes)
 
 
 def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes on the fullest node. Pipeline stages are the outermost degree: a node has neighbours."""
+    """Return the bytes on the fullest node. Pipeline stages are the outermost degree, so that consecutive
+    ranks share a node."""
     per_node = cluster.gpus_per_node
     found: NDArray[np.int64] = table.most(by_row) * per_node
     if not found.any():
@@ -95,7 +97,8 @@ def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDA
 
 
 def making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
-    """Host memory of a node while all its ranks make or load the model, shape ``(num_plans,)``."""
+    """Return the host memory of a node while all its ranks build or load the model, shape
+    ``(num_plans,)``."""
     found = table.making.get(layout)
     if found is None:
         found = table.making[layout] = _making_bytes(table, cluster, recipe, layout)

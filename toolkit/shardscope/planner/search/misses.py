@@ -1,4 +1,4 @@
-"""Plans of a search that do not fit and come nearest to it, and what each of them lacks."""
+"""Nearest misses of a search: plans that almost fit, and their missing memory."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
 
 MISSES = 5
-"""Nearest misses that are told."""
+"""Number of nearest misses that are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Miss:
-    """A plan that lacks the least."""
+    """A plan that almost fits."""
 
     index: int
-    """Its row; :meth:`Ranking.plan` makes it."""
+    """Row of the plan; :meth:`Ranking.plan` creates it."""
     framework: str
     lacks: Mapping[str, int]
-    """Bytes that are missing: of "GPU memory" on the worst rank, of "host memory", "NVMe" and "host memory
-    while the model is made" on the node that needs most."""
+    """Missing bytes: "GPU memory" of the worst rank, "host memory", "NVMe" and "host memory while the model
+    is made" of the node that needs most."""
     words: str
-    """The plan and what it lacks, in words."""
+    """Description of the plan and of its missing memory."""
 
 
 def nearest(ranking: Ranking) -> tuple[Miss, ...]:
-    """Those that lack the least, of each framework one first; none where all fit or none was made."""
+    """Return the nearest misses, one of each framework first; empty if all plans fit or none was
+    evaluated."""
     rows = np.flatnonzero(~ranking.feasible)
     if not len(rows):
         return ()
     short, seconds, owners = ranking.missing_share[rows], ranking.step_seconds[rows], ranking.owners(rows)
     names = [found.layout.framework for found in ranking.candidates]
-    # Of each framework the nearest, and then whatever is nearest of all.
+    # The nearest of each framework first, then the nearest of all.
     firsts = []
     for name in dict.fromkeys(names):
         places = np.flatnonzero(np.array([name == own for own in names])[owners])
@@ -55,7 +56,7 @@ def nearest(ranking: Ranking) -> tuple[Miss, ...]:
 
 
 def why_none(ranking: Ranking) -> str:
-    """That nothing fits, what comes nearest, and why frameworks have no plan at all."""
+    """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan."""
     refused: dict[str, list[str]] = {}
     for name, why in ranking.refused.items():
         refused.setdefault(why, []).append(name)
@@ -69,7 +70,7 @@ def why_none(ranking: Ranking) -> str:
 
 
 def instead_words(instead: Ranking) -> str:
-    """What the nearest recipe that may have plans does."""
+    """Return the text on the nearest other recipe and its best plan or nearest misses."""
     recipe = instead.recipe
     changed = (
         f"a global batch of {recipe.global_batch_size:,}, the nearest that every GPU has an equal part of"

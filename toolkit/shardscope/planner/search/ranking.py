@@ -1,4 +1,4 @@
-"""What a search found: every plan's bytes and seconds as columns, and the plans that are worth a look."""
+"""Result of a search: bytes and seconds of every plan as columns, and the best plans."""
 
 from __future__ import annotations
 
@@ -29,74 +29,73 @@ if TYPE_CHECKING:
     from shardscope.planner.search.capacity import Needs
 
 SHOWN_ROWS = 10
-"""Plans of a ranking's table at the end of a cell."""
+"""Rows of the table at the end of a notebook cell."""
 
 AS_FAST = 1.01
-"""Plans whose step takes up to so many times that of the fastest count as equally fast: the median error of a
-predicted step is 6 %, so that less than a sixth of it says nothing of which is faster."""
+"""Ratio of step times within which plans count as equally fast: less than a sixth of the median error of a
+predicted step (6 %)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranking:
-    """All plans that a search evaluated. Columns have a number for each, shape ``(num_evaluated,)``.
+    """All plans that a search evaluated. Columns have one number for each plan, shape ``(num_evaluated,)``.
 
-    :attr:`order` ranks those that fit by speed, but for two things. Within 1 % of the fastest
-    (:data:`AS_FAST`) a prediction cannot tell plans apart: there the plainest is first, which has the fewest
-    degrees above 1 and options (chunks, offload, recomputation), then the fewest chunks, then the most
-    headroom. And plans that need host memory or NVMe whose size the cluster does not say come after those
-    that need none: :attr:`unsaid` says how many there are.
+    :attr:`order` ranks the plans that fit by speed, with two exceptions. Predictions cannot distinguish plans
+    within 1 % of the fastest (:data:`AS_FAST`): these are ordered by the fewest degrees above 1 and options
+    (offload, recomputation), then the fewest chunks, then the most headroom. Plans that need host memory or
+    NVMe of unknown size come after those that do not: :attr:`unsaid` reports their number.
     """
 
     architecture: Architecture
     cluster: Cluster
     recipe: Recipe
     seconds: float
-    """What the search took."""
+    """Duration of the search."""
     peak_bytes: NDArray[np.int64]
-    """On the worst rank, as ``plan.memory().peak_bytes``."""
+    """Peak GPU memory of the worst rank, equal to ``plan.memory().peak_bytes``."""
     step_seconds: NDArray[np.float64]
-    """One optimizer step, as ``plan.step().seconds``."""
+    """Seconds of one optimizer step, equal to ``plan.step().seconds``."""
     host_bytes: NDArray[np.int64]
     """Host memory on the node that needs most."""
     nvme_bytes: NDArray[np.int64]
     """NVMe on the node that needs most."""
     making_bytes: NDArray[np.int64]
-    """Host memory of a node while its ranks make or load the model."""
+    """Host memory of a node while its ranks build or load the model."""
     headroom_wanted_bytes: int
-    """What is to stay free of each card."""
+    """Requested free bytes of each GPU."""
     refused: Mapping[str, str]
-    """Frameworks of which no plan was evaluated, and why."""
+    """Frameworks without an evaluated plan, and the reason."""
     candidates: tuple[Candidates, ...]
-    """Whose rows the columns are, one after the other."""
+    """Candidates of the rows, in the order of the columns."""
 
     instead: Ranking | None = None
-    """Where nothing fits, what a recipe near to this one does: of a global batch that leaves no plan to
-    evaluate the nearest that divides evenly, otherwise the loss in chunks."""
+    """Ranking of a similar recipe if nothing fits: with the nearest global batch that divides evenly if no
+    plan was evaluated, otherwise with the chunked loss."""
 
     @property
     def num_evaluated(self) -> int:
-        """Plans whose memory and step were computed."""
+        """Return the number of plans whose memory and step were computed."""
         return len(self.peak_bytes)
 
     @property
     def num_feasible(self) -> int:
-        """Of these, plans that fit, with the headroom that was asked for."""
+        """Return the number of plans that fit with the requested headroom."""
         return int(self.feasible.sum())
 
     @cached_property
     def headroom_bytes(self) -> NDArray[np.int64]:
-        """What stays free of the worst rank's card; below 0: what is missing."""
+        """Return the free bytes on the worst rank's GPU; negative: the missing bytes."""
         return self.cluster.usable_bytes_per_gpu - self.peak_bytes
 
     @cached_property
     def tokens_per_second_per_gpu(self) -> NDArray[np.float64]:
-        """Tokens of the global batch over the step and all GPUs."""
+        """Return the tokens of the global batch per second of the step and GPU."""
         tokens = self.recipe.global_batch_size * self.recipe.seq_len
         return tokens / self.step_seconds / self.cluster.num_gpus
 
     @cached_property
     def cost_per_token(self) -> NDArray[np.float64] | None:
-        """US dollars for one token; None where no price is known."""
+        """Return US dollars per token; None if no price is known."""
         price = self.cluster.price_per_hour_usd
         if price is None:
             return None
@@ -104,13 +103,14 @@ class Ranking:
 
     @cached_property
     def framework(self) -> NDArray[np.str_]:
-        """Whose layout it is: the registry's name."""
+        """Return the registry's framework name of each plan."""
         names = [found.layout.framework for found in self.candidates]
         return np.repeat(np.array(names, str), [found.num_plans for found in self.candidates])
 
     @cached_property
     def feasible(self) -> NDArray[np.bool_]:
-        """Whether it fits: the cards with the headroom asked for, its nodes' host memory and NVMe."""
+        """Return whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its
+        nodes."""
         found = np.ones(self.num_evaluated, bool)
         for short in self.lacks.values():
             found &= short <= 0
@@ -118,14 +118,14 @@ class Ranking:
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Rows of feasible plans: the plainest of those within 1 % of the fastest first, then by speed;
-        those that need what the cluster says no size of come last."""
+        """Return the rows of feasible plans: the simplest of those within 1 % of the fastest first, then by
+        speed; plans that need memory of unknown size come last."""
         rows = self._by_speed
         if not len(rows):
             return rows
         told = self.is_room_known[rows]
         rows = np.concatenate([rows[told], rows[~told]])
-        # Of those whose room is not known none goes before one whose room is.
+        # A plan that needs memory of unknown size never comes before one that does not.
         leading = rows[: int(told.sum()) or len(rows)]
         num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
         alike = leading[:num]
@@ -134,10 +134,10 @@ class Ranking:
 
     @cached_property
     def is_room_known(self) -> NDArray[np.bool_]:
-        """Whether the cluster says how much there is of all that the plan needs in its steps.
+        """Return whether the cluster has the size of all memory that each plan needs in its steps.
 
-        Making the model is left out: every framework's small plans pass through host memory before the first
-        step, and would all come after those of another that does not.
+        Building the model is left out: small plans of every framework need host memory before the first step,
+        and would all come after those of a framework that does not.
         """
         found = np.ones(self.num_evaluated, bool)
         for needed in self._open.values():
@@ -146,8 +146,8 @@ class Ranking:
 
     @property
     def unsaid(self) -> str:
-        """How many of the plans that fit need memory of which the cluster says no size, and why they come
-        last; empty: none."""
+        """Return the text on plans that fit but need memory of unknown size, and why they come last; empty if
+        there are none."""
         feasible = self.feasible
         num = int((feasible & ~self.is_room_known).sum())
         if not num:
@@ -166,31 +166,32 @@ class Ranking:
 
     @property
     def best(self) -> Plan:
-        """The first plan of :attr:`order`: within 1 % of the fastest that fits, and the plainest of these.
+        """Return the first plan of :attr:`order`: the simplest of those within 1 % of the fastest that fits.
 
-        Raises ``ValueError`` naming the nearest misses where none fits.
+        Raises ``ValueError`` with the nearest misses if none fits.
         """
         if not len(self.order):
             raise ValueError(why_none(self))
         return self.plan(int(self.order[0]))
 
     def plan(self, index: int) -> Plan:
-        """The plan of a row, made as a person would make it. Raises ``IndexError`` for no row."""
+        """Return the plan of a row, created and checked like any other. Raises ``IndexError`` for an invalid
+        row."""
         self._check_row(index)
         place = bisect_right(self._starts, index) - 1
         return self.candidates[place].plan(self.cluster, int(index) - self._starts[place])
 
     @property
     def is_feasible(self) -> NDArray[np.bool_]:
-        """The same as :attr:`feasible`: whether each plan's memory is there. Whether it can be launched is
-        for :meth:`why_not_launched`, of one plan at a time."""
+        """Return the same as :attr:`feasible`: whether each plan's memory suffices. :meth:`why_not_launched`
+        reports for one plan whether it can be launched."""
         return self.feasible
 
     def why_not(self, index: int) -> str:
         """Return why a plan cannot run: the memory that is short, or why it cannot be launched here; or "".
 
         ``32.0 GiB over the GPU's memory``, ``needs 1,240 GiB of host memory on each node, which has 1,000``.
-        Raises ``IndexError`` for no row.
+        Raises ``IndexError`` for an invalid row.
         """
         self._check_row(index)
         short = [
@@ -206,7 +207,7 @@ class Ranking:
     def why_not_launched(self, index: int) -> str:
         """Return why no engine here runs a plan, whatever its memory; "" if one does.
 
-        Raises ``IndexError`` for no row.
+        Raises ``IndexError`` for an invalid row.
         """
         if index not in self._launch_refusals:
             self._launch_refusals[index] = why_not_trained(self.plan(index)) or ""
@@ -221,7 +222,7 @@ class Ranking:
             raise IndexError(f"row {index} of {self.num_evaluated:,} plans")
 
     def pareto(self) -> NDArray[np.int64]:
-        """Rows of feasible plans that no other outdoes in both speed and memory, the fastest first."""
+        """Return the rows of the Pareto front of speed and memory among feasible plans, the fastest first."""
         rows = self._by_speed
         peaks = self.peak_bytes[rows]
         least = np.minimum.accumulate(peaks)
@@ -231,19 +232,21 @@ class Ranking:
 
     @cached_property
     def misses(self) -> tuple[Miss, ...]:
-        """The plans nearest to fitting that do not, each of another layout's framework first."""
+        """Return the nearest misses, one of each framework first."""
         return nearest(self)
 
     @cached_property
     def missing_share(self) -> NDArray[np.float64]:
-        """The most that a plan lacks of any place, as a share of what there is of it; 0: it fits."""
+        """Return the largest missing share of any kind of memory, relative to its size; 0 if the plan
+        fits."""
         found = np.zeros(self.num_evaluated)
         for name, short in self.lacks.items():
             found = np.maximum(found, short / max(1, self.rooms[name]))
         return found
 
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
-        """A row for each plan, ``limit`` at most: feasible ones as in :attr:`order`, then the nearest."""
+        """Return a frame with a row for each plan, at most ``limit``: feasible ones as in :attr:`order`, then
+        the nearest misses."""
         import pandas as pd
 
         rows = self.order[:limit]
@@ -273,8 +276,8 @@ class Ranking:
         return pd.DataFrame(found, index=pd.Index(rows, name="plan"))
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
-        ``data_parallel``) of each plan; 1 where a framework has none of it."""
+        """Return ``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
+        ``data_parallel``) of each plan; 1 if the framework does not have it."""
         found = self._columns.get(name)
         if found is None:
             parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
@@ -284,16 +287,17 @@ class Ranking:
 
     @cached_property
     def recompute(self) -> NDArray[np.str_]:
-        """What is recomputed, by plan."""
+        """Return the recomputation of each plan."""
         return self._repeated([found.recipe.recompute for found in self.candidates])
 
     def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
-        """What the layouts of some rows choose beside their degrees, in words."""
+        """Return the text of the layouts' options besides degrees, for some rows."""
         return np.array([_options(found.layout) for found in self.candidates], str)[self.owners(rows)]
 
     @cached_property
     def _by_speed(self) -> NDArray[np.int64]:
-        """Rows of feasible plans, the fastest first; of equally fast ones the plainest, then the leanest."""
+        """Return the rows of feasible plans, the fastest first; of equally fast ones the fewest degrees, then
+        the leanest."""
         rows = np.flatnonzero(self.feasible)
         if not len(rows):
             return rows
@@ -302,13 +306,14 @@ class Ranking:
         return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), alike))]
 
     def num_degrees_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many degrees of some rows are above 1, but for ``data_parallel``, which follows."""
+        """Return the number of degrees above 1 of some rows, except ``data_parallel``, which is derived."""
         above = [self.column(name)[rows] > 1 for name in DEGREES if name != "data_parallel"]
         found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
         return found
 
     def _num_turned_on(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What a person has to set and understand: degrees above 1, offload and recomputation."""
+        """Return the number of settings to choose and understand: degrees above 1, offload and
+        recomputation."""
         extras = [_num_extras(found) for found in self.candidates]
         beside: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
         return self.num_degrees_above_one(rows) + beside
@@ -324,7 +329,7 @@ class Ranking:
 
     @cached_property
     def rooms(self) -> dict[str, int]:
-        """Bytes that plans may take of each place whose size the cluster says."""
+        """Return the available bytes of each kind of memory of known size."""
         cluster = self.cluster
         found = {
             "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
@@ -336,7 +341,7 @@ class Ranking:
 
     @cached_property
     def lacks(self) -> dict[str, NDArray[np.int64]]:
-        """Bytes that are missing in each place whose size is known; 0 or less: none."""
+        """Return the missing bytes of each kind of memory of known size; 0 or less: none."""
         needed = {
             "GPU memory": self.peak_bytes,
             "host memory": self.host_bytes,
@@ -347,19 +352,19 @@ class Ranking:
 
     @cached_property
     def _open(self) -> dict[str, NDArray[np.int64]]:
-        """What plans need in a step of the places whose size the cluster does not say."""
+        """Return the bytes that plans need in a step of the kinds of memory of unknown size."""
         needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
         return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}
 
     def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Whose rows they are, by place in :attr:`candidates`."""
+        """Return the index in :attr:`candidates` of each row."""
         return np.searchsorted(np.array(self._starts), rows, side="right") - 1
 
     def _repeated(self, values: list[str]) -> NDArray[np.str_]:
         return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
 
     def _repr_html_(self) -> str:
-        """The ten best plans as a table."""
+        """Return the ten best plans as an HTML table."""
         frame = self.to_frame(limit=SHOWN_ROWS)
         rows = [
             (
@@ -394,13 +399,13 @@ def _say_lack(name: str, num_bytes: int, room_bytes: int) -> str:
     if name == "GPU memory":
         return f"{gib(num_bytes)} GiB over the GPU's memory"
     of = "on NVMe" if name == "NVMe" else f"of {name}"
-    if gib(room_bytes + num_bytes) == gib(room_bytes):  # They differ by less than what is shown.
+    if gib(room_bytes + num_bytes) == gib(room_bytes):  # Equal at the displayed precision.
         return f"needs {gib(num_bytes)} GiB {of} more than the {gib(room_bytes)} GiB that each node has"
     return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
 
 
 def _options(layout: Any) -> str:
-    """What distinguishes a layout whose degrees are 1."""
+    """Return the text of a layout's options besides degrees."""
     plain = type(layout)()
     changed = [
         f"{name}={getattr(layout, name)}"
@@ -411,12 +416,12 @@ def _options(layout: Any) -> str:
 
 
 def _num_extras(found: Candidates) -> int:
-    """Places of a layout that are moved off the GPU, and recomputation."""
+    """Return the number of offloaded kinds of state, plus one for recomputation."""
     names = [name for name in found.layout.choices if name.startswith("offload")]
     moved = sum(getattr(found.layout, name) is not None for name in names)
     return moved + (found.recipe.recompute != "none")
 
 
 def of_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:
-    """One place's bytes of all plans."""
+    """Return one kind of memory's bytes, over all plans."""
     return np.concatenate([getattr(one, name) for one in needs]) if needs else np.zeros(0, np.int64)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Progress = Callable[[str, float], object]
-"""Is called with words and a fraction; what it raises ends the search."""
+"""A function called with a message and a fraction; an exception that it raises ends the search."""
 
 
 def search(
@@ -43,28 +43,29 @@ def search(
     *,
     headroom_bytes: int = 0,
 ) -> Ranking:
-    """Every plan of the grid below, its peak bytes and the seconds of its step, ranked by tokens a second.
+    """Evaluate all plans of the grid below, and rank them by predicted tokens per second.
 
-    Within 1 % of the fastest the plainest is first, and plans that need host memory or NVMe of a size that
-    ``cluster`` does not say are last: :class:`Ranking`.
+    Within 1 % of the fastest the simplest plan is first, and plans that need host memory or NVMe of unknown
+    size are last: :class:`Ranking`.
 
-    The grid, of each framework in ``frameworks`` (None: all), over all GPUs of ``cluster``, with the global
-    batch of ``recipe``: every degree that divides the GPUs and what it cuts (tensor, pipeline, context and
-    expert parallel, copies of a sharded state), chunks of a pipeline stage (Megatron-core: all that come out
-    even; FSDP2: powers of two), micro-batches of 1, 2, 4, ... sequences that divide the batch, and the
-    recipe's own; no, selective or full recomputation or offloaded activations, as the framework has them, at
-    the recipe's interval. Of each framework's options: ``reshard_after_forward`` True and False and state in
-    host memory (FSDP2); stages 0 to 3 and places of optimizer and parameters (DeepSpeed ZeRO, NVMe where the
-    cluster says how fast its is); sequence parallelism, the distributed optimizer and experts cut by tp or
-    not (Megatron-core). Everything else is the recipe's, or the framework's default; ``plan.findings()`` says
-    where one of these is worth another look. What a ``Plan`` refuses is not in it.
+    The grid covers each framework in ``frameworks`` (None: all), over all GPUs of ``cluster``, with the
+    global batch of ``recipe``: every degree that divides the GPUs and the dimension that it shards (tensor,
+    pipeline, context and expert parallel, replicas of a sharded state), chunks of a pipeline stage
+    (Megatron-core: all that divide evenly; FSDP2: powers of two), micro-batches of 1, 2, 4, ... sequences
+    that divide the batch, and the recipe's own; no, selective or full recomputation or offloaded activations,
+    as the framework supports them, at the recipe's interval. Options of each framework:
+    ``reshard_after_forward`` True and False and state in host memory (FSDP2); stages 0 to 3 and the offload
+    of optimizer and parameters (DeepSpeed ZeRO; NVMe if the cluster has its speed); sequence parallelism, the
+    distributed optimizer and experts with or without tensor parallelism (Megatron-core). Everything else is
+    the recipe's, or the framework's default; ``plan.findings()`` reports if one of these is worth changing.
+    Invalid plans are left out.
 
-    ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
-    feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
-    ``Ranking.instead`` is the same search with the nearest batch of which each GPU has an equal part; where
-    no plan fits, with the loss in chunks, which the grid has only if the recipe says so. Raises
-    ``ValueError`` for what is no noun, a figure of the GPU that is not known, and a recipe that no framework
-    could run.
+    ``progress(message, fraction)`` is called repeatedly and may end the search by raising. A plan counts as
+    feasible if ``headroom_bytes`` of each GPU stay free. If no layout divides the global batch,
+    ``Ranking.instead`` is the same search with the nearest batch that divides evenly over the GPUs; if no
+    plan fits, with the chunked loss, which the grid has only if the recipe requests it. Raises ``ValueError``
+    for arguments of a wrong type, for an unknown figure of the GPU, and for a recipe that no framework could
+    run.
     """
     start = time.perf_counter()
     for field, noun, kind in (
@@ -106,7 +107,7 @@ def search(
     other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
     if other is None:
         return ranking
-    # Told beside what was asked for, never in its place.
+    # In a field of its own: the result of the requested recipe is not replaced.
     return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
 
 
@@ -121,7 +122,7 @@ def rank(
     progress: Progress | None = None,
     start: float | None = None,
 ) -> Ranking:
-    """Evaluate ``asked`` and rank it; ``refused`` has the frameworks that offered nothing, and why.
+    """Evaluate ``asked`` and rank it; ``refused`` has the frameworks without candidates, and the reasons.
 
     ``start`` is when the search began, by ``time.perf_counter()``.
     """
@@ -135,7 +136,7 @@ def rank(
         try:
             found[place] = evaluate(one, cluster)
         except FieldError as refusal:
-            # A Plan can be made of it, but there are no formulas for it.
+            # A Plan can be created, but there are no formulas for it.
             refused[name] = str(refusal)
             continue
         _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
@@ -160,9 +161,9 @@ def rank(
 
 
 def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:
-    """The nearest recipe that may have plans where this one has none; None: there is no such."""
+    """Return the nearest recipe that may have plans if this one has none; None if there is no such recipe."""
     if not is_uneven:
-        # The grid has the recipe's loss. In chunks it learns the same, and whole logits are gone.
+        # The grid has the recipe's loss. The chunked loss has the same loss curve, without whole logits.
         may_be_cut = recipe.loss is None and recipe.kernels is None
         return replace(recipe, loss="chunked") if may_be_cut else None
     at_once = cluster.num_gpus * recipe.micro_batch_size
@@ -172,9 +173,10 @@ def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None
 
 
 def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
-    """All with their places, those of one table one after another: they have most of their numbers in common.
+    """Yield all candidates with their indices, grouped by table, because those of one table share most
+    numbers.
 
-    Tables keep nothing of what was computed in the end.
+    Cached values of a table are dropped after its last candidate.
     """
     tables: dict[int, list[int]] = {}
     for place, one in enumerate(asked):
@@ -187,9 +189,10 @@ def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
 
 
 def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
-    """What each of them needs, and the seconds of its step, through the formulas of one plan.
+    """Return the needs of the candidates' plans and the seconds of their steps, from the formulas of one
+    plan.
 
-    Raises ``ValueError`` for what there are no formulas for.
+    Raises ``ValueError`` if there are no formulas for them.
     """
     table, recipe, layout = found.table, found.recipe, found.layout
     plans: Any = table.plans(cluster, recipe, layout)
@@ -198,7 +201,7 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
     making = making_bytes(table, cluster, recipe, layout)
     needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):
-        # What travels depends on the whole report; only DDP pages, and has a handful of plans.
+        # Page transfers depend on the whole report; only DDP supports paging, with a handful of plans.
         each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]
         return needed, np.array(each, np.float64)
     return needed, step_seconds(table, plans, stage)
@@ -214,7 +217,7 @@ def _names(frameworks: Sequence[str] | None) -> list[str]:
 
 
 def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
-    """What refuses the framework's plainest layout."""
+    """Return the error message of the framework's default layout, if it is invalid."""
     try:
         Plan(arch, cluster, recipe, known[name].layout_class())
     except ValueError as refusal:
