@@ -1,7 +1,7 @@
 """The table of frameworks and abilities: what each can split, offload, compile or quantize.
 
 Every layout class declares its abilities (``Layout.abilities`` and the ``supported_*`` tuples). Accelerate
-has those of the frameworks that it starts, as far as it can pass their options on.
+has the abilities of the frameworks that it launches, as far as it can pass their options on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from shardscope.frameworks.registry import Framework
 
 FACTORIES = tuple(name for name, member in vars(Layout).items() if isinstance(member, staticmethod))
-"""How ``Layout`` spells each framework."""
+"""Names of the factory methods of ``Layout``, one for each framework."""
 
 TITLES: Mapping[str, str] = MappingProxyType(
     {name: framework.title for name, framework in frameworks.items()} | {"accelerate": TITLE}
 )
-"""Every framework of the registry, and Accelerate, which starts them -> the name that people read."""
+"""Framework name -> display name, for all frameworks of the registry and for Accelerate, which launches
+them."""
 
 
 class Cell(NamedTuple):
@@ -38,11 +39,11 @@ class Cell(NamedTuple):
 
     supported: bool
     how: str
-    """The code that asks for it and what it needs besides, or why there is none."""
+    """The code that requests the ability and its requirements, or the reason why it is not supported."""
     layout: Layout | None = None
-    """A layout that has it; None where none has."""
+    """A layout with the ability; None if there is none."""
     recipe: Mapping[str, Any] = MappingProxyType({})
-    """Fields of a recipe that ask for it, where it is not the layout that does."""
+    """Recipe fields that request the ability, if a recipe and not the layout does."""
 
 
 class Column(NamedTuple):
@@ -51,29 +52,30 @@ class Column(NamedTuple):
     title: str
     """Head of the table's column."""
     words: str
-    """One sentence for a reader who does not know it."""
+    """One-sentence explanation of the ability."""
     recipe: Mapping[str, Any] = MappingProxyType({})
-    """The field of a recipe that asks for it; empty if the layout does."""
+    """The recipe field that requests the ability; empty if the layout does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """The table: a row a framework, a column an ability."""
+    """Table of abilities: one row for each framework, one column for each ability."""
 
     cells: Mapping[str, Mapping[str, Cell]]
-    """Framework's name -> ability's name -> cell."""
+    """Framework name -> ability name -> cell."""
     titles: Mapping[str, str]
-    """Framework's name -> the name that people read."""
+    """Framework name -> display name."""
     ergonomics: Mapping[str, str]
-    """Framework's name -> what working with it is like."""
+    """Framework name -> short description of working with it."""
 
     def cell(self, framework: str, ability: str) -> Cell:
-        """One cell. Raises ``ValueError`` for names that are not in the table."""
+        """Return one cell. Raises ``ValueError`` for names that are not in the table."""
         row = self.cells[one_of("framework", framework, self.cells)]
         return row[one_of("ability", ability, row)]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a framework, one column an ability: True or False; the last column is ergonomics."""
+        """Return a frame with one row for each framework and one boolean column for each ability; the last
+        column is ergonomics."""
         import pandas as pd
 
         rows = {
@@ -84,7 +86,8 @@ class Abilities:
         return pd.DataFrame.from_dict(rows, orient="index")
 
     def to_html(self) -> str:
-        """The same as a plain table without scripts; what asks for an ability is each cell's title."""
+        """Return the same table as plain HTML without scripts; each cell's title is the code that requests
+        it."""
         head = "".join(
             f"<th title='{escape(c.words, True)}'>{escape(c.title)}</th>" for c in COLUMNS.values()
         )
@@ -107,7 +110,7 @@ class Abilities:
 
 @cache
 def abilities() -> Abilities:
-    """The table of all frameworks of the registry, and of Accelerate, which starts them."""
+    """Return the table of all frameworks of the registry and of Accelerate, which launches them."""
     cells = {
         name: {ability: _cell(framework, ability) for ability in COLUMNS}
         for name, framework in frameworks.items()
@@ -122,7 +125,7 @@ def abilities() -> Abilities:
 
 
 def code(layout: Layout) -> str:
-    """``Layout.zero(stage=2)``: what makes this layout, without what is so by itself."""
+    """Return the code that creates this layout, without default values: ``Layout.zero(stage=2)``."""
     name = next(name for name in FACTORIES if type(getattr(Layout, name)()) is type(layout))
     plain = type(layout)()
     changed = [
@@ -154,7 +157,7 @@ COLUMNS: dict[str, Column] = {
     "lora": Column("LoRA", "adapters over a frozen base", {"method": "lora"}),
     "qlora": Column("QLoRA", "adapters over a base in 4 bits", {"method": "qlora"}),
 }
-"""Abilities by name, in the order of the table."""
+"""Abilities by name, in the order of the table's columns."""
 
 
 def _cell(framework: Framework, ability: str) -> Cell:
@@ -180,7 +183,7 @@ def _as_code(layout: Layout, column: Column) -> str:
 
 
 def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
-    """Return through which framework Accelerate has an ability, and by which options of its own."""
+    """Return the framework through which Accelerate supports an ability, with Accelerate's own options."""
     for name, fields in CARRIED.items():
         layout = _layout_with(frameworks[name], ability)
         if layout is None:

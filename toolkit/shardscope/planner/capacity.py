@@ -1,6 +1,7 @@
-"""Whether what a plan needs is there: on its cards, in its nodes' host memory, on their NVMe.
+"""Required and available memory of a plan: GPU memory, host memory and NVMe of a node.
 
-One answer for the sentence, the repairs and the launch. ``MemoryReport.fits`` is about the card alone.
+The verdict, the suggested fixes and the launch use the same numbers. ``MemoryReport.fits`` covers GPU memory
+only.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """One kind of memory that a plan needs."""
+    """Required and available bytes of one kind of memory."""
 
     name: Literal["GPU memory", "host memory", "NVMe", "host memory while the model is made"]
     needed_bytes: int
-    """On the worst rank's card; of host memory and NVMe, on the node that needs most."""
+    """GPU memory: bytes on the worst rank. Host memory and NVMe: bytes on the node that needs most."""
     room_bytes: int | None
-    """What there is of it; None: not known."""
+    """Available bytes; None if not known."""
     rank_bytes: int
-    """What the rank needs that needs most."""
+    """Bytes on the rank that needs most."""
 
     @property
     def short_bytes(self) -> int:
-        """By how much it is too little; 0 where it is enough or not known."""
+        """Return the missing bytes; 0 if there are enough or if the size is not known."""
         return 0 if self.room_bytes is None else max(0, self.needed_bytes - self.room_bytes)
 
 
 def places(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
-    """The card, and whatever else the plan needs some of."""
+    """Return the GPU memory and every other kind of memory that the plan needs."""
     card = Place("GPU memory", report.peak_bytes, report.usable_bytes, report.peak_bytes)
     return (card, *beside_the_card(plan, report), *_making(plan))
 
 
 def _making(plan: Plan) -> tuple[Place, ...]:
-    """Host memory before the first step: all ranks of a node make, or load, the model at the same time."""
+    """Return the host memory needed before the first step, when all ranks of a node build or load the
+    model."""
     each = frameworks[plan.layout.framework].building_model().on_host(plan).num_bytes
     if not each:
         return ()
@@ -49,15 +51,15 @@ def _making(plan: Plan) -> tuple[Place, ...]:
 
 
 def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
-    """Host memory and NVMe, as far as the plan moves anything there.
+    """Return the host memory and NVMe that the plan needs in a step; empty if it needs none.
 
-    Of a paged optimizer only those pages count that the GPU has no room for.
+    Of a paged optimizer, only the pages that are evicted from the GPU count.
     """
     cluster = plan.cluster
     stays = paged_bytes(plan, report) - evicted_bytes(plan, report)
     host = [max(0, stage.host_bytes - stays) for stage in report.by_stage]
     if cluster.gpu.memory_is_shared and any(host):
-        # CPU ranks themselves are in the host's memory.
+        # The memory of CPU ranks is host memory.
         host = [num_bytes + report.peak_bytes for num_bytes in host]
     drives = [stage.nvme_bytes for stage in report.by_stage]
     found = (
@@ -68,17 +70,19 @@ def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
 
 
 def shortages(plan: Plan, report: MemoryReport) -> list[Place]:
-    """Where there is too little, the card first; empty: the plan fits, as far as sizes are known."""
+    """Return the kinds of memory that are too small, the GPU first; empty if the plan fits, as far as sizes
+    are known."""
     return [place for place in places(plan, report) if place.short_bytes]
 
 
 def fits(plan: Plan, report: MemoryReport) -> bool:
-    """Whether everything has room that is known."""
+    """Return whether every kind of memory of known size is large enough."""
     return not shortages(plan, report)
 
 
 def _on_a_node(plan: Plan, by_stage: list[int]) -> int:
-    """Bytes on the fullest node. Pipeline stages are the outermost degree: a node has neighbours."""
+    """Return the bytes on the fullest node. Pipeline stages are the outermost degree, so that consecutive
+    ranks share a node."""
     per_node, per_stage = plan.cluster.gpus_per_node, plan.world_size // len(by_stage)
     if not any(by_stage) or per_stage % per_node == 0:
         return max(by_stage) * per_node

@@ -1,6 +1,6 @@
-"""The same framework and kind of layout on CPU ranks, with a tiny model of the same family.
+"""CPU rehearsals: the same framework and kind of layout on CPU ranks, with a tiny model of the same family.
 
-A rehearsal runs the framework's own code for real; only sizes differ, and what differs is said.
+A rehearsal runs the framework's own code; only sizes differ, and the differences are listed.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ HEAD_DIM = 32
 LAYERS = 4
 EXPERTS = 4
 GROUPED_EXPERTS = 16
-"""Two in each of the eight groups between which DeepSeek-V3's router first chooses."""
+"""Two experts in each of the eight groups of DeepSeek-V3's group-limited router."""
 VOCABULARY = 2048
-"""That of the tokenizer that ships with the text."""
+"""Vocabulary size of the tokenizer that is shipped with the text."""
 MAX_SEQ_LEN = 128
 MICRO_BATCH_SIZE = 4
 MAX_MICRO_BATCHES = 2
 
 
 class Rehearsal(NamedTuple):
-    """A plan that this machine can run, and what it leaves out of the plan it stands for."""
+    """A plan that this machine can run, and its differences from the original plan."""
 
     plan: Plan
     differences: tuple[str, ...]
 
 
 def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
-    """``plan`` cut down to ``num_ranks`` CPU ranks here.
+    """Return ``plan`` reduced to ``num_ranks`` CPU ranks of this machine.
 
     Method, precision, optimizer, recomputation and the framework's options stay; sizes and degrees shrink.
-    Tensor-parallel parts and pipeline stages stay where that many ranks and the framework's engine have them.
+    Tensor and pipeline parallelism stay where ``num_ranks`` and the framework's engine allow them. Raises
+    ``ValueError`` if no reduced plan is valid.
     """
     cluster = Cluster.parse(f"{num_ranks}x{gpus['cpu'].name}")
     architecture = _small_architecture(plan.architecture)
@@ -71,7 +72,8 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
 
 
 def _small_architecture(arch: Architecture) -> Architecture:
-    """A few layers of the same family: gated, tied, grouped heads and experts as in the original."""
+    """Return a few layers of the same family, with the original's gating, weight tying, grouped-query heads
+    and experts."""
     changes: dict[str, Any] = {
         "name": f"tiny {arch.name}",
         "hidden_size": HIDDEN_SIZE,
@@ -112,7 +114,8 @@ def _small_architecture(arch: Architecture) -> Architecture:
 
 
 def _small_groups(arch: Architecture) -> int:
-    """Key and value heads: as many as query heads, fewer, or a lone one that is broadcast."""
+    """Return the number of key and value heads: as many as query heads, fewer, or a single one that is
+    broadcast."""
     if arch.num_key_value_heads == arch.num_attention_heads:
         return HEADS
     broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
@@ -120,7 +123,7 @@ def _small_groups(arch: Architecture) -> int:
 
 
 def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recipe:
-    """A few short micro-batches, and at least one for each pipeline stage."""
+    """Return the recipe with a few short micro-batches, at least one for each pipeline stage."""
     num_micro_batches = max(min(plan.num_micro_batches, MAX_MICRO_BATCHES), kept.get("pp", 1))
     return replace(
         plan.recipe,
@@ -131,7 +134,8 @@ def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recip
 
 
 def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
-    """What ``num_ranks`` leave of the degrees of ``names``, the first one first; and of chunks of a stage."""
+    """Return the degrees of ``names`` that fit into ``num_ranks``, in order of priority, and the chunks of a
+    stage."""
     kept = {}
     for name in names:
         degree = largest_divisor(num_ranks, getattr(layout, name, 1))
@@ -145,7 +149,8 @@ def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
 
 
 def _small_layout(layout: Layout, kept: dict[str, int]) -> tuple[Layout, list[str]]:
-    """Every degree but those ``kept`` back to 1; options stay."""
+    """Return the layout with every degree reset to 1 except those in ``kept``, and the list of changes;
+    options stay."""
     changes: dict[str, Any] = {}
     words = []
     for field in fields(layout):

@@ -1,4 +1,4 @@
-"""What tells two plans apart, in words: for a pair that is shown side by side."""
+"""Differences between two plans that are compared side by side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Difference(NamedTuple):
-    """One field in which two plans differ."""
+    """One field with different values in two plans."""
 
     field: str
-    """As recipe and layout spell it; or ``model``, ``GPUs``, ``framework``."""
+    """Field name of the recipe or layout; or ``model``, ``GPUs``, ``framework``."""
     before: Any
     after: Any
 
@@ -23,10 +23,11 @@ class Difference(NamedTuple):
 
 
 def differences(before: Plan, after: Plan) -> list[Difference]:
-    """``recompute none → full`` and the like, from ``before`` to ``after``; empty for equal plans.
+    """Return the differences from ``before`` to ``after``, such as ``recompute none → full``; empty for equal
+    plans.
 
-    Another framework is one difference: its fields have no counterpart. What follows from the rest of a plan
-    where it is left open is none.
+    Another framework is one difference, because its fields have no counterpart. A value that a plan leaves
+    open and that is derived from the rest is no difference.
     """
     found = []
     if before.architecture != after.architecture:
@@ -42,7 +43,7 @@ def differences(before: Plan, after: Plan) -> list[Difference]:
 
 
 def does_the_same(one: Plan, other: Plan) -> bool:
-    """Return whether two plans do the same, however their defaults are written."""
+    """Return whether two plans run the same training step, whether or not default values are written out."""
     return (
         (one.architecture, one.cluster) == (other.architecture, other.cluster)
         and one.layout.framework == other.layout.framework
@@ -54,11 +55,12 @@ def does_the_same(one: Plan, other: Plan) -> bool:
 
 
 def _chosen(plan: Plan, other: Plan) -> Layout:
-    """The layout of ``plan`` but for numbers that ``other`` leaves open and that follow here."""
+    """Return the layout of ``plan`` without numbers that ``other`` leaves open and that are derived here
+    too."""
     chosen = plan.layout
     names = [field.name for field in fields(chosen) if field.name not in chosen.choices]
     open_there = [name for name in names if getattr(other.layout, name) is None]
-    # One number may follow only once another is left open as well.
+    # Twice, because one number may be derivable only after another is left open.
     for name in open_there * 2:
         left_open = replace(chosen, **{name: None})
         if left_open.settled(plan.architecture, plan.cluster, plan.recipe) == plan.layout:

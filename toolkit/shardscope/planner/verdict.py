@@ -1,6 +1,6 @@
-"""The verdict on a plan: whether its memory is there, on the GPUs, in the nodes' host memory and on NVMe.
+"""The verdict on a plan: whether its GPU memory, host memory and NVMe are sufficient.
 
-One answer for every view and for "Make it fit". ``MemoryReport.verdict`` is about the GPU's memory alone.
+All views and "Make it fit" use this verdict. ``MemoryReport.verdict`` covers GPU memory only.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Verdict:
     """Whether a plan fits, and why."""
 
     state: State
-    """``tight``: it fits, but such runs may run out of memory. ``unknown``: the GPU's memory is enough, but
-    how much host memory or NVMe a node has is not known, and the plan needs some."""
+    """``tight``: the plan fits, but such runs may run out of memory. ``unknown``: GPU memory is sufficient,
+    but the plan needs host memory or NVMe of unknown size."""
     reason: str
-    """The state in a plain sentence, with the numbers behind it."""
+    """The reason in one sentence, with the numbers."""
     shortages: tuple[Place, ...] = ()
-    """Where there is too little memory, the GPU first."""
+    """Kinds of memory that are too small, the GPU first."""
     unknown: tuple[Place, ...] = ()
-    """Memory that the plan needs and whose size the cluster does not say."""
+    """Kinds of memory that the plan needs and whose size the cluster leaves unset."""
 
     @property
     def runs(self) -> bool:
-        """Whether nothing that is known speaks against a launch."""
+        """Return whether the plan can be launched, as far as sizes are known."""
         return self.state != "does not fit"
 
 
 def assess(plan: Plan, report: MemoryReport | None = None) -> Verdict:
-    """Return the verdict on ``plan``, by ``report`` (None: the predicted one)."""
+    """Return the verdict on ``plan``, from ``report`` (None: the predicted report)."""
     report = report or plan.memory()
     needed = places(plan, report)
     short = tuple(place for place in needed if place.short_bytes)
@@ -68,10 +68,11 @@ def assess(plan: Plan, report: MemoryReport | None = None) -> Verdict:
 
 
 def say_shortage(place: Place, unit: str = "GPU") -> str:
-    """Return ``1,240 GiB of host memory on each node, which has 1,000``."""
+    """Return the required and available amounts:
+    ``1,240 GiB of host memory on each node, which has 1,000``."""
     room = "" if place.room_bytes is None else gib(place.room_bytes)
     needed = gib(place.needed_bytes)
-    if needed == room:  # They differ by less than what is shown.
+    if needed == room:  # The difference is smaller than the displayed precision.
         return f"{gib(place.short_bytes)} GiB more than the {room} GiB that {_where(place, unit)} has"
     return f"{_amount(place, unit)}, which has {room}"
 
