@@ -82,7 +82,7 @@ def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
     found: dict[str, Outcome] = {}
     rule = next(iter(by_framework))
     for name, layouts in by_framework.items():
-        # Other frameworks are evaluated only where they could decide: some have no predicted time.
+        # Other frameworks are evaluated only where they could decide: some take longer to compute.
         if not found or not found[rule].best or name in familiar:
             found[name] = _first_or_faster([bench.outcome(layout) for layout in layouts])
             rule = next((one for one, outcome in found.items() if outcome.best), rule)

@@ -192,8 +192,7 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
             continue
         if plan.recipe.kernels and plan.recipe.kernels not in other.supported_kernels:
             continue
-        # Only frameworks with the same modules: another implementation of the model is another plan, not a
-        # fix.
+        # Only frameworks with the same modules: another implementation of the model is not a fix.
         if other.default_kernels != plan.layout.default_kernels:
             continue
         title = other.description
