@@ -1,4 +1,4 @@
-"""``plan.export(folder)``: a plan as the files of all tools, and never over what a person wrote."""
+"""``plan.export(folder)``: configuration files of a plan, which never overwrite the user's own files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
 
 
 def contents(plan: Plan) -> list[Exported]:
-    """The files of ``plan``'s export: its JSON, its framework's own, and a list of them."""
+    """Return the files of ``plan``'s export: its JSON, its framework's own files, and a list of them."""
     found: Sequence[Exported | Absent] = files_of(plan)
     plan_file = Exported(
         name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"
@@ -66,13 +66,13 @@ def _is_as_left(home: Path, file: Exported) -> bool:
     try:
         return (home / file.name).read_bytes() == file.text.encode()
     except OSError:
-        return False  # a folder of that name, or a file that is another person's
+        return False  # a folder of that name, or an unreadable file of another user
 
 
 def _earlier(home: Path, names: set[str]) -> list[str]:
-    """Names of the files that an earlier export left in ``home``, as it left them.
+    """Return the names of unchanged files of an earlier export in ``home``.
 
-    Raises ``ValueError`` where ``names``, which this export writes, would replace what a person wrote or
+    Raises ``ValueError`` if ``names``, which this export writes, would replace a file that the user wrote or
     changed.
     """
     from shardscope.core.plan import Plan  # it imports this module

@@ -1,4 +1,4 @@
-"""Other tools' files as plans: which of them are read, and by whom."""
+"""Readers of other tools' files that return plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading one config.json: its keys with their ranges, and what many families spell alike."""
+"""Reader of one config.json: keys with their allowed ranges, and fields that many families share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from shardscope.core.errors import Value, flag, refuse, whole_number
 from shardscope.core.size_limits import LIMITS
 
 Fields = dict[str, Any]
-"""Fields of an ``Architecture`` but its name and ``model_type``."""
+"""Fields of an ``Architecture`` except ``name`` and ``model_type``."""
 
 
 class HfConfig:
-    """The keys of one config.json; null stands for a missing key, as in transformers."""
+    """Keys of one config.json; null is the same as a missing key, as in transformers."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = data
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of ``keys`` that is there (later ones are the family's aliases), else ``default``."""
+        """Return the value of the first key present (later ones are aliases), else ``default``."""
         return next((self.data[key] for key in keys if self.data.get(key) is not None), default)
 
     def size(self, *keys: str, limit: str, default: int | None = None) -> int:
-        """A size in its allowed range; refused if missing without a ``default``."""
+        """Return a size. Raises ``ValueError`` if it is out of range or missing without a ``default``."""
         low, high = LIMITS[limit]
         key = next((key for key in keys if self.data.get(key) is not None), None)
         if key is None and default is None:
@@ -34,12 +34,12 @@ class HfConfig:
         return whole_number(f"config.json {key or keys[0]}", value, low=low, high=high)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
+        """Return a boolean. Raises ``ValueError`` for other values."""
         return flag(f"config.json {key}", self.get(key, default=default))
 
 
 def sizes(c: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
-    """What all families but GPT-2 spell alike; ``kv_heads`` None: as many as query heads."""
+    """Return the sizes with common key names; ``kv_heads`` None: as many as query heads by default."""
     hidden = c.size("hidden_size", limit="hidden_size")
     heads = c.size("num_attention_heads", limit="num_attention_heads")
     default_kv = heads if kv_heads is None or _given_null(c, "num_key_value_heads") else kv_heads
@@ -63,7 +63,10 @@ def _given_null(c: HfConfig, key: str) -> bool:
 
 
 def even_heads(fields: Fields) -> Fields:
-    """LlamaConfig, Gemma2Config and GPT2Attention refuse a width that the heads do not divide."""
+    """Return ``fields``; raise ``ValueError``, as transformers does, unless the heads divide hidden_size.
+
+    Source: LlamaConfig, Gemma2Config, GPT2Attention.
+    """
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if hidden % heads:
         refuse("config.json hidden_size", hidden, f"a multiple of num_attention_heads={heads}",
@@ -72,7 +75,10 @@ def even_heads(fields: Fields) -> Fields:
 
 
 def window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable[[int], int]) -> Fields:
-    """``default`` holds only while the key is missing: null switches the window off."""
+    """Return ``fields`` with the sliding window: its tokens and number of layers.
+
+    ``default`` applies only if the key is missing: null disables the window.
+    """
     value = c.data.get("sliding_window", default)
     if value is None:
         return fields
@@ -86,12 +92,12 @@ def window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable
 
 
 def bias(c: HfConfig, default: bool = False) -> Fields:
-    """Families whose ``attention_bias`` is that of all four projections."""
+    """Return bias fields of families whose ``attention_bias`` is that of all four projections."""
     has_bias = c.flag("attention_bias", default)
     return {"attention_bias": has_bias, "attention_output_bias": has_bias}
 
 
 def never(c: HfConfig, key: str, why: str) -> None:
-    """Refuse a flag under which the model is not the causal decoder that is counted here."""
+    """Raise ``ValueError`` for a flag that makes the model something other than a causal decoder."""
     if c.flag(key, False):
         refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", Value(False))

@@ -8,7 +8,7 @@ from shardscope.families.family import Family
 
 
 def _read_deepseek_v2(c: HfConfig) -> Fields:
-    """DeepseekV2Config: latent attention and shared experts, as V3, with a softmax router."""
+    """Read DeepseekV2Config: latent attention and shared experts, as in V3, with a softmax router."""
     fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c)}
     fields["mlp_bias"] = c.flag("mlp_bias", False)
     chosen = c.size("num_experts_per_tok", limit="num_experts")
@@ -16,7 +16,7 @@ def _read_deepseek_v2(c: HfConfig) -> Fields:
 
 
 def _read_deepseek_v3(c: HfConfig) -> Fields:
-    """DeepseekV3Config: the multi-token-prediction module is not in ``ForCausalLM``."""
+    """Read DeepseekV3Config: ``ForCausalLM`` lacks the multi-token-prediction module."""
     fields = {**sizes(c, kv_heads=None, positions=4_096), **bias(c)}
     chosen = c.size("num_experts_per_tok", limit="num_experts", default=8)
     return _latent(c, fields, experts=256, chosen=chosen, inner=2_048, shared=1, dense=3)
@@ -25,7 +25,7 @@ def _read_deepseek_v3(c: HfConfig) -> Fields:
 def _latent(
     c: HfConfig, fields: Fields, *, experts: int, chosen: int, inner: int, shared: int, dense: int
 ) -> Fields:
-    """Latent attention and experts; the numbers are the family's defaults."""
+    """Add latent attention and experts; the numeric arguments are the family's defaults."""
     inner = c.size("moe_intermediate_size", limit="moe_intermediate_size", default=inner)
     shared = c.get("n_shared_experts", default=shared)
     shared = whole_number("config.json n_shared_experts", shared, low=0, high=1_024)
@@ -38,7 +38,7 @@ def _latent(
     }
     first = c.get("first_k_dense_replace", default=dense)
     if isinstance(first, int) and not isinstance(first, bool):
-        # A small test model of three layers simply has no MoE layer.
+        # A test model of at most three layers has no MoE layer.
         first = min(first, fields["num_hidden_layers"])
     fields["mixture_of_experts"] = {
         "num_experts": c.size("n_routed_experts", "num_local_experts", limit="num_experts", default=experts),

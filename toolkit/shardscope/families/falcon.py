@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _read_falcon(c: HfConfig) -> Fields:
-    """FalconConfig: its own spelling, three layouts of heads, parallel halves behind one norm or two."""
+    """Read FalconConfig: its own key names, three head layouts, a parallel residual with one or two norms."""
     hidden, heads = c.size("hidden_size", "n_embed", limit="hidden_size"), "num_attention_heads"
     fields: Fields = {
         "hidden_size": hidden,
@@ -61,7 +61,7 @@ def _read_falcon(c: HfConfig) -> Fields:
 
 
 def _read_starcoder2(c: HfConfig) -> Fields:
-    """Starcoder2Config: grouped queries, a plain MLP, and ``use_bias`` for all projections."""
+    """Read Starcoder2Config: grouped queries, an MLP without gate, ``use_bias`` for all projections."""
     fields = sizes(c, kv_heads=2, positions=4_096)
     has_bias = c.flag("use_bias", True)
     fields |= {"attention_bias": has_bias, "attention_output_bias": has_bias, "mlp_bias": has_bias}

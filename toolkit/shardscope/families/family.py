@@ -1,8 +1,7 @@
-"""One record per model family: all that is true of a family and not of every decoder.
+"""Record type of model families: properties that differ between decoder families.
 
-The records stand beside the adapters that read their config.json (``llama.py``, ``qwen.py``, ...), and
-:func:`shardscope.families.registry.family_of` returns an architecture's. A field that a record does not set
-says what most families do.
+The records are in the modules that read their config.json (``llama.py``, ``qwen.py``, ...), and
+:func:`shardscope.families.registry.family_of` returns an architecture's. Defaults describe most families.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ Support = Literal[
     "attention_choice",
     "dropout",
 ]
-"""What is trained, rehearsed or predicted in some families only.
+"""Features that only some families support in training, rehearsal or prediction.
 
 - ``pipeline_stages``: the model is ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``,
-  and takes hidden states in the embedding's place.
-- ``fsdp2_tensor_parallel``: DTensor shards its projections, which are matrices of their own: a cut of a fused
-  one would go across its parts.
+  and accepts hidden states instead of embedded tokens.
+- ``fsdp2_tensor_parallel``: DTensor shards its projections, which are separate matrices: a shard of a fused
+  one would mix its parts.
 - ``fsdp2_context_parallel``: attention is transformers' SDPA and positions are arguments, so that
   torch's ring can split sequences.
-- ``autotp_rehearsal``: DeepSpeed's AutoTP shards it by transformers' own plan; it refuses plans with experts
-  and with fused projections (Phi-3), and GPT-2 has none.
-- ``autotp_training``: AutoTP's training was compared with that of one process.
-- ``deepspeed_moe``: DeepSpeed's MoE layer routes as the family's does.
-- ``megatron_weights``: weights go into megatron-core's ``GPTModel`` and come back.
-- ``megatron_script``: the training script that is exported for Megatron-core trains it.
+- ``autotp_rehearsal``: DeepSpeed's AutoTP shards it by transformers' own plan; it rejects plans with experts
+  and with fused projections (Phi-3), and GPT-2 has no plan.
+- ``autotp_training``: training with AutoTP was compared with training on one process.
+- ``deepspeed_moe``: DeepSpeed's MoE layer routes like the family's.
+- ``megatron_weights``: weights are converted to megatron-core's ``GPTModel`` and back.
+- ``megatron_script``: the exported Megatron-core training script trains it.
 - ``liger_kernels``: ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more.
-- ``compiled_layers``: what its compiled layers save was counted (RMSNorm, a gated MLP, SDPA).
-- ``attention_choice``: ``Recipe.attention`` may differ from the family's own implementation, and is counted.
-- ``dropout``: the memory model has its masks: GPT-2's everywhere, the others' in attention alone.
+- ``compiled_layers``: saved tensors of its compiled layers have formulas (RMSNorm, a gated MLP, SDPA).
+- ``attention_choice``: ``Recipe.attention`` may differ from the family's default and has formulas.
+- ``dropout``: masks have formulas: all of GPT-2's, and those of attention in other families.
 """
 
 LLAMA_SUPPORT: frozenset[Support] = frozenset({
@@ -55,42 +54,42 @@ LLAMA_SUPPORT: frozenset[Support] = frozenset({
     "autotp_training", "megatron_weights", "megatron_script", "liger_kernels", "compiled_layers",
     "attention_choice", "dropout",
 })  # fmt: skip
-"""Support of Llama and of the dense families with the same layers."""
+"""Features of Llama and of the dense families with the same layers."""
 
 
 class Names(NamedTuple):
-    """The names of one family's modules; inside a layer, relative to the layer."""
+    """Names of one family's modules; inside a layer, relative to the layer."""
 
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     attention: str = "self_attn"
     fused_qkv: str | None = None
-    """One projection for query, key and value; None: one each."""
+    """Fused projection of query, key and value; None: separate projections."""
     output: str = "o_proj"
     fused_gate_up: str | None = None
-    """One projection for gate and up; None: one each."""
+    """Fused projection of gate and up; None: separate projections."""
     up: str = "up_proj"
     down: str = "down_proj"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """The norms of hidden_size as a layer registers them; a layer of fewer has the first ones."""
+    """Norms of hidden_size in order of registration; layers with fewer norms have the first ones."""
     parallel_norms: tuple[str, str] | None = None
-    """The two norms of a layer whose halves stand side by side; None: as ``norms``."""
+    """Names of the two norms of a layer with a parallel residual; None: as in ``norms``."""
     query_key_norms: tuple[str, str] = ("q_norm", "k_norm")
     router: str = "mlp.gate"
     shared_experts: str = "mlp.shared_experts"
 
 
 class FileNames(NamedTuple):
-    """Where the names in checkpoints on the hub differ from those in memory."""
+    """Names in checkpoints on the Hub that differ from those in memory."""
 
     experts_are_stacked: bool = False
-    """Whether files, too, have all experts of a layer in one tensor."""
+    """Whether files store all experts of a layer in one tensor."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     renamed: tuple[str, str] | None = None
-    """A part of names in memory, and what stands for it in files."""
+    """Part of the names in memory, and its replacement in files."""
 
 
 DEFAULT_NAMES = Names()
@@ -99,113 +98,114 @@ DEFAULT_FILE_NAMES = FileNames()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """The record of one ``model_type``."""
+    """Properties of one ``model_type``."""
 
     model_type: str
-    """Hugging Face's name of the family."""
+    """Hugging Face's ``model_type``."""
     read: Callable[[HfConfig], Fields]
-    """Make an ``Architecture``'s fields of a config.json."""
+    """Function that reads an ``Architecture``'s fields from a config.json."""
     supports: frozenset[Support] = frozenset()
-    """What is trained, rehearsed or predicted of it beyond what all families share."""
+    """Supported features beyond those of all families."""
 
     # --- config.json ---------------------------------------------------------------------------------------
 
     activation: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"] = "silu"
-    """The default of ``hidden_act``, by transformers' names. ``gelu_new`` is no kernel, but
-    0.5 x (1 + tanh(...)), operator by operator."""
+    """Default of ``hidden_act``, in transformers' names. ``gelu_new`` is not one kernel: it computes
+    0.5 x (1 + tanh(...)) operator by operator."""
     activation_key: str = "hidden_act"
-    """The key of the activation in config.json."""
+    """Key of the activation in config.json."""
     normalizes_top_k: bool = False
-    """The weights of the chosen experts sum to 1 where ``norm_topk_prob`` is missing."""
+    """Whether the chosen experts' weights sum to 1 if ``norm_topk_prob`` is missing."""
     longrope_aliases: tuple[str, ...] = ()
-    """What its configs called ``longrope`` once; transformers still reads them so."""
+    """Older names of ``longrope`` in its configs, which transformers still reads."""
     model_type_with_layer_types: str | None = None
-    """The ``model_type`` as which transformers reads a config.json with ``layer_types``; None: its own."""
+    """``model_type`` with which transformers reads a config.json with ``layer_types``; None: its own."""
     config_values: Callable[[Architecture], Mapping[str, Any]] | None = None
-    """Make keyword arguments of its transformers config that no other family's has."""
+    """Function that returns keyword arguments of its transformers config that no other family has."""
 
-    # --- What its architectures can be ---------------------------------------------------------------------
+    # --- Allowed architectures -----------------------------------------------------------------------------
 
     norms_per_layer: tuple[int, ...] = (2,)
     parallel_residual: tuple[bool, ...] = (False,)
-    """Whether attention and MLP may, or must, stand side by side."""
+    """Allowed values of ``Architecture.parallel_residual``: attention and MLP in parallel."""
     position_embeddings: tuple[str, ...] = ("rope", "learned")
     may_have_experts: bool = True
     has_grouped_queries: bool = True
     heads_fill_width: bool = False
-    """Fused projections leave head_dim no choice: the heads' widths sum to hidden_size."""
+    """Whether fused projections require heads x head_dim == hidden_size."""
     has_new_decoder_architecture: bool = False
-    """config.json has Falcon's ``new_decoder_architecture``."""
+    """Whether config.json has Falcon's ``new_decoder_architecture``."""
     check: Callable[[Architecture], None] | None = None
-    """Raise ``ValueError`` for combinations of fields that its modules cannot have."""
+    """Function that raises ``ValueError`` for combinations of fields that its modules cannot have."""
     unlike_megatron_core: str | None = None
-    """What megatron-core 0.16's GPT layers lack of its layers, or no formula counts there; None: nothing."""
+    """Parts of its layers that megatron-core 0.16's GPT layers lack or that have no formula, or None."""
 
     # --- Modules and parameters ----------------------------------------------------------------------------
 
     names: Names = DEFAULT_NAMES
     file_names: FileNames = DEFAULT_FILE_NAMES
     projections: Literal["linear", "conv1d", "matmul"] = "linear"
-    """The modules of projections: ``torch.nn.Linear``; transformers' ``Conv1D``, stored (in, out) and always
-    with a bias; or a product with the transposed weight and an addition, written out."""
+    """Modules of projections: ``torch.nn.Linear``; transformers' ``Conv1D``, stored (in, out) and always with
+    a bias; or an explicit matmul with the transposed weight and an addition."""
     norm_placement: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((0,), (1, 2), (3,))
-    """Places of the registered norms before attention, between it and the feed-forward, and behind."""
+    """Indices of the norms before attention, between attention and feed-forward, and after it."""
     qk_norm_over_all_heads: bool = False
-    """One norm for all query heads together, and one for all key heads, instead of one for each head."""
+    """Whether one norm spans all query heads and one all key heads, instead of one norm per head."""
     has_head_bias: bool = False
-    """``lm_head`` has a bias, even where its matrix is the embedding's."""
+    """Whether ``lm_head`` has a bias, also with a tied weight."""
     has_attention_sinks: bool = False
-    """A learned logit for each head takes part in the softmax."""
+    """Whether the softmax includes a learned logit per head."""
     has_clamped_experts: bool = False
-    """Experts have biases, clamp gate and up, and are stored as the products read them: (in, out)."""
+    """Whether experts have biases, clamp gate and up, and are stored as (in, out)."""
     has_shared_expert_gate: bool = False
-    """A sigmoid of one number for each token weighs the shared expert."""
+    """Whether the shared expert is scaled by a sigmoid gate per token."""
     has_group_limited_routing: bool = False
-    """By default the router first chooses groups of experts (``n_group``)."""
+    """Whether the router by default first chooses groups of experts (``n_group``)."""
     has_expert_intermediate_size: bool = True
-    """config.json has a width of experts apart from ``intermediate_size``."""
+    """Whether config.json has a width of experts other than ``intermediate_size``."""
     has_multi_token_prediction: bool = False
-    """Files hold one layer more, which predicts a second token and which transformers does not build."""
+    """Whether files have an additional multi-token-prediction layer, which transformers does not build."""
     router: Literal["softmax", "softmax_upcast", "softmax_cast", "softmax_of_top_k", "sigmoid"] = "softmax"
-    """How scores become weights. ``softmax``: in fp32 over all, then normalised over the chosen;
-    ``softmax_upcast``: hidden states and scores are fp32; ``softmax_cast``: the weights are cast to the type
-    of the input; ``softmax_of_top_k``: over the chosen alone; ``sigmoid``: with a bias to even the load."""
+    """Conversion of router scores to weights. ``softmax``: in fp32 over all experts, then normalised over the
+    chosen ones; ``softmax_upcast``: hidden states and scores are fp32; ``softmax_cast``: weights are cast to
+    the type of the input; ``softmax_of_top_k``: over the chosen experts only; ``sigmoid``: with a
+    load-balancing bias."""
 
-    # --- What its modules save and compute -----------------------------------------------------------------
+    # --- Saved tensors and operators -----------------------------------------------------------------------
 
     has_sdpa: bool = True
-    """Attention runs SDPA unless chosen otherwise: not where it caps scores or adds sinks."""
+    """Whether attention runs SDPA by default; not with capped scores or sinks."""
     has_softcapping: bool = False
-    """A tanh bounds attention scores and logits."""
+    """Whether attention scores and logits are capped by tanh."""
     always_passes_mask: bool = False
-    """A mask is made even where SDPA's ``is_causal`` would do (``allow_is_causal_skip=False``)."""
+    """Whether a mask is passed where SDPA's ``is_causal`` suffices (``allow_is_causal_skip=False``)."""
     expands_key_heads: bool = False
-    """Attention itself brings keys and values to all query heads: repeated with ``new_decoder_architecture``,
-    else a lone head that is broadcast."""
+    """Whether attention expands keys and values to all query heads itself: repeated with
+    ``new_decoder_architecture``, otherwise a single head that is broadcast."""
     concatenates_query: bool = False
-    """Rotated and other numbers of the query are put together by ``cat``, which lays it by heads."""
+    """Whether the rotated and the other part of the query are joined by ``cat``, with heads outermost."""
     values_are_views: bool = False
-    """Values are a view of the fused projection's output, which so stays whole."""
+    """Whether values are a view of the fused projection's output, which is therefore kept whole."""
     scales_before_cast: bool = False
-    """RMSNorm multiplies with its weight before it casts back, and so keeps fp32 numbers."""
+    """Whether RMSNorm multiplies by its weight before casting back, and so saves fp32 tensors."""
     has_layernorm_1p: bool = False
-    """LayerNorm adds 1 to its weight, and casts its input itself under CUDA's autocast only."""
+    """Whether LayerNorm adds 1 to its weight; it casts its input itself under CUDA's autocast only."""
     has_dropout_modules: bool = False
-    """A dropout module behind attention and another behind the feed-forward."""
+    """Whether dropout modules follow attention and the feed-forward."""
     is_zero3_leaf: bool = False
-    """ZeRO-3 gathers its experts' module as one (``DEFAULT_LEAF_MODULE_CLASSES``)."""
+    """Whether ZeRO-3 all-gathers the module of all experts at once (``DEFAULT_LEAF_MODULE_CLASSES``)."""
     registers_router_last: bool = False
-    """The router's parameters come behind the experts' in the module."""
+    """Whether the router's parameters are registered after the experts'."""
     has_own_embedding_class: bool = False
-    """Its embedding has a forward of its own, which no vocabulary-parallel embedding of AutoTP's replaces: a
-    tied one stays whole. Set where AutoTP was tried."""
+    """Whether its embedding has a forward of its own, which AutoTP does not replace by a vocabulary-parallel
+    one: a tied weight stays unsharded. Set for families tested with AutoTP."""
 
     @property
     def is_post_norm(self) -> bool:
-        """Whether attention and MLP read the residual stream itself, and are normalised behind."""
+        """Whether attention and MLP read the unnormalised residual stream and have norms after them."""
         return not self.norm_placement[0]
 
     @property
     def casts_router_weights(self) -> bool:
-        """Whether the router hands out its weights in the type of its input."""
+        """Whether the router returns its weights in the type of its input."""
         return self.router in ("softmax_cast", "softmax_of_top_k")

@@ -11,7 +11,7 @@ _BOTH_WAYS = "the model attends to later tokens too"
 
 
 def _read_gemma(c: HfConfig) -> Fields:
-    """GemmaConfig: tied by default, head_dim 256 unless given."""
+    """Read GemmaConfig: tied by default, head_dim defaults to 256."""
     never(c, "use_bidirectional_attention", _BOTH_WAYS)
     fields = {**sizes(c, kv_heads=16, positions=8_192), **bias(c)}
     fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
@@ -20,7 +20,7 @@ def _read_gemma(c: HfConfig) -> Fields:
 
 
 def _read_gemma2(c: HfConfig) -> Fields:
-    """Gemma2Config: four norms in each layer, tied by default, every other layer windowed from the first."""
+    """Read Gemma2Config: four norms per layer, tied by default, windows in layers 0, 2, 4, ..."""
     fields = {**even_heads(sizes(c, kv_heads=4, positions=8_192)), **bias(c), "norms_per_layer": 4}
     fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
@@ -28,7 +28,7 @@ def _read_gemma2(c: HfConfig) -> Fields:
 
 
 def _read_gemma3_text(c: HfConfig) -> Fields:
-    """Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, every sixth layer attends to all."""
+    """Read Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, no window in every 6th layer."""
     never(c, "use_bidirectional_attention", _BOTH_WAYS)
     fields = {**even_heads(sizes(c, kv_heads=4, positions=131_072)), **bias(c)}
     fields |= {"norms_per_layer": 4, "qk_norm": True}

@@ -7,14 +7,14 @@ from shardscope.families.family import Family, Names
 
 
 def _read_glm(c: HfConfig) -> Fields:
-    """GlmConfig: gate and up projection are one matrix; query, key and value have biases."""
+    """Read GlmConfig: fused gate and up projections; biases of query, key and value by default."""
     fields = {**sizes(c, kv_heads=2, positions=131_072), "attention_bias": c.flag("attention_bias", True)}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
     return fields
 
 
 def _read_glm4(c: HfConfig) -> Fields:
-    """Glm4Config: GLM's layers with a norm after each half as well."""
+    """Read Glm4Config: GLM's layers with additional norms after attention and MLP."""
     return {**_read_glm(c), "norms_per_layer": 4}
 
 

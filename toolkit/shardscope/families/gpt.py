@@ -9,7 +9,7 @@ _PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
 
 
 def _read_gpt2(c: HfConfig) -> Fields:
-    """GPT2Config: its own spelling, fused and biased Conv1D projections, learned positions, tied."""
+    """Read GPT2Config: its own key names, fused Conv1D projections with bias, learned positions, tied."""
     never(c, "add_cross_attention", "a decoder alone")
     hidden = c.size("n_embd", "hidden_size", limit="hidden_size")
     heads = c.size("n_head", "num_attention_heads", limit="num_attention_heads")
@@ -36,7 +36,7 @@ def _read_gpt2(c: HfConfig) -> Fields:
 
 
 def _read_gpt_neox(c: HfConfig) -> Fields:
-    """GPTNeoXConfig: one biased projection for query, key and value of all heads; usually parallel halves."""
+    """Read GPTNeoXConfig: fused query, key and value with bias; a parallel residual by default."""
     fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c, default=True), **_PLAIN}
     heads = fields["num_attention_heads"]
     fields |= {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
@@ -44,7 +44,7 @@ def _read_gpt_neox(c: HfConfig) -> Fields:
 
 
 def _read_gpt_oss(c: HfConfig) -> Fields:
-    """GptOssConfig: a sink for each head, biased experts in every layer, a window on every other layer."""
+    """Read GptOssConfig: a sink per head, experts with biases in every layer, a window in every other."""
     fields = {**sizes(c, kv_heads=8, positions=131_072), **bias(c, default=True)}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=64)
     fields["mixture_of_experts"] = {

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json, from wherever it lies; the family's record knows what its keys mean."""
+"""Hugging Face's config.json from a file, a folder, a dict or the Hub, read by the family's record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardscope.families.common import HfConfig
 from shardscope.families.registry import FAMILIES
 
 MAX_BYTES = 1_000_000
-"""Real configs are some kilobytes; anything larger is not one."""
+"""Maximum size of a config.json; real ones have a few kilobytes."""
 
 
 def load(config: str | Path | Mapping[str, Any], rehearse_only: bool = False) -> Architecture:
@@ -36,7 +36,7 @@ def load(config: str | Path | Mapping[str, Any], rehearse_only: bool = False) ->
 
 
 def _called(file: Path) -> str:
-    """A name for what stands in ``file``: its folder's, or the hub id of a folder in the hub's cache."""
+    """Return a model name for ``file``: its folder's, or the hub id in the Hub's cache."""
     if file.name != "config.json":
         return file.stem
     folder = file.parent
@@ -46,7 +46,7 @@ def _called(file: Path) -> str:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """The JSON object in ``file``. Raises ``ValueError`` naming the line for anything else."""
+    """Return the JSON object in ``file``. Raises ``ValueError`` (with the line) for anything else."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never ends
@@ -56,7 +56,8 @@ def read(file: Path) -> Mapping[str, Any]:
                 "config", str(file), f"at most {MAX_BYTES:,} bytes, not {status.st_size:,}", "a config.json"
             )
         with file.open("rb") as stream:
-            text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")  # -sig: Windows editors add a mark
+            # -sig: Windows editors add a byte order mark.
+            text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")
     except FileNotFoundError:
         refuse("config", str(file), "a folder that holds a config.json", "the path of the file itself")
     except OSError as error:
@@ -73,7 +74,10 @@ def read(file: Path) -> Mapping[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = False) -> Architecture:
-    """The architecture of a config's keys; ``name`` is used if the config does not say its own."""
+    """Return the architecture of a config; ``name`` None: the config's own name, or else its model_type.
+
+    Raises ``ValueError`` for an unknown ``model_type``, unless ``rehearse_only``, and for invalid keys.
+    """
     family = data.get("model_type")
     called = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
@@ -109,7 +113,7 @@ def _from_hub(hub_id: str) -> Path:
     try:
         cached = try_to_load_from_cache(hub_id, "config.json")
         return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, "config.json"))
-    except Exception as error:  # offline, gated, misspelt: the hub has a class of its own for each
+    except Exception as error:  # offline, gated, misspelt: the Hub's client has a separate class for each
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "pass the path of its config.json, or check the name, the network and `hf auth login`"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Llama, and the decoders that differ from it in biases, norms or nothing: Granite, OLMo 2, Nemotron."""
+"""Llama and similar decoders: Granite, OLMo 2, Nemotron."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
 def _read_llama(c: HfConfig) -> Fields:
-    """LlamaConfig: Llama 1 to 3.3 and the many models that share its layers."""
+    """Read LlamaConfig: Llama 1 to 3.3 and other models with the same layers."""
     fields = even_heads(sizes(c, kv_heads=None, positions=2_048))
     return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
 
 
 def _read_granite(c: HfConfig) -> Fields:
-    """GraniteConfig: Llama's layers, scaled by constants."""
+    """Read GraniteConfig: Llama's layers with constant scale factors."""
     fields = sizes(c, kv_heads=None, positions=2_048)
     return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
 
 
 def _read_olmo2(c: HfConfig) -> Fields:
-    """Olmo2Config: norms after each half of the layer, and over all query and all key heads together."""
+    """Read Olmo2Config: norms after attention and MLP, and one norm over all query and all key heads."""
     return {**sizes(c, kv_heads=None, positions=2_048), **bias(c), "qk_norm": True}
 
 
 def _read_nemotron(c: HfConfig) -> Fields:
-    """NemotronConfig: LayerNorm1P, and an MLP of two matrices with a squared ReLU between them."""
-    c.size("num_key_value_heads", limit="num_key_value_heads")  # without it transformers builds no model
+    """Read NemotronConfig: LayerNorm1P, and an MLP without gate with a squared ReLU."""
+    c.size("num_key_value_heads", limit="num_key_value_heads")  # required by transformers
     fields = {**sizes(c, kv_heads=None, positions=4_096), **bias(c)}
     return {**fields, "mlp_bias": c.flag("mlp_bias", False), "gated_mlp": False, "norm": "layernorm"}
 

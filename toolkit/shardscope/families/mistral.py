@@ -7,13 +7,13 @@ from shardscope.families.family import LLAMA_SUPPORT, Family, FileNames
 
 
 def _read_mistral(c: HfConfig) -> Fields:
-    """MistralConfig: a window of 4096 unless the key says null."""
+    """Read MistralConfig: a window of 4096 tokens unless the key is null."""
     fields = sizes(c, kv_heads=8, positions=131_072)
     return window(c, fields, default=4_096, layers=lambda total: total)
 
 
 def _read_mixtral(c: HfConfig) -> Fields:
-    """MixtralConfig: ``intermediate_size`` is that of one expert; every layer is MoE."""
+    """Read MixtralConfig: ``intermediate_size`` is that of one expert; every layer is MoE."""
     fields = sizes(c, kv_heads=8, positions=131_072)
     fields["mixture_of_experts"] = {
         "num_experts": c.size("num_local_experts", "num_experts", limit="num_experts", default=8),

@@ -1,4 +1,4 @@
-"""What an architecture's parts are called: transformers' own names, of the family's record."""
+"""Names of an architecture's modules in transformers, from the family's record."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def names_of(arch: Architecture) -> Names:
-    """How the family of ``arch`` names its modules."""
+    """Return the module names of the family of ``arch``."""
     return family_of(arch).names
 
 
 def norm_names(arch: Architecture) -> tuple[str, ...]:
-    """The norms of hidden_size in one layer."""
+    """Return the names of one layer's norms of hidden_size."""
     names = names_of(arch)
     if names.parallel_norms and arch.parallel_residual and arch.norms_per_layer == 2:
         return names.parallel_norms
@@ -25,7 +25,7 @@ def norm_names(arch: Architecture) -> tuple[str, ...]:
 
 
 def mlp_inputs(arch: Architecture) -> tuple[str, ...]:
-    """The projections that read the dense MLP's input."""
+    """Return the names of the projections that read the dense MLP's input."""
     names = names_of(arch)
     if not arch.gated_mlp:
         return (names.up,)
@@ -33,7 +33,7 @@ def mlp_inputs(arch: Architecture) -> tuple[str, ...]:
 
 
 def attention_inputs(arch: Architecture) -> tuple[str, ...]:
-    """The projections that read the attention's input."""
+    """Return the names of the projections that read the attention's input."""
     if arch.latent_attention is not None:
         query = "q_a_proj" if arch.latent_attention.q_lora_rank else "q_proj"
         return (query, "kv_a_proj_with_mqa")

@@ -1,7 +1,7 @@
-"""Every parameter of a causal language model, named and shaped as transformers names and shapes it.
+"""Names and shapes of all parameters of a causal language model, as in transformers.
 
-This list is the only place that knows what a layer holds. Counts, FLOPs, LoRA targets and FSDP padding
-are all read off it, so they cannot disagree. Checked against ``transformers`` on the meta device in
+This module is the only definition of a layer's parameters: counts, FLOPs, LoRA targets and FSDP padding are
+derived from it and therefore agree. Checked against ``transformers`` on the meta device in
 ``tests/unit/families/test_hf_config.py``.
 """
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 LAYER_GROUPS = ("attention", "mlp", "experts", "shared_experts", "router", "norm")
-"""What a decoder layer can hold."""
+"""Groups of parameters in a decoder layer."""
 
 
 class Parameter(NamedTuple):
-    """One tensor: unpacks as ``(group, name, shape)``."""
+    """One parameter: unpacks as ``(group, name, shape)``."""
 
     group: str
-    """One of :data:`LAYER_GROUPS`, or ``embedding``, ``position_embedding``, ``lm_head`` outside them."""
+    """One of :data:`LAYER_GROUPS`; outside of layers ``embedding``, ``position_embedding``, ``lm_head``."""
     name: str
-    """transformers' own name; inside a layer, relative to the layer ("self_attn.q_proj.weight")."""
+    """Name in transformers; inside a layer, relative to the layer ("self_attn.q_proj.weight")."""
     shape: tuple[int, ...]
-    """As stored: Linear weights are (out, in), GPT-2's Conv1D (in, out), experts (experts, out, in)."""
+    """Shape as stored: Linear weights (out, in), GPT-2's Conv1D (in, out), experts (experts, out, in)."""
 
 
 def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
-    """The parameters of one decoder layer, with routed experts if ``moe``."""
+    """Return the parameters of one decoder layer, with routed experts if ``moe``."""
     if family_of(arch).projections == "conv1d":
         return (*_gpt2_attention(arch), *_gpt2_mlp(arch), *_norms(arch))
     attention = _latent_attention(arch) if arch.latent_attention else _attention(arch)
@@ -40,7 +40,7 @@ def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
 
 
 def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
-    """The parameters outside the decoder layers, by full name; a tied ``lm_head`` is not there twice."""
+    """Return the parameters outside of the decoder layers, with full names; without a tied ``lm_head``."""
     wide, names = (arch.vocab_size, arch.hidden_size), names_of(arch)
     found = [Parameter("embedding", f"{names.embedding}.weight", wide)]
     if arch.position_embedding == "learned":
@@ -55,7 +55,7 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
 
 
 def lora_target(parameter: Parameter, conv1d: bool) -> tuple[str, tuple[int, int]] | None:
-    """``(target, (out_features, in_features))`` if PEFT can wrap the parameter's Linear, else None.
+    """Return ``(target, (out_features, in_features))`` if PEFT can wrap the parameter's Linear, else None.
 
     The router and the fused experts are bare parameters in transformers 5, not Linears.
     """
@@ -66,7 +66,7 @@ def lora_target(parameter: Parameter, conv1d: bool) -> tuple[str, tuple[int, int
 
 
 def is_vector(parameter: Parameter) -> bool:
-    """Norms and biases, the biases of all experts together included; they multiply no token."""
+    """Return whether it is a norm or a bias (stacked experts' biases included), which have no matmul."""
     return len(parameter.shape) == 1 or parameter.name.endswith("_bias")
 
 
@@ -105,7 +105,7 @@ def _attention(arch: Architecture) -> list[Parameter]:
 
 
 def _latent_attention(arch: Architecture) -> list[Parameter]:
-    """Multi-head latent attention: DeepSeek-V2 (arXiv:2405.04434), equations 9 to 19."""
+    """Return multi-head latent attention's parameters (DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19)."""
     latent = arch.latent_attention
     assert latent is not None
     hidden, heads, bias = arch.hidden_size, arch.num_attention_heads, arch.attention_bias

@@ -8,7 +8,7 @@ from shardscope.families.family import Family, Names
 
 
 def _read_phi(c: HfConfig) -> Fields:
-    """PhiConfig: attention and MLP side by side behind one LayerNorm, and biases everywhere, the head too."""
+    """Read PhiConfig: a parallel residual with one LayerNorm; biases everywhere, also in the head."""
     fields = sizes(c, kv_heads=None, positions=2_048)
     fields["qk_norm"] = c.flag("qk_layernorm", False)
     whole = fields["hidden_size"] // fields["num_attention_heads"]
@@ -28,7 +28,7 @@ def _read_phi(c: HfConfig) -> Fields:
 
 
 def _read_phi3(c: HfConfig) -> Fields:
-    """Phi3Config: fused projections, no biases."""
+    """Read Phi3Config: fused projections, no biases."""
     fields = sizes(c, kv_heads=None, positions=4_096)
     return window(c, fields, default=None, layers=lambda total: total)
 

@@ -9,7 +9,7 @@ from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
 def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
-    """``from_layer``: the first ``max_window_layers`` layers attend to all."""
+    """Add the sliding window; ``from_layer``: the first ``max_window_layers`` layers have none."""
     if not c.flag("use_sliding_window", False):
         return fields
     first = c.get("max_window_layers", default=28)
@@ -20,20 +20,20 @@ def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
 
 
 def _read_qwen2(c: HfConfig) -> Fields:
-    """Qwen2Config (Qwen 2 and 2.5): query, key and value always have biases; head_dim may be overridden."""
+    """Read Qwen2Config (Qwen 2, 2.5): biases of query, key and value; head_dim may be overridden."""
     fields = {**sizes(c, kv_heads=32, positions=32_768), "attention_bias": True}
     return _window_from(c, fields, from_layer=True)
 
 
 def _read_qwen3(c: HfConfig) -> Fields:
-    """Qwen3Config: head_dim is 128 unless given, whatever the width; queries and keys are normalised."""
+    """Read Qwen3Config: head_dim defaults to 128 for any width; queries and keys are normalised."""
     fields = {**sizes(c, kv_heads=32, positions=32_768), **bias(c), "qk_norm": True}
     fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
     return _window_from(c, fields, from_layer=True)
 
 
 def _read_qwen3_moe(c: HfConfig) -> Fields:
-    """Qwen3MoeConfig: some layers may stay dense."""
+    """Read Qwen3MoeConfig: some layers may be dense."""
     fields = {**sizes(c, kv_heads=4, positions=32_768), **bias(c), "qk_norm": True}
     fields["mixture_of_experts"] = {
         "num_experts": c.size("num_experts", "num_local_experts", limit="num_experts", default=128),
@@ -46,7 +46,7 @@ def _read_qwen3_moe(c: HfConfig) -> Fields:
 
 
 def _read_qwen2_moe(c: HfConfig) -> Fields:
-    """Qwen2MoeConfig: a shared expert behind a gate of its own; windows on every other layer, if used."""
+    """Read Qwen2MoeConfig: a shared expert with its own gate; windows, if any, on every other layer."""
     fields = sizes(c, kv_heads=16, positions=32_768)
     fields["attention_bias"] = c.flag("qkv_bias", True)
     fields["mixture_of_experts"] = {

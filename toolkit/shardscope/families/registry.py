@@ -34,14 +34,14 @@ _LISTING = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3_TEXT, GRANITE, PHI3, GLM, GLM4,
     OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, GPT_NEOX, GPT_OSS, QWEN2_MOE, PHI, FALCON, STARCODER2, NEMOTRON,
 )  # fmt: skip
-"""The families as error messages list them: Llama and what is most like it first."""
+"""Order of the families in error messages: Llama and the most similar ones first."""
 
 _LISTED_FIRST: Mapping[Support, tuple[Family, ...]] = {
     "dropout": (GPT2,),
     "megatron_weights": (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2),
     "compiled_layers": (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE),
 }
-"""Families that one list names before all others: that with dropout everywhere, the dense, the Llama-like."""
+"""Families that the list of a feature begins with."""
 
 
 def _has_no_adapter(config: HfConfig) -> NoReturn:

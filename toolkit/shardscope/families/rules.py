@@ -1,4 +1,4 @@
-"""What a family's modules can and cannot be, beside the ranges of single fields."""
+"""Checks of an architecture against its family, beyond the ranges of single fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_family(arch: Architecture) -> None:
-    """Raise ``ValueError`` naming the field that no module of the family can have."""
+    """Raise ``ValueError`` that names a field value that the family's modules do not support."""
     family, name = family_of(arch), arch.model_type
     one_of(f"Architecture.norms_per_layer of a {name}", arch.norms_per_layer, family.norms_per_layer)
     one_of(f"Architecture.parallel_residual of a {name}", arch.parallel_residual, family.parallel_residual)

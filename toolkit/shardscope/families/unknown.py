@@ -1,4 +1,4 @@
-"""A model of a family without formulas here: what transformers makes of its config.json."""
+"""Architecture of a family without formulas, read by transformers from its config.json."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownFamily(Architecture):
-    """An architecture that plans can be made of and rehearsed, but not predicted.
+    """Architecture whose plans can be rehearsed but not predicted.
 
-    Its sizes are what transformers reads from the config, so that degrees can be checked; how its layers are
-    built nobody here knows. ``plan.memory()`` is refused, ``plan.rehearse()`` runs transformers' own classes.
+    Its sizes are read by transformers from the config, so that degrees can be checked; the structure of its
+    layers is unknown. ``plan.memory()`` raises ``ValueError``; ``plan.rehearse()`` runs transformers' code.
     """
 
     config_json: str
-    """The whole config.json, as text: what transformers builds the model from."""
+    """Text of the whole config.json, from which transformers builds the model."""
 
     def __post_init__(self) -> None:
         for field in SIZES:
@@ -57,10 +57,10 @@ class UnknownFamily(Architecture):
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> Self:
-        """The architecture of any config that transformers knows.
+        """Return the architecture of any config that transformers supports.
 
-        Raises ``ValueError`` for one that it does not know or that has no such sizes, and
-        ``ModuleNotFoundError`` naming the extra where transformers is not installed.
+        Raises ``ValueError`` for a config that it does not support or that lacks the sizes, and
+        ``ModuleNotFoundError``, which names the extra, if transformers is not installed.
         """
         read = _read_by_transformers(config)
         sizes: dict[str, Any] = {field: getattr(read, field, None) for field in SIZES}
@@ -68,7 +68,7 @@ class UnknownFamily(Architecture):
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
         if sizes["head_dim"] is None and heads and sizes["hidden_size"]:
             sizes["head_dim"] = sizes["hidden_size"] // heads
-        # Only experts, or a multiple of the hidden width that the config does not say.
+        # Configs with experts only, or with a fixed multiple of the hidden width, have no such key.
         sizes["intermediate_size"] = sizes["intermediate_size"] or sizes["hidden_size"]
         sizes["max_position_embeddings"] = sizes["max_position_embeddings"] or 1
         return cls(
@@ -81,13 +81,13 @@ class UnknownFamily(Architecture):
 
     @cached_property
     def look_alike(self) -> Architecture:
-        """A Llama of the same sizes: for what depends on the layout alone, such as communicators."""
+        """Llama of the same sizes, for values that depend on the layout only, such as communicators."""
         sizes: dict[str, Any] = {field: getattr(self, field) for field in SIZES}
         return Architecture(name=self.name, model_type="llama", **sizes)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Counted by making the model on torch's meta device, which imports torch."""
+        """Number of parameters, counted on torch's meta device (imports torch)."""
         import torch
 
         with torch.device("meta"):
@@ -95,7 +95,7 @@ class UnknownFamily(Architecture):
 
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
-        """Unknown. Raises ``ValueError``."""
+        """Raise ``ValueError``: the shapes are unknown."""
         self._no_formulas()
 
     def _layer(self, moe: bool) -> tuple[Parameter, ...]:
@@ -112,7 +112,7 @@ class UnknownFamily(Architecture):
 
 
 def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
-    """The model of a family without formulas, from its own config.json, fp32, without a KV cache."""
+    """Build the model from its own config.json, in fp32 and without a KV cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +123,10 @@ def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
 
 
 def _read_by_transformers(config: Mapping[str, Any]) -> Any:
-    """The config as transformers' own class, its language part if it has several."""
+    """Return the config as transformers' class, or its text config if it has several parts.
+
+    Raises ``ModuleNotFoundError`` without transformers, and ``ValueError`` for a config that it rejects.
+    """
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:

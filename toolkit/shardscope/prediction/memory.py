@@ -1,4 +1,4 @@
-"""The predicted tier: every pipeline stage of a plan from closed formulas."""
+"""Predicted tier of memory reports: closed formulas for every pipeline stage of a plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def predict(plan: Plan) -> MemoryReport:
-    """The plan's memory, every pipeline stage, from closed formulas."""
+    """Return the plan's memory report, computed from closed formulas for every pipeline stage."""
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plan.layout.framework].memory_model()
     shapes, modules = model.shapes(plan), modules_of(plan)
     stages = [model.stage(plan, shape) for shape in shapes.kinds]
-    # Where a stage receives from its neighbours, one between two others may be fuller than the first.
+    # With receive buffers for adjacent stages, an inner stage may need more memory than the first.
     by_place = getattr(model, "counts_neighbours", False)
     apart = 1 if by_place else 0
     candidates = {
@@ -63,10 +63,10 @@ def predict(plan: Plan) -> MemoryReport:
 
 
 def _candidates(kinds: list[Stage]) -> list[Stage]:
-    """The stages that can be fullest.
+    """Return the stages that can have the largest peak.
 
-    A stage that has no fewer layers and weights of any kind than a later one, nor lacks the head, outdoes it:
-    it has no fewer micro-batches in flight either.
+    A later stage is dropped if an earlier one has at least as many layers and weights of every kind, head
+    included: the earlier one also has at least as many micro-batches in flight.
     """
     found: list[Stage] = []
     for kind in kinds:
@@ -76,7 +76,7 @@ def _candidates(kinds: list[Stage]) -> list[Stage]:
 
 
 def _stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> StageMemory:
-    """One stage, whose moments are computed when somebody looks."""
+    """Return the memory of one stage; its moments are computed lazily."""
     offloads = plan.recipe.recompute == "offload"
     return StageMemory(
         stage=stage.number,

@@ -1,7 +1,7 @@
-"""The stages of one plan's pipeline in one step, and what they wait for each other under every schedule.
+"""Pipeline stages of one plan in one step, and their bubble under every schedule.
 
-A plan's own is in ``plan.step().parts["bubble"]``: 1F1B, interleaved where stages have chunks, or GPipe where
-a layout asks for it. What others would make of the same stages is told beside it.
+The bubble of the plan's own schedule is ``plan.step().parts["bubble"]``: 1F1B, interleaved with virtual
+stages, or GPipe if the layout configures it. The other schedules' bubbles are reported for comparison.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import Rates
 
 _WEIGHTS_SHARE = 1 / 3
-"""Of a trained matrix's products, those that make weights' gradients: forward and inputs' gradients are as
-many FLOPs each (Kaplan et al. 2020, section 2.1)."""
+"""Fraction of a trained matrix's FLOPs that computes the weight gradient: forward and input gradient take
+as many FLOPs each (Kaplan et al. 2020, section 2.1)."""
 ALIKE = 1 - 1e-12
-"""Stages as slow as that share of the slowest are as slow: where a link bounds them all, sums differ by their
-rounding only, and the first of them is looked at."""
+"""Relative tolerance of ties for the slowest stage, of which the first is used: where one link bounds all
+stages, their sums differ by rounding only."""
 
 
 class Pipeline(NamedTuple):
-    """The stages of one plan in one step."""
+    """Times of the stages of one plan in one step."""
 
     each: list[StageSeconds]
-    """One of every kind of stage."""
+    """Seconds of one stage of every kind."""
     kind_of: tuple[int, ...]
-    """Of each stage which of them it is."""
+    """Index into ``each``, for every stage."""
     slowest: StageSeconds
 
     def waits(self, vpp: int, micro_batches: int) -> float:
-        """The bubble of 1F1B, or interleaved with ``vpp`` chunks a stage; 0 of one stage."""
+        """Return the seconds of the bubble of 1F1B, or interleaved with ``vpp`` chunks; 0 for one stage."""
         if len(self.kind_of) == 1:
             return 0.0
         flowing = [kind.flowing for kind in self.each]
@@ -47,7 +47,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
-    """The seconds of all stages. Raises ``ValueError`` naming the figure that is not known."""
+    """Return the seconds of all stages. Raises ``ValueError`` that names an unknown figure."""
     framework = frameworks[plan.layout.framework]
     model = framework.memory_model()
     shapes = model.shapes(plan)
@@ -60,14 +60,14 @@ def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
 
 
 def bubbles(plan: Plan) -> dict[Schedule, float]:
-    """Seconds of a step that the slowest stage waits, by schedule; empty of a single stage.
+    """Return the bubble of the slowest stage in seconds per step, by schedule; empty without a pipeline.
 
-    GPipe waits as long as 1F1B, and holds all micro-batches' activations where 1F1B holds pp (Huang et al.
-    2019, section 2; Narayanan et al. 2021, section 2.2). Interleaved is with the plan's vpp, or 2 chunks,
-    where a stage has as many layers. Zero-bubble schedules make weights' gradients while they would wait:
-    of F + B + W of the other stages ZB-H1 leaves F + B - W, with the memory of 1F1B, ZB-H2 F + B - 2 W with
-    about twice its micro-batches in flight (Qi et al. 2023, arXiv:2401.10241, table 2). Frozen matrices
-    have no W. Memory and transfers of the other schedules are not told here.
+    GPipe has the bubble of 1F1B and holds the activations of all micro-batches where 1F1B holds pp (Huang et
+    al. 2019, section 2; Narayanan et al. 2021, section 2.2). Interleaved uses the plan's vpp, or 2 chunks, if
+    a stage has as many layers. Zero-bubble schedules compute weight gradients (W) in the bubble. Where 1F1B
+    waits for F + B + W of the other stages, ZB-H1 waits for F + B - W with the memory of 1F1B, and ZB-H2 for
+    F + B - 2 W with about twice the micro-batches in flight (Qi et al. 2023, arXiv:2401.10241, table 2).
+    Frozen matrices have no W. Memory and transfers of the other schedules are not computed.
 
     Raises ``ValueError`` for a figure of the GPU that is not known.
     """
@@ -88,7 +88,7 @@ def bubbles(plan: Plan) -> dict[Schedule, float]:
 
 
 def words(plan: Plan) -> str:
-    """The schedule that runs, by its framework's own name, and the bubble of the others."""
+    """Return text with the plan's schedule, by its framework's own name, and the bubbles of the others."""
     own = schedule_of(plan)
     if own is None:
         return ""

@@ -1,4 +1,4 @@
-"""``plan.step()``: the seconds of one optimizer step, from closed formulas."""
+"""``plan.step()``: predicted seconds of one optimizer step, from closed formulas."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def step(plan: Plan, rates: Rates) -> StepReport:
-    """The step of ``plan`` at these speeds. Raises ``ValueError`` naming the figure that is not known."""
+    """Return the step report of ``plan`` at ``rates``. Raises ``ValueError`` that names an unknown figure."""
     pipeline = pipeline_of(plan, rates)
     slowest, bubble = pipeline.slowest, pipeline.waits(plan.degrees.vpp, plan.num_micro_batches)
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
-        # A page leaves before another has its place: out and in in turn, and nothing runs beneath.
+        # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.
         paged = travelling_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
     return _report(plan, rates, parts, slowest)

@@ -1,6 +1,6 @@
-"""Which recipes a framework can run: its layout class lists them, a Plan that is not among them is refused.
+"""Checks that a framework supports a recipe, by the lists of its layout class.
 
-What is listed has a formula in the memory model; what has none yet is refused here by name.
+Every listed value has a formula in the memory model; other values raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SUPPORT = {
     "loss": "supported_losses",
     "quantization": "supported_quantization",
 }
-"""Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
+"""Recipe field -> attribute of a layout class that lists its supported values; None is always supported."""
 
 DROPOUT_FAMILIES = families_with("dropout")
 CHOOSABLE = families_with("attention_choice")
 
 FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
+"""Projection names that in peft also match routed experts (its ``transformers_weight_conversion.py``)."""
 
 
 def check_targets(arch: Architecture, recipe: Recipe) -> None:
-    """Raise ``ValueError`` for adapters of projections that the model does not have."""
+    """Raise ``ValueError`` for adapters of projections that the model lacks or that peft fuses in experts."""
     if not recipe.lora_targets:
         return
     known = {target for target, _ in arch.lora_shapes}
@@ -62,7 +62,7 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
 
 
 def check_sequence(arch: Architecture, recipe: Recipe) -> None:
-    """Raise ``ValueError`` for a sequence beyond the positions that the model learned."""
+    """Raise ``ValueError`` for a sequence longer than the model's learned positions."""
     limit = arch.max_position_embeddings
     if arch.position_embedding == "learned" and recipe.seq_len > limit:
         refuse(
@@ -74,13 +74,13 @@ def check_sequence(arch: Architecture, recipe: Recipe) -> None:
 
 
 def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
-    """The values of a recipe's field that ``layout`` can run; ``()`` for a field it has no list of."""
+    """Return the values of a recipe field that ``layout`` supports; ``()`` for a field without a list."""
     found: tuple[Any, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
     return found
 
 
 def check_supported(plan: Plan) -> None:
-    """Raise ``ValueError`` naming the first field of the recipe that the framework cannot run."""
+    """Raise ``ValueError`` that names the first recipe field that the framework does not support."""
     for field in SUPPORT:
         value = getattr(plan.recipe, field)
         if value is not None and value not in supported(plan.layout, field):
@@ -109,7 +109,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
 
 
 def _check_kernels(plan: Plan) -> None:
-    """Kernels are written for some families, for GPUs, and for vocabularies that are whole."""
+    """Check kernels: Liger's need a family with formulas, a GPU and an unsharded vocabulary."""
     recipe, arch = plan.recipe, plan.architecture
     if plan.kernels == "megatron":
         return
@@ -135,7 +135,7 @@ def _check_kernels(plan: Plan) -> None:
 
 
 def _check_compiled(plan: Plan) -> None:
-    """Compiled layers are counted in some families, whole, with fused attention, kept or computed again."""
+    """Check that compiled layers have formulas: by family, recipe fields, degrees and head width."""
     recipe, arch = plan.recipe, plan.architecture
     if plan.kernels != "compiled":
         return
@@ -151,7 +151,7 @@ def _check_compiled(plan: Plan) -> None:
     counted: dict[str, tuple[Any, ...]] = {
         "method": ("full", "lora"),
         "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
-        # What a compiled graph makes of autocast's copies of weights when it computes again was not counted.
+        # No formula covers the weight copies of autocast when a compiled graph is recomputed.
         "recompute": ("none",) if autocast else ("none", "full"),
         "attention": (None, "sdpa"),
         "dropout": (0.0,),
@@ -204,7 +204,7 @@ def _check_experts(plan: Plan) -> None:
         and plan.degrees.ep > 1
         and "expert_imbalance" not in layout.own_formulas
     ):
-        # Without ep each rank has all experts, and its own tokens are as many however they are routed.
+        # Without ep each rank has all experts, and routing does not change its number of tokens.
         refuse(
             "Recipe.expert_imbalance",
             recipe.expert_imbalance,
@@ -222,7 +222,7 @@ def _check_experts(plan: Plan) -> None:
 
 
 def _check_dropout(plan: Plan) -> None:
-    """Fused attention keeps a seed for its dropout, not a mask; of other masks only GPT-2's are counted."""
+    """Check dropout by family: fused attention saves a seed, and only GPT-2's other masks have formulas."""
     if not plan.recipe.dropout or "dropout" in plan.layout.own_formulas:
         return
     family = plan.architecture.model_type
@@ -237,7 +237,7 @@ def _check_dropout(plan: Plan) -> None:
 
 
 def _check_interval(plan: Plan) -> None:
-    """Where dense and expert layers alternate, it would matter which of them every k-th layer is."""
+    """Check the recompute interval: with alternating layers, memory depends on which kind is recomputed."""
     experts = plan.architecture.mixture_of_experts
     if plan.recipe.recompute_interval == 1:
         return
@@ -260,7 +260,7 @@ def _check_interval(plan: Plan) -> None:
 
 
 def _check_packing(plan: Plan) -> None:
-    """Documents are kept apart by FlashAttention's own offsets; a mask for it would be another matter."""
+    """Check that packing uses FlashAttention's sequence offsets: a mask has no formula."""
     if not plan.recipe.packing:
         return
     if not plan.layout.supports_packing:
@@ -299,7 +299,7 @@ def _check_attention(plan: Plan) -> None:
 
 
 def _check_float8(plan: Plan) -> None:
-    """8-bit products need a GPU that has them, and matrices that are whole."""
+    """Check that fp8 matmuls run on a GPU with fp8 and on unsharded matrices."""
     if plan.recipe.precision != "fp8-mixed" or plan.kernels == "megatron":
         return
     if "fp8" not in plan.cluster.gpu.peak_flops:

@@ -1,4 +1,4 @@
-"""The world of one rehearsed rank: process groups that answer at once, and tensors without memory."""
+"""Environment of one rehearsed rank: fake process groups and fake tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardscope.rehearsal.tracker import Tracker
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be rank ``rank`` of ``world_size``: collectives return at once and move nothing."""
-    # Shapes of collectives, for fake tensors.
+    """Act as rank ``rank`` of ``world_size``: collectives return at once, without communication."""
+    # The import registers output shapes of collectives for fake tensors.
     import_module("torch.distributed._tools.fake_collectives")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,7 +32,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """DTensor keeps plans by mesh, and takes a mesh of the next world for the same one, groups and all."""
+    """Clear DTensor's caches, which treat an equal mesh of the next process groups as the same mesh."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -48,17 +48,17 @@ def fake_tensors(
     host_apart: bool = False,
     has_flash: bool = True,
 ) -> Iterator[Tracker]:
-    """Tensors that have a shape and no memory, followed by the :class:`Tracker` that this yields.
+    """Create fake tensors, which have a shape and no memory; yield the :class:`Tracker` that follows them.
 
-    ``host_apart``: tensors made on "cpu:0" stand for the device's, and those on "cpu" are the host's. To
-    fake tensors these are two devices: what would mix them on a GPU fails here as well. ``has_flash``: see
-    :attr:`Gpu.has_flash_attention`.
+    ``host_apart``: tensors on "cpu:0" are the device's, those on "cpu" the host's. For fake tensors these are
+    two devices: code that would fail on a GPU because it mixes devices fails here as well. ``has_flash``:
+    see :attr:`Gpu.has_flash_attention`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     tracker = Tracker(logit_widths, host_apart=host_apart)
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    # Copied with a tensor (copy.deepcopy), the mode would be a second one, whose views share no storage.
+    # copy.deepcopy of a tensor would copy the mode too; views share no storage across two modes.
     mode.__deepcopy__ = lambda _: mode
     with (
         mode,
@@ -73,10 +73,10 @@ def fake_tensors(
 
 @contextlib.contextmanager
 def _transformers_as_on_real_tensors() -> Iterator[None]:
-    """transformers asks whether a tensor is fake, and then keeps masks that a real run leaves out.
+    """Let transformers treat fake tensors as real ones: otherwise it keeps masks that a real run skips.
 
-    With such a mask SDPA's grouped queries are off too, and keys and values are repeated over all heads: a
-    real step does neither (``masking_utils.py``, ``integrations/sdpa_attention.py``).
+    With such a mask it also disables SDPA's grouped queries and repeats keys and values over all heads, which
+    a real step does not (``masking_utils.py``, ``integrations/sdpa_attention.py``).
     """
     from transformers import masking_utils
     from transformers.utils import import_utils
@@ -86,7 +86,7 @@ def _transformers_as_on_real_tensors() -> Iterator[None]:
         for module in (import_utils, masking_utils)
         if hasattr(module, "is_tracing")
     ]
-    # It reads positions to see whether a row holds several texts, which ours does not.
+    # It reads the values of positions to detect packed rows; rehearsed rows are not packed.
     patches.append((masking_utils, "find_packed_sequence_indices", _not_packed))
     with replaced(patches):
         yield
@@ -102,7 +102,7 @@ def _never(tensor: Any = None) -> bool:
 
 @contextlib.contextmanager
 def _shapes_of_dtensors_unseen(tracker: Tracker) -> Iterator[None]:
-    """DTensor works out shapes on whole fake tensors, which are no memory that any rank would have."""
+    """Hide the global-size fake tensors on which DTensor computes shapes: no rank allocates them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -121,22 +121,22 @@ def _shapes_of_dtensors_unseen(tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_numbers(tracker: Tracker) -> Iterator[None]:
-    """Inside :func:`fake_tensors`, for code that reads what a small tensor holds."""
+    """Use real tensors inside :func:`fake_tensors`, for code that reads the values of a small tensor."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), tracker.paused():
         yield
 
 
-# ---- ``module.to(...)`` over fake parameters, which torch itself can do only while nothing watches them
+# ---- ``module.to(...)`` with fake parameters, which torch supports only without weak references to them
 
 
 @contextlib.contextmanager
 def converting_by_replacing() -> Iterator[None]:
-    """Parameters are replaced where torch would swap a fake one's insides; tied ones stay tied.
+    """Replace parameters in ``Module._apply`` where torch would swap fake tensors; tied ones stay tied.
 
-    ``Module._apply`` swaps fake tensors, and ``swap_tensors`` refuses any that has a weak reference, as those
-    that a dispatch mode has seen do.
+    ``swap_tensors`` raises for a tensor with weak references, which every tensor that a dispatch mode has
+    seen has.
     """
     original = torch.nn.Module._apply
     replaced: dict[int, tuple[Any, Any]] = {}

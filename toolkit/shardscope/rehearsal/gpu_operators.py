@@ -1,7 +1,7 @@
-"""The operators that CUDA would run, on fake tensors that say they are a CPU's.
+"""CUDA's operators on fake CPU tensors.
 
 A build of torch without CUDA has no autograd for fake CUDA tensors, and on CPU tensors attention, dropout and
-autocast go other ways, which save other tensors. Here they go CUDA's.
+autocast dispatch to other operators, which save other tensors. The functions here dispatch as on CUDA.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAX_FLASH_HEAD_DIM = 256
 
 @contextlib.contextmanager
 def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
-    """Attention, dropout, powers and grouped products as CUDA dispatches them, also while recomputing.
+    """Dispatch attention, dropout, powers and grouped matmuls as on CUDA, also during recomputation.
 
-    ``has_flash``: whether the card has flash attention (:attr:`Gpu.has_flash_attention`).
+    ``has_flash``: whether the GPU has flash attention (:attr:`Gpu.has_flash_attention`).
 
-    Functions are replaced where a mode would do, for a ``TorchFunctionMode`` is off during backward.
+    Functions are replaced instead of using a ``TorchFunctionMode``, which is off during backward.
     """
     stand_ins: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", _attention if has_flash else _attention_before_ampere),
@@ -40,7 +40,7 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def grouped_products() -> Iterator[None]:
-    """The products of routed experts in any type, on any device: of fake tensors torch takes bf16 only."""
+    """Allow grouped matmuls (routed experts) in any type: on fake tensors torch supports bf16 only."""
     with replaced([(F, "grouped_mm", _grouped_products(F.grouped_mm))]):
         yield
 
@@ -52,11 +52,11 @@ _POWERS: tuple[tuple[Any, str], ...] = (
     (torch, "square"),
     (torch.Tensor, "square"),
 )
-"""``square`` is pow in torch itself, where autocast sees it."""
+"""Functions that run as ``pow`` under autocast: ``square`` calls it internally."""
 
 
 def _asks_for_cuda(is_enabled: Any) -> Any:
-    """Without a device ``torch.is_autocast_enabled()`` asks for CUDA's (Nemotron's norm does)."""
+    """Return the CPU's autocast state where no device is named, which means CUDA (Nemotron's norm)."""
 
     def enabled(device_type: str = "cpu") -> Any:
         return is_enabled(device_type)
@@ -65,7 +65,7 @@ def _asks_for_cuda(is_enabled: Any) -> Any:
 
 
 def _in_fp32(power: Any) -> Any:
-    """CUDA's autocast has pow in its fp32 list, a CPU's has not."""
+    """Cast to fp32 under autocast: ``pow`` is in CUDA's fp32 list and not in the CPU's."""
 
     def pow_(base: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu") and isinstance(base, torch.Tensor) and base.dtype in _HALF:
@@ -76,7 +76,7 @@ def _in_fp32(power: Any) -> Any:
 
 
 def _normalised_in_fp32(layer_norm: Any) -> Any:
-    """So is ``layer_norm``, weights and all (ATen/autocast_mode.h, AT_FORALL_FP32)."""
+    """Cast input and weights to fp32 under autocast, as CUDA does (ATen/autocast_mode.h, AT_FORALL_FP32)."""
 
     def normalised(x: torch.Tensor, shape: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
@@ -101,14 +101,14 @@ def _grouped_products(grouped_mm: Any) -> Any:
 
 
 class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
-    """What torch's own keeps: rows only where the weights are trained, weights only where rows are."""
+    """Grouped matmul that saves as torch's own: rows if weights need gradients, weights if rows do."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offs: Any) -> Any:
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(rows if trains_weights else None, weights if trains_rows else None)
         ctx.shapes = rows.shape, weights.shape, weights.stride()
-        # transformers' own operator has the right shapes on fake tensors.
+        # transformers' own operator computes the right shapes on fake tensors.
         return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
 
     @staticmethod
@@ -117,14 +117,14 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         return (
             grad.new_empty(rows_shape) if trains_rows else None,
-            # Laid out as the weights are: experts' matrices come transposed.
+            # The same strides as the weights: experts' matrices are passed transposed.
             grad.new_empty_strided(weights_shape, strides) if trains_weights else None,
             None,
         )
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA's kernel keeps a mask of one byte a number."""
+    """Apply dropout as CUDA's kernel, which saves a mask of one byte per element."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
@@ -153,7 +153,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash, memory-efficient or plain, by the rules of ``sdp_utils.cpp`` (torch 2.13)."""
+    """Run flash, memory-efficient or math attention, by the rules of ``sdp_utils.cpp`` (torch 2.13)."""
     if torch.is_autocast_enabled("cpu"):
         kind = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(kind), key.to(kind), value.to(kind)
@@ -168,8 +168,8 @@ def _attend(
         )[0]
         return out[..., :width]
     if grouped or (query.dtype == torch.bfloat16 and not has_flash):
-        # The memory-efficient kernel takes no grouped queries, and before Ampere no bf16; nothing else takes
-        # fp32 or a mask.
+        # The memory-efficient kernel supports no grouped queries, and before Ampere no bf16. No other fused
+        # kernel supports fp32 or a mask.
         return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = None if attn_mask is None else _as_bias(attn_mask, query)
     out = aten._scaled_dot_product_efficient_attention(
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _to_multiple_of_eight(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Flash attention's heads are multiples of eight wide; SDPA pads others."""
+    """Pad heads to a multiple of eight, as SDPA does for flash attention; return them and the real width."""
     width = tensors[0].shape[-1]
     missing = -width % 8
     if not missing:
@@ -189,7 +189,7 @@ def _to_multiple_of_eight(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, .
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """SDPA turns a mask of booleans into numbers of the operands' type, and expands it to all heads."""
+    """Convert a boolean mask to the operands' type and expand it to all heads, as SDPA does."""
     if mask.dtype == torch.bool:
         numbers = torch.zeros_like(mask, dtype=query.dtype)
         mask = numbers.masked_fill_(mask.logical_not(), float("-inf"))
@@ -206,7 +206,7 @@ def _plain(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    # SDPA's own autocast rule is behind us: inside of it there is none.
+    # SDPA's autocast rule was applied by the caller; autocast is off inside SDPA.
     with torch.autocast("cpu", enabled=False):
         out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
             query,

@@ -1,4 +1,4 @@
-"""bitsandbytes and torchao on fake tensors: their own code, but for what asks a tensor's numbers or class."""
+"""bitsandbytes and torchao on fake tensors: replacements of code that reads a tensor's values or class."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from shardscope.rehearsal.replacing import replaced
 
 UNSEEN_NUMBER = 1.0
-"""What a fake tensor answers when an optimizer asks it for a norm or a step count: no size depends on it."""
+"""Value of ``item()`` on fake tensors, for an optimizer's norms and step counts: no size depends on it."""
 
 
 @contextlib.contextmanager
 def packed_weights() -> Iterator[None]:
-    """bitsandbytes' Linears over fake weights, for as long as modules are built."""
+    """Let bitsandbytes' Linears take fake weights while modules are built."""
     import bitsandbytes as bnb
 
     stand_ins: list[tuple[Any, str, Any]] = [
-        # Tables that it keeps for the whole process, which must not become fake for good.
+        # A process-wide cache of tables, in which no fake tensor may remain.
         (bnb.functional, "name2qmap", {}),
         *((owner, "Params4bit", _nf4) for owner in (bnb.nn, bnb.nn.modules)),
         *((owner, "Int8Params", _int8) for owner in (bnb.nn, bnb.nn.modules)),
@@ -31,7 +31,7 @@ def packed_weights() -> Iterator[None]:
 
 @contextlib.contextmanager
 def low_bit_operators(*, on_gpu: bool) -> Iterator[None]:
-    """Their products as a GPU dispatches them, while the step runs."""
+    """Let quantized matmuls run as a GPU dispatches them (``on_gpu``) while the step runs."""
     import bitsandbytes as bnb
     from bitsandbytes.autograd import _functions
 
@@ -47,14 +47,14 @@ def low_bit_operators(*, on_gpu: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def updates_on_fakes() -> Iterator[None]:
-    """Around an optimizer's step: numbers that it reads, and torchao's compiled update, not played."""
+    """Let an optimizer step run on fake tensors: constant ``item()``, no compiled update (torchao)."""
     with replaced([(torch.Tensor, "item", lambda tensor: UNSEEN_NUMBER), (torch, "compile", _not_played)]):
         yield
 
 
 @contextlib.contextmanager
 def quantile_maps() -> Iterator[None]:
-    """bitsandbytes' optimizers begin with a table that they compute in numbers; here it is as large."""
+    """Replace the table that bitsandbytes' optimizers compute by an uninitialized one of the same size."""
     import bitsandbytes as bnb
 
     def table(signed: bool = True, max_exponent_bits: int = 7, total_bits: int = 8) -> torch.Tensor:
@@ -69,12 +69,12 @@ def _not_played(function: Any, **options: Any) -> Any:
 
 
 def _nf4(data: torch.Tensor, requires_grad: bool = False, module: Any = None, **options: Any) -> Any:
-    """``Params4bit`` of a fake tensor, packed at once: a subclass made of it would no longer be fake."""
+    """Return a ``Params4bit`` stand-in, quantized at once: a subclass made of a fake tensor is not fake."""
     import bitsandbytes as bnb
 
     kinds = {name: options[name] for name in ("compress_statistics", "quant_type", "quant_storage")}
     if data.device.type == "meta":
-        # The weight that a module is first made with, before its own comes.
+        # The weight of the module's constructor, replaced later by the model's own.
         return torch.nn.Parameter(data, requires_grad=requires_grad)
     packed, state = bnb.functional.quantize_4bit(data, blocksize=64, **kinds)
     parameter: Any = torch.nn.Parameter(packed, requires_grad=requires_grad)
@@ -86,7 +86,7 @@ def _nf4(data: torch.Tensor, requires_grad: bool = False, module: Any = None, **
 
 
 def _int8(data: torch.Tensor, requires_grad: bool = False, has_fp16_weights: bool = False) -> Any:
-    """``Int8Params`` of a fake tensor, likewise."""
+    """Return an ``Int8Params`` stand-in, quantized at once as in :func:`_nf4`."""
     if data.device.type == "meta":
         return torch.nn.Parameter(data, requires_grad=requires_grad)
     import bitsandbytes as bnb
@@ -98,12 +98,12 @@ def _int8(data: torch.Tensor, requires_grad: bool = False, has_fp16_weights: boo
 
 
 def _remember_state(module: Any) -> None:
-    """bitsandbytes makes a ``Params4bit`` again of what a framework made plain; here it stays plain."""
+    """Restore the quantization state only: upstream also converts plain parameters to ``Params4bit``."""
     module.weight.quant_state = module.quant_state
 
 
 def _with_whole_matrix(forward: Any) -> Any:
-    """The product is one operator, in which the matrix is whole but for a few tokens (backends/cuda)."""
+    """Hold the dequantized matrix during the matmul, as backends/cuda do except for a few tokens."""
     import bitsandbytes as bnb
 
     def product(ctx: Any, a: Any, b: Any, out: Any, bias: Any, quant_state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Starts the process that rehearses, listens to it, and ends it when asked, late or too large."""
+"""Child process of a rehearsal: start, progress, and termination on request, timeout or memory limit."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
 
 Progress = Callable[[str, float], Any]
-"""Called with words and the share that is done, 0 to 1."""
+"""Callback with a text and the fraction done, 0 to 1."""
 
 MAX_BYTES = 4 * 2**30
-"""What the process may hold; fake tensors have no memory, so only torch and the framework's code do."""
+"""Memory limit of the process: fake tensors need no memory, only torch and the framework's code do."""
 LOOK_SECONDS = 0.5
 
 
 class RehearsalError(RuntimeError):
-    """The framework's own code could not play this plan; the message ends with what it said."""
+    """Failure of the framework's own code on this plan; the message ends with its error."""
 
 
 def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
-    """Play one training step of ``plan`` on fake tensors, in a process of its own.
+    """Run one training step of ``plan`` on fake tensors in a child process, and return its memory report.
 
-    ``progress(words, fraction)`` is called on this thread; an exception in it, KeyboardInterrupt included,
-    ends the process and is passed on. Raises ``TimeoutError`` after ``timeout`` seconds, ``MemoryError`` past
-    4 GiB, ``RehearsalError`` with the framework's own words, and ``ValueError`` for what cannot be rehearsed.
+    ``progress(text, fraction)`` is called on this thread; an exception in it, KeyboardInterrupt included,
+    ends the process and propagates. Raises ``TimeoutError`` after ``timeout`` seconds, ``MemoryError`` above
+    4 GiB, ``RehearsalError`` with the framework's own error, and ``ValueError`` for plans that cannot be
+    rehearsed.
     """
     return report_of(plan, rehearsed_stages(plan, progress, timeout))
 
@@ -45,7 +46,7 @@ def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.
 def rehearsed_stages(
     plan: Plan, progress: Progress | None = None, timeout: float = 600.0
 ) -> list[RehearsedStage]:
-    """The tensors alone, without the overheads that a report adds. Raises as :func:`rehearse` does."""
+    """Return the tensors' bytes only, without the overheads of a report. Raises as :func:`rehearse` does."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
         refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", {"timeout": 600.0})
     environment = {
@@ -91,7 +92,7 @@ def _listen(
     latest = ("starting", 0.0)
     for line in _lines_until(child, lines, time.monotonic() + timeout, timeout):
         if not line and progress is not None:
-            # Said again while nothing is new: whoever listens may want to end it, by an exception.
+            # Repeat the latest progress: the callback may end the rehearsal by an exception at any time.
             progress(*latest)
         if not line.startswith("{"):
             continue
@@ -114,7 +115,10 @@ def _listen(
 def _lines_until(
     child: subprocess.Popen[str], lines: queue.Queue[str | None], deadline: float, timeout: float
 ) -> Iterator[str]:
-    """Lines as they come, an empty one where none did; raises when time is up or the process too large."""
+    """Yield the child's lines, and an empty one while there is none.
+
+    Raises ``TimeoutError`` after ``deadline`` and ``MemoryError`` above :data:`MAX_BYTES`.
+    """
     while True:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the rehearsal took longer than {timeout:g} seconds")

@@ -1,4 +1,4 @@
-"""Attributes of libraries that are others for a while."""
+"""Temporary replacement of library attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(stand_ins: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Each ``(owner, name, stand_in)`` in its place while this lasts; afterwards all is as it was."""
+    """Set ``owner.name`` to ``stand_in`` for each entry, and restore the originals on exit."""
     before = [getattr(owner, name) for owner, name, _ in stand_ins]
     for owner, name, stand_in in stand_ins:
         setattr(owner, name, stand_in)

@@ -1,4 +1,4 @@
-"""What a rehearsal brings back: bytes by component at the peaks of a step, as JSON and as a report."""
+"""Result of a rehearsal: bytes by component at the peaks of a step, as JSON and as a memory report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 TENSOR_COMPONENTS = TENSORS
-"""What is made of tensors, so what a rehearsal can see."""
+"""Components that consist of tensors, which a rehearsal can measure."""
 _CHURNED = ("activations", "logits", "gather_buffers")
 _BUSY = ("forward", "backward")
 _COMMUNICATION_WORDS = "buffers of communicators as predicted, for no tensor shows them (NVIDIA/nccl#964)"
@@ -24,47 +24,47 @@ _RUNTIME_WORDS = "what a rank takes before its first tensor, as predicted, for n
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedMoment:
-    """One instant of the rehearsed step."""
+    """Peak of one part of the rehearsed step."""
 
     phase: Phase
     fraction: float
-    """Place in the step, 0 to 1, by operators and not by seconds."""
+    """Position in the step, 0 to 1, by number of operators, not by time."""
     components: Mapping[str, int]
-    """Bytes by name of ``TENSOR_COMPONENTS``; those of none are left out."""
+    """Bytes by name in ``TENSOR_COMPONENTS``, without components of 0 bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Sum over all components, in bytes."""
         return sum(self.components.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedStage:
-    """The rehearsed rank of one pipeline stage."""
+    """Memory of the rehearsed rank of one pipeline stage."""
 
     stage: int
     num_layers: int
     moments: tuple[RehearsedMoment, ...]
-    """In the order of a step, the peak of each part of it."""
+    """Peaks of all parts of the step, in the step's order."""
     note: str = ""
-    """What differs from the plan itself, in words; empty: nothing."""
+    """Description of differences from the plan; empty if there are none."""
     host_bytes: int = 0
-    """Host memory of the rank when offloading."""
+    """Bytes of host memory of the rank with offloading."""
     nvme_bytes: int = 0
-    """Files of the rank when offloading to NVMe."""
+    """Bytes of the rank's files with NVMe offloading."""
 
     @property
     def peak(self) -> RehearsedMoment:
-        """The moment with most bytes."""
+        """Peak with the most bytes."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return the fields as JSON-compatible values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RehearsedStage:
-        """What :meth:`to_dict` described; ``ValueError`` if it is not that."""
+        """Return the stage that :meth:`to_dict` wrote. Raises ``ValueError`` for other data."""
         try:
             moments = tuple(
                 RehearsedMoment(
@@ -87,7 +87,10 @@ class RehearsedStage:
 
 
 def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
-    """The rehearsal in the same words as the prediction, with the overheads that no tensor shows."""
+    """Return the rehearsal as a memory report, with the predicted overheads that are not tensors.
+
+    Raises ``ValueError`` for an empty list.
+    """
     if not rehearsed:
         raise ValueError("a rehearsal of no stage")
     beside = _overheads_of(plan, [stage.stage for stage in rehearsed])
@@ -104,18 +107,18 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
 
 
 class _Beside(NamedTuple):
-    """What a rank of one stage takes beside tensors, all step long."""
+    """Memory of one rank of a stage outside of tensors, constant over the step."""
 
     communication: overheads.Band
     runtime: overheads.Band
 
 
 def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
-    """Communicators and runtime, stage by stage, without any formula for what modules keep.
+    """Return communicators' and runtime memory by stage number, without formulas of activations.
 
-    They follow from the layout, so a family without formulas takes those of a Llama of its sizes.
+    They depend on the layout only: a family without formulas uses those of a Llama of its sizes.
     """
-    # Imported here: frameworks import what a rehearsal needs of them.
+    # Imported here because frameworks import this package.
     from shardscope.frameworks.registry import frameworks
 
     if isinstance(plan.architecture, UnknownFamily):

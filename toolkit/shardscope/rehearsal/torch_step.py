@@ -1,4 +1,4 @@
-"""One rank of an engine over plain PyTorch (DDP, FSDP2) taking two optimizer steps on fake tensors."""
+"""Rehearsal of DDP's and FSDP2's engines: two optimizer steps of one rank on fake tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NoteProgress = Callable[[str, float], None]
 
 
 class FakeContext:
-    """What an engine needs of a rank's context, without a run."""
+    """Minimal stand-in for a rank's context, without a run."""
 
     def __init__(self, plan: Plan, device: str = "cpu") -> None:
         self.plan = plan
@@ -39,18 +39,19 @@ class FakeContext:
         self.folder = Path()
 
     def log(self, step: int | None = None, **metrics: Any) -> None:
-        """Metrics of fake tensors are nothing to keep."""
+        """Ignore metrics: fake tensors have no values."""
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:
-        """Nor is what was made."""
+        """Ignore records: there is no run folder."""
 
 
 def play(
     engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress, *, built_on_host: bool = False
 ) -> RehearsedStage:
-    """Wrap the plan's model, take two optimizer steps, and tell what the second one held.
+    """Wrap the plan's model, run two optimizer steps and return the memory of the second one.
 
-    ``built_on_host``: what wrapping makes is host memory, and only what is left of it reaches the device.
+    ``built_on_host``: tensors created while wrapping are host memory; only the resulting ones are the
+    device's.
     """
     plan = engine.plan
     note_progress("building the model", 0.1)
@@ -85,7 +86,7 @@ def _step(
 
 
 def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
-    """Wrap the plan's model and make its optimizer; the parameters that are trained."""
+    """Wrap the plan's model, build its optimizer and return the trainable parameters."""
     plan = engine.plan
     engine.fresh_weights = True
     packed = packed_weights() if plan.recipe.base_quantization else nullcontext()
@@ -108,13 +109,13 @@ def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> li
         )
     if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.host_apart:
         for group in optimizer.param_groups:
-            # What torch chooses by itself on CUDA.
+            # torch's own default on CUDA.
             group["foreach"] = True
     return trained
 
 
 def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Parameter]) -> None:
-    """What comes after the last backward: the norm of gradients, the update, and their end."""
+    """Finish the step after the last backward: clip gradients, run the optimizer, free the gradients."""
     optimizer = engine.optimizer
     tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     with tracker.phase("optimizer"):
@@ -150,7 +151,7 @@ def _note(plan: Plan, *, sharded: bool = False) -> str:
 def labelled_methods(
     tracker: Tracker, owner: type, names: tuple[str, ...], before: Callable[[Any], None] | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """While this lasts, what ``owner``'s methods make is staging; ``before`` sees the object first."""
+    """Label tensors that ``owner``'s methods create as gather buffers; ``before`` gets the object first."""
 
     @contextlib.contextmanager
     def lasting():  # type: ignore[no-untyped-def]

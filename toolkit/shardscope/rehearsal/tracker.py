@@ -1,8 +1,8 @@
-"""Follows every storage of a rehearsal from its first operator to its last reference.
+"""Tracker of every storage of a rehearsal, from its first operator to its last reference.
 
-Every allocation, resize and release becomes one event; labels belong to storages, not to events. Peaks are
-found afterwards, so a tensor that turns out to be a gradient was one from its first byte on. (torch's own
-``MemTracker`` labels as it goes, and so calls a gradient a temporary until a hook has seen it.)
+Every allocation, resize and release is recorded as an event; labels belong to storages, not to events. Peaks
+are computed at the end, so a tensor that is later labelled a gradient counts as one from its allocation.
+(torch's own ``MemTracker`` labels immediately: a gradient is a temporary until a hook sees it.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACES: dict[Phase, tuple[float, float, int]] = {
     "backward": (0.34, 0.97, 8),
     "optimizer": (0.98, 1.0, 1),
 }
-"""Where a phase begins and ends in a step, and into how many parts it is cut, each with its own peak."""
+"""Begin and end of each phase as fractions of a step, and its number of parts, each with its own peak."""
 
 
 DEFAULTS: dict[Phase, Component] = {
@@ -40,7 +40,7 @@ DEFAULTS: dict[Phase, Component] = {
     "backward": "activations",
     "optimizer": "optimizer",
 }
-"""What a new storage is taken for in each phase, where nothing else is said."""
+"""Default label of new storages in each phase."""
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[misc]
@@ -50,9 +50,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.logit_widths = frozenset(logit_widths)
         self.host_apart = host_apart
-        """Tensors of "cpu" are the host's and those of "cpu:0" the device's; else all are the device's."""
+        """Whether "cpu" means the host and "cpu:0" the device; otherwise all tensors are the device's."""
         self.host_peak_bytes = 0
-        """Most that the host has held since the last :meth:`restart`."""
+        """Peak bytes of host tensors since the last :meth:`restart`."""
         self._on_host: set[int] = set()
         self._host_bytes = 0
         self._numbers = WeakIdKeyDictionary()
@@ -65,22 +65,22 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self._paused = 0
         self._resize: Any = None
 
-    # ---- what a rehearsal says
+    # ---- Phases and labels, set by the rehearsal
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """What runs inside belongs to this phase; entered again (micro-batches) it goes on."""
+        """Assign events inside to this phase; entered again (next micro-batch), the phase continues."""
         self._phases.append(name)
         self._mark()
         try:
             yield
         finally:
-            # What is released between two phases is seen, and is no moment of either.
+            # Events between two phases are recorded and belong to neither.
             self._phases.append(None)
 
     @contextlib.contextmanager
     def labelling(self, component: Component) -> Iterator[None]:
-        """New storages inside are this component."""
+        """Label new storages inside as this component."""
         self._labelling.append(component)
         try:
             yield
@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing inside is seen: it happens in host memory, or not at all on a real device."""
+        """Ignore all storages inside: a real run has them in host memory or not at all."""
         self._paused += 1
         try:
             yield
@@ -97,14 +97,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             self._paused -= 1
 
     def label(self, tensors: Iterable[Any], component: Component) -> None:
-        """These storages are, and have always been, this component; unseen ones come in now."""
+        """Label the tensors' storages for the whole step; storages not seen before are added now."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 self._labels[self._number(storage, self._is_host(tensor))] = component
 
     def restart(self) -> None:
-        """Forget the steps before: what is held now is where the step that counts begins."""
-        # What only cycles still hold would be the host's or not by when the collector last ran.
+        """Drop the events of earlier steps: the measured step begins with the storages held now."""
+        # Otherwise storages in reference cycles would be held or not depending on the collector's last run.
         gc.collect()
         first = next((i for i, phase in enumerate(self._phases) if i and phase != "initialisation"), 1)
         kept = [event for event in self._events if event[2] < first]
@@ -122,13 +122,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the device holds now, whatever they are."""
+        """Bytes that the device holds at present, all components."""
         return sum(self._held.values()) - self._host_bytes
 
-    # ---- what it finds
+    # ---- Results
 
     def moments(self) -> tuple[RehearsedMoment, ...]:
-        """The peak of each part of each phase, in the order of a step."""
+        """Return the peak of each part of each phase, in the step's order."""
         found: list[RehearsedMoment] = []
         for phase, (start, stop, parts) in _PLACES.items():
             peaks = self._peaks(phase, parts)
@@ -138,7 +138,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         return tuple(found)
 
     def stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
-        """What was seen, as one pipeline stage's answer."""
+        """Return the recorded peaks as the result of one pipeline stage."""
         return RehearsedStage(
             stage=number,
             num_layers=num_layers,
@@ -148,7 +148,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _peaks(self, phase: Phase, parts: int) -> list[dict[str, int]]:
-        """Bytes by component at the largest instant of each equal part of a phase's events."""
+        """Return bytes by component at the peak of each of ``parts`` equal parts of a phase's events."""
         mine = sum(index >= 0 and self._phases[index] == phase for _, _, index in self._events)
         if not mine:
             return []
@@ -158,7 +158,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         total = seen = 0
         for number, delta, index in self._events:
             if index < 0:
-                # A new step: what is held is told again, event by event.
+                # A new step: the events that follow repeat the storages held at its start.
                 now, total = {}, 0
                 continue
             label = self._labels.get(number, "activations")
@@ -171,7 +171,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                     best[part] = (total, dict(now))
         return [{name: size for name, size in components.items() if size} for _, components in best]
 
-    # ---- how it sees
+    # ---- Interception of operators and of ``resize_``
 
     def __enter__(self) -> Tracker:
         resize = self._resize = torch.UntypedStorage.resize_
@@ -194,10 +194,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor first becomes the operators on its local tensors, which come back here.
+            # DTensor then dispatches the operators on its local tensors, which arrive here.
             return NotImplemented
         if function is torch.ops._c10d_functional.wait_tensor.default:
-            # On fake tensors it would be a copy; on real ones it returns what it waited for.
+            # On fake tensors it copies; on real ones it returns its argument.
             return args[0]
         with _unremembered(args[0]) if function in _TAKES_STORAGE else contextlib.nullcontext():
             out = function(*args, **(kwargs or {}))
@@ -230,7 +230,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         return self._phases[-1] or "rest"
 
     def _number(self, storage: Any, on_host: bool) -> int:
-        """The number of a storage, given when it is first seen."""
+        """Return the number of a storage; register it if it is new."""
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = len(self._labels)
@@ -257,7 +257,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             self._events.append((number, delta, len(self._phases) - 1))
 
     def _mark(self) -> None:
-        """An event of no bytes, so that a phase in which nothing is made still has its moment."""
+        """Record an event of 0 bytes, so that a phase without allocations has a peak too."""
         self._events.append((-1, 0, len(self._phases) - 1))
 
 
@@ -269,7 +269,7 @@ _TAKES_STORAGE = frozenset({
 
 @contextlib.contextmanager
 def _unremembered(tensor: Any) -> Iterator[None]:
-    """Without fake tensors' cache of answers, whose keys would hold the storages they were asked about."""
+    """Disable the fake tensor cache of ``tensor``'s mode, whose keys would keep storages alive."""
     mode = tensor.fake_mode
     before, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -279,7 +279,7 @@ def _unremembered(tensor: Any) -> Iterator[None]:
 
 
 def _storages(tensor: Any) -> list[Any]:
-    """The untyped storages under a tensor, or under the tensors that a wrapper (DTensor) holds."""
+    """Return the untyped storages of a tensor, or of the inner tensors of a wrapper (DTensor)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]

@@ -1,4 +1,4 @@
-"""``accelerate_config.yaml`` and the command that launches a script of one's own under it."""
+"""``accelerate_config.yaml`` and the command that launches the user's own script with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "accelerate_config.yaml"
 LAUNCH_FILE = "accelerate_launch.sh"
 MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "no", "fp32": "no"}
-"""A recipe's precision as accelerate's ``mixed_precision``; ``no`` is whatever type the model has."""
+"""``Recipe.precision`` -> accelerate's ``mixed_precision``; ``no`` keeps the model's own type."""
 
 
 def launched(
@@ -29,10 +29,10 @@ def launched(
     notes: Collection[str] = (),
     mixed_precision: bool = True,
 ) -> list[Exported]:
-    """The YAML that ``accelerate launch`` reads (accelerate/commands/config/config_args.py), and the command.
+    """Return the YAML of ``accelerate launch`` (accelerate/commands/config/config_args.py) and the command.
 
-    ``sections`` are the framework's own; ``said`` and ``layout`` the fields of recipe and layout that they
-    carry; ``mixed_precision`` is False where another file says it.
+    ``sections`` are the framework's own; ``said`` and ``layout`` are the recipe and layout fields that they
+    contain; ``mixed_precision`` is False if another file sets it.
     """
     cluster, recipe = plan.cluster, plan.recipe
     values: dict[str, Any] = {
@@ -75,7 +75,7 @@ def launched(
 
 
 def none_of_it(why: str) -> list[Absent]:
-    """The same files, where accelerate would make another run of the plan."""
+    """Return the same files as absent, for plans that accelerate would run differently."""
     return [Absent(name=CONFIG_FILE, why=why), Absent(name=LAUNCH_FILE, why=f"no {CONFIG_FILE}")]
 
 

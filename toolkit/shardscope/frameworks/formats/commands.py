@@ -1,4 +1,4 @@
-"""The commands that start a plan's ranks: torchrun, and Slurm around it."""
+"""Commands that start a plan's ranks: torchrun, alone and under Slurm."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HERE = 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
 
 
 def commands(plan: Plan, program: str, *, needs: str = "", environment: str = "") -> list[Exported]:
-    """``torchrun.sh`` and ``job.sbatch``, which run ``program`` (words of a shell) on every rank.
+    """Return ``torchrun.sh`` and ``job.sbatch``, which run ``program`` (shell words) on every rank.
 
-    ``needs`` is what a person must know before; ``environment`` lines of shell that come first.
+    ``needs`` is a comment on prerequisites; ``environment`` is shell lines that run before torchrun.
     """
     return [
         Exported(
@@ -40,7 +40,7 @@ def commands(plan: Plan, program: str, *, needs: str = "", environment: str = ""
 def started(
     plan: Plan, script: Exported | Absent, *others: Exported | Absent, environment: str = ""
 ) -> list[Exported | Absent]:
-    """A plain script, the files beside it and the commands that run it, or where there is none, another."""
+    """Return the script, its other files and the commands that run it (if absent: the user's own script)."""
     if isinstance(script, Exported):
         return [*commands(plan, script.name, environment=environment), script, *others]
     program = '"${SCRIPT:?the script to run on every rank, for this plan has no train.py: see FILES.md}"'
@@ -48,7 +48,7 @@ def started(
 
 
 def one_node_or_more(plan: Plan) -> tuple[str, str]:
-    """``torchrun``'s arguments for these ranks, and the shell lines that they need before them."""
+    """Return ``torchrun``'s arguments for the plan's nodes, and shell lines that must precede it."""
     per_node = plan.cluster.gpus_per_node
     if _nodes(plan) == 1:
         return f"--standalone --nnodes 1 --nproc-per-node {per_node}", ""
@@ -75,7 +75,7 @@ def _sbatch(plan: Plan, program: str, needs: str, environment: str) -> str:
         f"--job-name={word(plan.architecture.name)}",
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
-        # Slurm's usual default is one CPU for all ranks of a node, and offloading needs the host's memory.
+        # Slurm's usual default is one CPU for all ranks of a node; offloading needs the host's memory.
         *(
             [f"--gpus-per-node={per_node}", "--exclusive", "--mem=0"]
             if plan.on_gpu

@@ -1,4 +1,4 @@
-"""Other tools' configuration files as nested values that know their lines, so that a refusal names both."""
+"""Other tools' configuration files as nested values with line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardscope.core.json_text import check_depth, key_lines, parse_json
 from shardscope.core.text_positions import Keys, Places
 
 MAX_BYTES = 1_000_000
-"""Real configurations are some kilobytes."""
+"""Maximum size of a file; real configurations have a few kilobytes."""
 
 
 @dataclass(kw_only=True)
 class Document(Places):
-    """What stands in one file. Every ``ValueError`` says the file, the line and the key."""
+    """Content of one file. Every ``ValueError`` names the file, the line and the key."""
 
     _unread: list[str] = field(default_factory=list)
 
     def section(self, *keys: str) -> Mapping[str, Any]:
-        """The keys under ``keys``; empty where they are missing or null."""
+        """Return the mapping at ``keys``, empty if missing or null. Raises ``ValueError`` otherwise."""
         found = self.get(*keys)
         if found is None:
             return {}
@@ -32,7 +32,7 @@ class Document(Places):
         return found
 
     def number(self, *keys: str, low: int, high: int = 2**53) -> int | None:
-        """A whole number, written 500000000 or 5e8; None where there is none."""
+        """Return an integer from ``low`` to ``high``, written 500000000 or 5e8; None if it is missing."""
         value = self.get(*keys)
         if value is None:
             return None
@@ -41,7 +41,7 @@ class Document(Places):
         return whole_number(self.where(*keys), value, low=low, high=high)
 
     def flag(self, *keys: str) -> bool | None:
-        """True or False, in any of the spellings that YAML's readers and accelerate's environment take."""
+        """Return a boolean, in any spelling of YAML readers and accelerate's environment; None if missing."""
         value = self.get(*keys)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -50,19 +50,19 @@ class Document(Places):
         return self.refuse(keys, "true or false", "true" if value else "false")
 
     def choice(self, *keys: str, among: Iterable[Any]) -> Any:
-        """One of ``among``; None where there is none."""
+        """Return one of ``among``; None if it is missing."""
         value = self.get(*keys)
         return None if value is None else one_of(self.where(*keys), value, among)
 
     def refuse(self, keys: Keys, allowed: str, fix: Fix) -> NoReturn:
-        """Refuse the value at ``keys``."""
+        """Raise ``ValueError`` for the value at ``keys``."""
         refuse(self.where(*keys), self.get(*keys), allowed, fix)
 
     def known(self, keys: Keys, read: Iterable[str], others: Mapping[str, Any] | Iterable[str]) -> None:
-        """Refuse keys under ``keys`` that the format does not have, naming the nearest that it has.
+        """Raise ``ValueError`` for unknown keys under ``keys``, with the nearest known key.
 
-        ``read`` are those that a plan is made from. ``others`` the format has and a plan does not: they are
-        remembered for :meth:`unread`, but for values equal to their default, where ``others`` has one.
+        ``read`` are the keys that become part of a plan, ``others`` the format's other keys. The latter are
+        listed in :meth:`unread`, unless their value is the default given in ``others``.
         """
         read, defaults = list(read), others if isinstance(others, Mapping) else {}
         every = [*read, *others]
@@ -74,12 +74,12 @@ class Document(Places):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 
     def unread(self) -> tuple[str, ...]:
-        """Keys that the format has, that stand in the file, and that no plan can hold."""
+        """Return the file's valid keys that a plan cannot represent."""
         return tuple(self._unread)
 
 
 def text_of(file: str | Path) -> str:
-    """The text in ``file``. Raises ``ValueError`` for what is no readable text file of at most 1 MB."""
+    """Return the text of ``file``. Raises ``ValueError`` unless it is a readable UTF-8 file of up to 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
         refuse("file", file, "the path of a file", Value("exported/plan.json"))
     path = Path(file).expanduser()
@@ -97,7 +97,7 @@ def text_of(file: str | Path) -> str:
 
 
 def read_json(file: str | Path) -> Document:
-    """A JSON file with one object in it."""
+    """Read a JSON file with one object. Raises ``ValueError`` for anything else."""
     text, name = text_of(file), Path(file).name
     check_depth(name, text)
     values = parse_json(name, text)
@@ -107,7 +107,10 @@ def read_json(file: str | Path) -> Document:
 
 
 def read_yaml(file: str | Path) -> Document:
-    """A YAML file with one mapping in it, of scalars, lists and mappings: no tags, no aliases."""
+    """Read a YAML file with one mapping of scalars, lists and mappings, without tags and aliases.
+
+    Raises ``ValueError`` for anything else, and ``ModuleNotFoundError`` without PyYAML.
+    """
     text, name = text_of(file), Path(file).name
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
@@ -129,7 +132,7 @@ def read_yaml(file: str | Path) -> Document:
 
 
 class _Yaml:
-    """Composed nodes as plain values. An alias would let a small file stand for an endless one."""
+    """Conversion of YAML nodes to plain values. Aliases are errors: they can expand without bound."""
 
     def __init__(self, yaml: Any, name: str, lines: dict[Keys, int]) -> None:
         self.yaml, self.name, self.lines = yaml, name, lines

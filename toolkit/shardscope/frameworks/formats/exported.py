@@ -1,4 +1,4 @@
-"""What an export is made of: files, and the words for those that a plan has none of."""
+"""Files of an export, and reasons for absent ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 _ASKED = re.compile(r"\$\{(\w+):\?([^}]*)\}")
-"""What a shell refuses to go on without, and the words with which it does."""
+"""Required shell variable ``${NAME:?message}``."""
 PLAN_FILE = "plan.json"
 
 
@@ -22,19 +22,19 @@ class Exported:
 
     name: str
     what: str
-    """What it is for, as one line."""
+    """Purpose of the file, one line."""
     text: str
     is_command: bool = False
-    """Whether it is a script that a shell runs."""
+    """Whether it is an executable shell script."""
 
     @property
     def asks(self) -> list[tuple[str, str]]:
-        """What its shell asks of whoever starts it: variables by name, arguments by number, and for what."""
+        """Required variables (by name) and arguments (by number) of the script, with their descriptions."""
         return [found for found in _ASKED.findall(self.text) if not found[0].startswith("SLURM_")]
 
     @property
     def start(self) -> str:
-        """What starts it in its folder, ``<...>`` for what is asked; empty: something else reads it."""
+        """Command that starts it in its folder, ``<...>`` for required inputs; empty if not executable."""
         sbatch = self.name.endswith(".sbatch")
         if not (self.is_command or sbatch):
             return ""
@@ -45,17 +45,17 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A file that a plan has none of, and why."""
+    """File that the plan's export lacks, with the reason."""
 
     name: str
     why: str
 
 
 def header(plan: Plan, *sentences: str) -> str:
-    """The comment at the top of a file: whose it is, then ``sentences``."""
+    """Return the comment at the top of a file: the plan, then ``sentences``."""
     return comments((f"{described(plan)}. Written by Shardscope from the {PLAN_FILE} beside it.", *sentences))
 
 
 def described(plan: Plan) -> str:
-    """The plan in one line."""
+    """Return a description of the plan in one line."""
     return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}"

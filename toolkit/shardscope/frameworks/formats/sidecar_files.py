@@ -1,4 +1,4 @@
-"""Where a read file's rest comes from: what the caller gives, or the plan that lies beside the file."""
+"""Parts of a plan that a file does not contain: the caller's arguments or ``plan.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 Said = Mapping[str, tuple[Keys, Any]]
-"""Field of a recipe or a layout -> where a file says it, and what; a value of None says nothing."""
+"""Recipe or layout field -> its keys in a file and its value; None: the file does not set it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """What a file of another tool does not hold."""
+    """Parts of a plan that another tool's file does not contain."""
 
     architecture: Architecture | None
     cluster: Cluster | None
     recipe: Recipe
     layout: Layout | None
-    """The layout of the plan beside the file, if there is one."""
+    """Layout of the ``plan.json`` in the file's folder, if there is one."""
     is_recipe_open: bool = False
-    """Whether neither the caller nor a plan beside the file says the recipe."""
+    """Whether neither the caller nor a ``plan.json`` gives the recipe."""
 
     def need(self, noun: str, file: str, fix: str) -> Any:
-        """The noun of that name; ``ValueError`` where neither the caller nor a plan beside has it."""
+        """Return the part named ``noun``. Raises ``ValueError`` if it is missing."""
         found = getattr(self, noun)
         if found is None:
             article = "an" if noun[0] in "aeiou" else "a"
@@ -49,12 +49,12 @@ class Rest:
         return found
 
     def the_architecture(self, file: str) -> Architecture:
-        """The architecture, which few files hold."""
+        """Return the architecture, which few files contain. Raises ``ValueError`` if it is missing."""
         found: Architecture = self.need("architecture", file, 'ss.models["llama-3.1-8b"]')
         return found
 
     def the_cluster(self, file: str) -> Cluster:
-        """The cluster, of which files hold the number of ranks at most."""
+        """Return the cluster, of which files contain at most the world size. Raises ``ValueError``."""
         found: Cluster = self.need("cluster", file, 'ss.Cluster.parse("8xh100-sxm-80gb")')
         return found
 
@@ -65,7 +65,10 @@ def rest_of(
     cluster: Cluster | None,
     recipe: Recipe | None,
 ) -> Rest:
-    """What the caller gave, and for what was not given the plan beside ``file``, if one lies there."""
+    """Return the caller's arguments, completed from ``plan.json`` in the folder of ``file``, if it exists.
+
+    Raises ``ValueError`` for arguments of another type and for an invalid ``plan.json``.
+    """
     from shardscope.core.architecture import Architecture as AnArchitecture
     from shardscope.core.cluster import Cluster as ACluster
     from shardscope.core.plan import Plan
@@ -94,7 +97,7 @@ def rest_of(
 
 
 def changed(recipe: Recipe, document: Document, said: Said) -> Recipe:
-    """``recipe`` with what a file says of it. Raises ``ValueError`` naming file, line and key."""
+    """Return ``recipe`` with the values in ``said``. Raises ``ValueError`` with file, line and key."""
     values = {field: value for field, (_, value) in said.items() if value is not None}
     with named(document, said):
         return replace(recipe, **values)
@@ -103,15 +106,15 @@ def changed(recipe: Recipe, document: Document, said: Said) -> Recipe:
 def planned(
     rest: Rest, document: Document, recipe: Recipe, said: Said, make_layout: Callable[[], Layout]
 ) -> Plan:
-    """The plan that a file describes; ``said`` has the keys of the layout's and the recipe's fields.
+    """Return the plan that a file describes; ``said`` has the keys of layout and recipe fields.
 
-    Raises ``ValueError`` naming file, line and key where they cannot be.
+    Raises ``ValueError`` with file, line and key for invalid values. Warns of keys that were not read.
     """
     from shardscope.core.plan import Plan
 
     with named(document, said):
         layout = make_layout()
-    # What is wrong in the file itself comes before what it lacks.
+    # Errors in the file are reported before missing parts.
     architecture, cluster = rest.the_architecture(document.name), rest.the_cluster(document.name)
     with named(document, said):
         plan = Plan(architecture, cluster, recipe, layout)
@@ -125,7 +128,7 @@ def planned(
 
 @contextmanager
 def named(document: Document, said: Said) -> Iterator[None]:
-    """Refusals of fields that a file says name their lines there."""
+    """Add file, line and key to errors of fields that the file sets."""
     try:
         yield
     except FieldError as refusal:

@@ -1,4 +1,4 @@
-"""YAML, comments and shell words as text: the little that an export writes of each."""
+"""Text of YAML, comments and shell-safe names in exported files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WIDTH = 100
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n", "none"})
-"""Words that some reader of YAML takes for another type."""
+"""Strings that some YAML reader parses as another type."""
 
 
 def comments(sentences: Iterable[str]) -> str:
-    """Each sentence as lines that begin with "# "; continued lines are set in (:func:`uncommented`)."""
+    """Return sentences as lines with "# "; continuation lines are indented (see :func:`uncommented`)."""
     lines: list[str] = []
     for sentence in sentences:
         plain = " ".join(sentence.split())
@@ -27,7 +27,7 @@ def comments(sentences: Iterable[str]) -> str:
 
 
 def uncommented(text: str) -> list[str]:
-    """The sentences that :func:`comments` made lines of."""
+    """Return the sentences in lines written by :func:`comments`."""
     found: list[str] = []
     for line in text.splitlines():
         if line.startswith("#   ") and found:
@@ -38,7 +38,7 @@ def uncommented(text: str) -> list[str]:
 
 
 def yaml_text(values: Mapping[str, Any], indent: int = 0) -> str:
-    """Nested mappings of scalars and lists of scalars, in their own order."""
+    """Return nested mappings of scalars and lists of scalars as YAML, in their own order."""
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -57,5 +57,5 @@ def _scalar(value: Any) -> str:
 
 
 def word(text: str) -> str:
-    """``text`` as a name that is safe in a shell, a file name and a Slurm job."""
+    """Return ``text`` as a name that is safe in a shell, a file name and a Slurm job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:64] or "plan"

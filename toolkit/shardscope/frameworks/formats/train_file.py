@@ -21,9 +21,9 @@ ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
 METADATA = frozenset(
     {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 )
-"""Fields of a config that say nothing of the model."""
+"""Config fields that do not describe the model."""
 WITHOUT_ROUTER_LOSS = {"output_router_logits": False, "router_jitter_noise": 0.0}
-"""As every engine trains experts: pipelines and Megatron-core have no auxiliary loss."""
+"""Config values of experts as all engines train them: pipelines and Megatron-core have no auxiliary loss."""
 
 Covered = Mapping[str, tuple[object, ...]]
 """The field of a recipe or a layout, ``Recipe.method``, and its values that a ``train.py`` trains."""
@@ -39,11 +39,11 @@ FULL_TRAINING: Covered = {
     "Recipe.packing": (False,),
     "Recipe.expert_capacity_factor": (None,),
 }
-"""What every framework's ``train.py`` does of a recipe."""
+"""Recipe values that every framework's ``train.py`` supports."""
 
 
 def why_none(plan: Plan, covered: Covered) -> str | None:
-    """Return one sentence that names the first field of ``plan`` outside of ``covered``; None without one."""
+    """Return a sentence that names the first field of ``plan`` outside of ``covered``, or None."""
     in_force = {"Recipe.kernels": plan.kernels, "Recipe.loss": loss_in_force(plan)}
     for field, values in covered.items():
         noun, _, name = field.partition(".")

@@ -1,4 +1,4 @@
-"""``training_arguments.yaml``: what transformers' ``TrainingArguments`` can say of a plan."""
+"""``training_arguments.yaml``: the fields of a plan that transformers' ``TrainingArguments`` has."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw_8bit",
     "lion": "lion_32bit",
 }
-"""A recipe's optimizer as ``optim`` (``OptimizerNames``). Its ``sgd`` has no momentum, and its ``adafactor``
-is not PyTorch's: a plan's are not said by them."""
+"""``Recipe.optimizer`` -> ``optim`` (``OptimizerNames``). Without ``sgd`` and ``adafactor``: transformers'
+``sgd`` has no momentum, and its ``adafactor`` is not PyTorch's."""
 
 
 def training_arguments(
@@ -35,10 +35,10 @@ def training_arguments(
     notes: Collection[str] = (),
     checkpoints: bool = True,
 ) -> Exported:
-    """Keyword arguments as YAML, which ``HfArgumentParser.parse_yaml_file`` reads.
+    """Return keyword arguments as YAML for ``HfArgumentParser.parse_yaml_file``.
 
-    ``eight_bit`` is the framework's name for AdamW in 8 bits; ``checkpoints`` is False where a section of the
-    framework's own says that layers are recomputed.
+    ``eight_bit`` is the ``optim`` of 8-bit AdamW in this framework; ``checkpoints`` is False if a section of
+    the framework's own configures recomputation.
     """
     recipe = plan.recipe
     carried = {"micro_batch_size", "global_batch_size", *said}

@@ -1,4 +1,4 @@
-"""What a format has no words for: named in its file, so that nothing of a plan is dropped in silence."""
+"""Fields of a plan that a format lacks, listed in a comment of its file and read back from it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     Says = dict[str, tuple[Keys, Any]]
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
-"""Fields of a recipe that every run needs, whatever their default here."""
+"""Recipe fields that are listed even if they have their default value: every run needs them."""
 COMMENT = "# Not said here"
 OPENING = "Not said here, for this format has no words for it, and up to"
 
 
 def unsaid(plan: Plan, recipe: Collection[str], layout: Collection[str] = ()) -> list[tuple[str, object]]:
-    """Fields and values of the plan that a file does not carry.
+    """Return fields and values of the plan that a file does not contain.
 
-    ``recipe`` and ``layout`` are the names that it does carry. Of the others those count that are not what
-    a recipe or layout has by itself.
+    ``recipe`` and ``layout`` are the names of fields that it does contain. Fields with their default value
+    are left out, except those in :data:`ALWAYS`.
     """
     found: list[tuple[str, object]] = []
     for noun, said, always in ((plan.recipe, recipe, ALWAYS), (plan.layout, layout, frozenset())):
@@ -42,7 +42,7 @@ def unsaid(plan: Plan, recipe: Collection[str], layout: Collection[str] = ()) ->
 
 
 def sentences(found: list[tuple[str, object]], who: str) -> list[str]:
-    """The same as sentences of a comment; ``who`` has to do it instead."""
+    """Return ``found`` as sentences of a comment, which leaves these fields to ``who``."""
     if not found:
         return []
     listed = ", ".join(f"{name}={value!r}" for name, value in found)
@@ -50,9 +50,9 @@ def sentences(found: list[tuple[str, object]], who: str) -> list[str]:
 
 
 def stated(text: str, name: str) -> dict[str, Any]:
-    """Fields and values that :func:`sentences` wrote into a comment of ``text``, the file ``name``.
+    """Return fields and values that :func:`sentences` wrote into a comment of ``text``, the file ``name``.
 
-    Raises ``ValueError`` where a person's edit left such a comment that cannot be read.
+    Raises ``ValueError`` if the comment cannot be parsed after an edit.
     """
     found: dict[str, Any] = {}
     for sentence in uncommented(text):
@@ -73,9 +73,9 @@ def stated(text: str, name: str) -> dict[str, Any]:
 
 
 def noted(document: Document, text: str, layout: type[Layout]) -> tuple[Says, Says]:
-    """Fields of recipe and of ``layout`` that an export named in its comment, with their place in it.
+    """Return the recipe's and the layout's fields in an export's comment, and record their lines.
 
-    Raises ``ValueError`` for a field that neither has.
+    Raises ``ValueError`` for a field that neither recipe nor ``layout`` has.
     """
     of_recipe = {field.name for field in fields(Recipe)}
     known = of_recipe | {field.name for field in fields(layout)}

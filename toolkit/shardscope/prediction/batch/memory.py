@@ -1,4 +1,4 @@
-"""Many plans at once: the same formulas as ``plan.memory()``, over columns."""
+"""Memory of many plans at once: the formulas of ``plan.memory()`` over columns."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 _SIZES = ("micro_batch_size", "global_batch_size")
-"""Fields of a recipe that may differ between plans which are computed together."""
+"""Recipe fields that may differ between plans that are computed together."""
 _DEGREES = tuple(field.name for field in fields(Degrees))
 _SPREAD = (*_DEGREES, "sequence_parallel", "etp")
-"""Fields of a layout that may."""
+"""Layout fields that may differ between plans that are computed together."""
 _TOLD = ("splits_sequence", "expert_tp")
-"""What follows from these for each plan, where it does not from arithmetic alone."""
+"""Layout properties derived from these fields by more than arithmetic, evaluated plan by plan."""
 
 
 class StageBytes(NamedTuple):
-    """What one rank of a stage needs; columns where many plans are asked."""
+    """Bytes that one rank of a stage needs; columns for many plans."""
 
     peak: Any
     host: Any
     host_state: Any
-    """Of ``host``, all but activations."""
+    """``host`` without activations."""
     nvme: Any
 
 
 def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
-    """The peak of one stage's ranks, and what they need beside the card. ``plan`` may be :class:`Varied`."""
+    """Return the peak, host and NVMe bytes of one stage's ranks. ``plan`` may be :class:`Varied`."""
     from shardscope.frameworks.registry import frameworks
 
     state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
@@ -55,10 +55,10 @@ def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
 
 
 def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
-    """``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, to the byte.
+    """Return ``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, exact to the byte.
 
-    Plans that differ in degrees and batch sizes only are computed together: the more of them are alike
-    otherwise, the less one costs. Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
+    Plans that differ in degrees and batch sizes only are computed together, which makes each of them cheaper.
+    Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, plan in enumerate(plans):
@@ -70,7 +70,7 @@ def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
 
 
 def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
-    """The peaks of plans of one kind: every kind of stage of each is a row."""
+    """Return the peaks of plans of one kind; a row is one kind of stage of one plan."""
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plans[0].layout.framework].memory_model()
@@ -106,9 +106,10 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:
-    """What plans must have in common to be computed together: whether there are pipeline stages, too.
+    """Return what plans must have in common to be computed together.
 
-    And whether an expanded key head is a view, which products in plain math save.
+    It includes whether there are pipeline stages, and whether an expanded key head is a view, which math
+    attention saves as such.
     """
     return (
         plan.architecture,

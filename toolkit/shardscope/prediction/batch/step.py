@@ -1,4 +1,4 @@
-"""The step's seconds of many plans at once: the same formulas as ``plan.step()``, over columns."""
+"""Step time of many plans at once: the formulas of ``plan.step()`` over columns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
-    """``plan.step().seconds`` of each plan of ``table``, but for what paged optimizers add.
+    """Return ``plan.step().seconds`` of each plan of ``table``, without the transfers of paged optimizers.
 
-    Shape ``(num_plans,)``. ``plans`` and ``stage`` are :meth:`Table.plans` and the weights of its stages.
-    Raises ``ValueError`` naming a figure that is not known.
+    Shape ``(num_plans,)``. ``plans`` is :meth:`Table.plans`, ``stage`` the weights of its stages. Raises
+    ``ValueError`` that names an unknown figure.
     """
     model = frameworks[plans.layout.framework].timing_model()
     found = seconds_of(work_of(plans, modules_of(plans), rates_for(plans.cluster), model), stage)
@@ -39,7 +39,7 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     if len(busy) == 1:
         return table.by_plan(most)
     slowest = np.empty_like(most)
-    # Of stages that are equally slow the first is the slowest.
+    # On ties, the first stage counts as the slowest.
     for own, flow in zip(reversed(busy), reversed(flowing), strict=True):
         np.copyto(slowest[: len(own)], flow, where=own >= ALIKE * most[: len(own)])
     columns = table.columns

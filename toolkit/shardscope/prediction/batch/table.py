@@ -1,4 +1,4 @@
-"""The rows of one grid, ready for formulas: which plans agree in which numbers, and their pipeline stages."""
+"""Rows of one grid as formula inputs: deduplicated numbers of plans and their pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from shardscope.frameworks.registry import MemoryModel
 
 CHUNK = 1 << 15
-"""Plans that are computed together: so many that their numbers stay in a processor's cache."""
+"""Maximum number of plans computed together; so that their columns stay in the CPU's cache."""
 
 FEW_ROWS = 2000
-"""So many are computed row by row: to find out which agree takes longer than what that saves."""
+"""Up to this number of rows, deduplication costs more time than it saves."""
 
 
 class Table:
-    """Plans of one grid, each row of :attr:`columns` one; each has a row of :attr:`rows` for every kind of
-    pipeline stage that it has."""
+    """Plans of one grid: one plan per row of :attr:`columns`, in :attr:`rows` one row per plan and kind of
+    pipeline stage."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Table:
     ) -> None:
         self.architecture, self.columns, self._model = arch, columns, model
         self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
-        """The same plans, each with a row for every pipeline stage."""
+        """Constructor of a table of the same plans with one row per pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.making: dict[Layout, NDArray[np.int64]] = {}
-        """Host memory while models are made, which no recomputation changes (``search/capacity.py``)."""
+        """Host memory while models are built, independent of recomputation (``search/capacity.py``)."""
         self._stages_of: dict[Layout, Any] = {}
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]
@@ -81,7 +81,7 @@ class Table:
         }
 
     def _stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
-        """A row for each kind of pipeline stage of each plan, or for every one."""
+        """Create a row for each kind of pipeline stage of each plan, or for every stage."""
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
         vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
@@ -96,37 +96,37 @@ class Table:
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
         each = counts[self.pipeline_of]
-        # First stages of all plans, then second ones: what is told of a plan is told of whole arrays so.
+        # First the first stages of all plans, then the second ones: reductions over stages use whole slices.
         order = np.argsort(-each, kind="stable")
         sizes = np.array([np.count_nonzero(each > place) for place in range(int(counts.max()))])
         self._places = np.cumsum(sizes) - sizes
-        """Of each place among a plan's stages the first row."""
+        """First row of each stage position."""
         self._ends = self._places + sizes
         self.owners = np.concatenate([order[:size] for size in sizes])
-        """Of each row its plan: those with the most stages first."""
+        """Plan index of each row; plans with the most stages come first."""
         self._firsts = np.argsort(order)
-        """Of each plan the row of its first stage."""
+        """Row of the first stage of each plan."""
         self.place = np.repeat(np.arange(len(sizes)), sizes)
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
         row_kinds = offsets[self.pipeline_of][self.owners] + self.place
         self._shapes = kinds[row_kinds]
         alike = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
         self.num_alike = self.by_place(np.concatenate(alike)[row_kinds])
-        """Stages of each kind, by place."""
+        """Number of stages of each kind, by stage position."""
         self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
 
     @cached_property
     def shape(self) -> StageShape:
-        """The stages, as columns."""
+        """Shapes of the stages, as columns."""
         keys = self._bits["place"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
         return StageShape(*(self.rows.column(keys, column) for column in self._shapes.T))
 
     def number(self, name: str) -> Any:
-        """A field of the layouts, as a column, or a number where all have the same."""
+        """Return a field of the layouts as a column, or as a number if all plans have the same."""
         return self._numbers[name]
 
     def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
-        """All of them as formulas read one plan."""
+        """Return all plans as one object with a plan's attributes, for the formulas of one plan."""
         numbers = self._numbers
         varied = Varied(type(layout), layout, **{name: numbers[name] for name in self._fields})
         degrees = Varied(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
@@ -142,27 +142,27 @@ class Table:
         )
 
     def stage(self, plans: Any, layout: Layout) -> Any:
-        """The weights of all their stages, which no recomputation changes."""
+        """Return the weights of all plans' stages, which do not depend on recomputation."""
         found = self._stages_of.get(layout)
         if found is None:
             found = self._stages_of[layout] = self._model.stage(plans, self.shape)
         return found
 
     def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
-        """The rows of all first stages, of all second ones, and so on: of each those with the next first."""
+        """Split row values into first stages, second stages, ...; each starts with the longest pipelines."""
         return [by_row[first:end] for first, end in zip(self._places, self._ends, strict=True)]
 
     def by_plan(self, of_first: NDArray[Any]) -> NDArray[Any]:
-        """What was told of each first stage, by plan, shape ``(num_plans,)``."""
+        """Reorder values of the first stages by plan, shape ``(num_plans,)``."""
         return of_first.take(self._firsts, mode="clip")
 
     def stages_of(self, plans: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
-        """Of those plans the rows of the stages at ``places``, shape ``(plans, places)``."""
+        """Return the rows of the stages at ``places`` of ``plans``, shape ``(plans, places)``."""
         found: NDArray[np.int64] = self._firsts[plans][:, None] + self._places[np.array(places)]
         return found
 
     def most(self, by_row: NDArray[Any]) -> NDArray[Any]:
-        """Of each plan the largest of its stages' values, shape ``(num_plans,)``."""
+        """Return the maximum over each plan's stages, shape ``(num_plans,)``."""
         first, *others = self.by_place(by_row)
         found = first.copy()
         for other in others:
@@ -171,22 +171,22 @@ class Table:
 
 
 def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int) -> Shapes:
-    """The stages of a pipeline, which no other degree decides."""
+    """Return the stages of a pipeline, which depend on no degree but ``pp`` and ``vpp``."""
     degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
     layers = tuple(layout.stage_layers(arch, degrees))
     return model.shapes(Varied(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
 
 
 def one_by_one(shapes: Shapes) -> Shapes:
-    """Each stage a kind of its own."""
+    """Return the same stages with a separate kind for each."""
     stages = (shapes.kinds[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of))
     return Shapes(tuple(stages), tuple(range(len(shapes.kind_of))))
 
 
 def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:
-    """Rows whose plans formulas can take together, in pieces of at most :data:`CHUNK`.
+    """Yield groups of rows that formulas can compute together, of at most :data:`CHUNK` rows each.
 
-    Those with pipeline stages apart from those without, and those where an expanded key head is a view.
+    Plans with and without pipeline stages are separate, and so are plans whose expanded key head is a view.
     """
     number = len(columns[MICRO_BATCH_SIZE])
     stages = columns.get("pp", np.ones(number, np.int64)) > 1

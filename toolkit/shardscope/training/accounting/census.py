@@ -1,10 +1,10 @@
-"""What a step's tensors are, by component and phase: counted on one step, for the measured tier of memory.
+"""Bytes of a step's live tensors by component and phase: the measured tier of memory reports.
 
-A dispatch mode sees every tensor that operators make. Whenever more may be alive than a phase has shown yet,
-and at its end, those still alive are weighed, each storage once, and told apart: parameters, gradients and
-optimizer state by whose they are, gathered parameters by what the framework says it holds and by the
-collectives they pass, logits by their vocabulary, and the rest, which is what forward leaves for backward and
-what operators have in hand.
+A dispatch mode sees every tensor that operators create. Whenever more bytes may be alive than the phase has
+shown so far, and at its end, the live storages are summed, each once, by component. Parameters, gradients
+and optimizer state are identified by their owner, all-gathered parameters by the framework's own report and
+by the collectives they pass through, and logits by the vocabulary size. The rest are activations: tensors
+saved for backward and operators' temporaries.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from shardscope.training.engine import HeldTensors
 
 NEWS = 1.005
-"""How much more there may be than was seen until somebody looks: a peak is missed by this share at most, and
-a long forward, which grows with every operator, costs some hundred looks."""
+"""Growth of live bytes, as a factor, that triggers a new count: peaks are underestimated by at most this
+share, and a long forward, in which memory grows with every operator, costs some hundred counts."""
 
 _STAGING = ("all_gather", "allgather", "reduce_scatter", "chunk_cat", "split_with_sizes_copy")
-"""Operators whose inputs and outputs are staging: what is gathered, and gradients on their way to shards."""
+"""Operators whose tensors are staging buffers: all-gathered parameters, gradients to be scattered."""
 
 _BUCKETS = "buckets"
-"""Kind of storages that a framework made itself and operators only write to: ``bucket_bytes`` counts them."""
+"""Kind of storages that the framework allocated and operators only write to, as in ``bucket_bytes``."""
 
 _LIBRARY = "communication"
-"""Component of storages that no operator made, and operators look at: a library's own copies. gloo clones
-what it reduces and scatters (ProcessGroupGloo.cpp); NCCL reads it in place."""
+"""Component of storages that no operator created but operators read: copies made inside a library. gloo
+clones the inputs of its reductions (ProcessGroupGloo.cpp); NCCL reads them in place."""
 
 Weighed = dict[str, int]
 """Component -> bytes."""
 
 
 class Census(TorchDispatchMode):  # type: ignore[misc]
-    """Goes around one step; ``begin`` starts a phase, and ``phases`` has the fullest look of each."""
+    """Count of one step's bytes: ``begin`` starts a phase, ``phases`` has the largest count of each."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._sizes: dict[int, int] = {}
         self._at_most = 0
-        """What is alive if nothing was freed since the last look."""
+        """Upper bound of live bytes: assumes that nothing was freed since the last count."""
         for buffer in self._buffers:
             self._remember(local(buffer), "activations")
         self.look("rest")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and remember, without holding them, the tensors that it made."""
+        """Run the operator and remember weak references to the storages that it created."""
         out = function(*args, **(kwargs or {}))
         kind = self._kind_of_unknown(function)
         for leaf in tree_leaves(out):
@@ -82,7 +82,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         return out
 
     def _kind_of_unknown(self, function: Any) -> str | None:
-        """What a storage is that ``function`` gives and nobody saw being made; None: it makes its own."""
+        """Return the kind of unknown storages that ``function`` returns; None if it allocates its outputs."""
         returns = getattr(getattr(function, "_schema", None), "returns", ())
         aliases = [found.alias_info for found in returns if found.alias_info is not None]
         if not aliases:
@@ -95,28 +95,28 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         known = self._made.get(storage._cdata)
-        # A view is what it is a view of; only the address of a freed storage may be used again.
+        # A view keeps the kind of its base; an address is reused only after its storage was freed.
         if known is None or known[0].expired():
             kind = unknown or ("logits" if self._is_logits(tensor) else "activations")
             self._made[storage._cdata] = (StorageWeakRef(storage), kind)
             self._sizes[storage._cdata] = 0
-        # A framework may fill again what it had emptied.
+        # A framework may resize a storage to zero and later allocate it again (FSDP2's all-gathers).
         self._at_most += max(0, num_bytes - self._sizes.get(storage._cdata, 0))
         self._sizes[storage._cdata] = num_bytes
 
     def begin(self, phase: str) -> None:
-        """What comes next belongs to ``phase``."""
+        """Start ``phase``: later operators belong to it."""
         self._phase = phase
 
     def look(self, phase: str) -> None:
-        """Weigh what is alive; keep it if it is the most that this phase has shown."""
+        """Count the live bytes; keep the count if it is the largest of ``phase`` so far."""
         weighed = self._weigh()
         self._at_most = _of_torch(weighed)
         if self._at_most > _of_torch(self.phases.get(phase, {})):
             self.phases[phase] = weighed
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
-        """A score for each word and token; the head's weights are as long, not as wide."""
+        """Return whether the last dimension is the vocabulary; for the head's weights it is the first."""
         return tensor.dim() > 1 and tensor.is_floating_point() and tensor.shape[-1] in self._vocab_sizes
 
     def _weigh(self) -> Weighed:
@@ -152,9 +152,9 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         return weighed
 
     def _unseen_buckets(self, gradients: Iterable[torch.Tensor]) -> int:
-        """Bytes of a framework's gradient buffers in which no gradient lies just now.
+        """Return the bytes of the framework's gradient buckets in which no gradient is stored at present.
 
-        A gradient that accumulates outside of its buffer is held beside it, so both count.
+        A gradient that accumulates outside of its bucket occupies memory in addition to it: both count.
         """
         if not self._bucket_bytes:
             return 0
@@ -167,11 +167,11 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _of_torch(weighed: Weighed) -> int:
-    """What operators hold: a library's copies come and go beside it, and no formula is about them."""
+    """Return the bytes that operators hold: libraries' transient copies have no formula and are excluded."""
     return sum(weighed.values()) - weighed.get(_LIBRARY, 0)
 
 
 def _alive_bytes(weak: StorageWeakRef) -> int | None:
-    """Bytes of a storage now (a framework may have emptied it); None once it is gone."""
+    """Return the current bytes of a storage (0 if a framework resized it to zero); None once it is freed."""
     storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
     return None if storage is None else int(storage.nbytes())

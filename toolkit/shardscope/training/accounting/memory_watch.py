@@ -1,4 +1,4 @@
-"""The memory of the first steps by phase: the allocator's peaks on a GPU, the census of tensors anywhere."""
+"""Memory of the first steps by phase: the caching allocator's peaks on GPUs, the tensor census everywhere."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardscope.training.accounting.census import Census
 from shardscope.training.engine import Engine, HeldTensors
 
 WATCHED_STEPS = (0, 2)
-"""Of an engine's steps: the third is as all others will be (in the second DDP still makes its buckets anew),
-and the first stands for runs that end before. Both run a little slower."""
+"""Measured steps, from 0. The third is representative (in the second DDP still rebuilds its buckets); the
+first serves runs that end earlier. Measured steps run a little slower."""
 MAX_HISTORY = 200_000
-"""Allocations that a snapshot's history keeps."""
+"""Maximum number of allocations in a snapshot's history."""
 
 
 class MemoryWatch:
-    """One engine's. ``step`` goes around a step, ``mark`` at the end of each of its phases."""
+    """Memory measurement of one engine: ``step`` wraps a step, ``begin`` and ``mark`` delimit its phases."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -36,7 +36,7 @@ class MemoryWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch this step if it is one of the first; record afterwards what it showed."""
+        """Measure this step if it is in :data:`WATCHED_STEPS`, and record the result in the run folder."""
         self._watches = self._num_steps in WATCHED_STEPS
         self._num_steps += 1
         if not self._watches:
@@ -45,7 +45,7 @@ class MemoryWatch:
         engine = self._engine
         self._peaks = {}
         tensors.reset_peak(self._device)
-        # Compiled graphs run no operators that could be seen; the allocator's peaks remain.
+        # A dispatch mode sees no operators inside compiled graphs; only the allocator's peaks remain.
         if engine.plan.kernels != "compiled" and engine.held_tensors() is not None:
             self._census = Census(
                 lambda: _held(engine), vocab_sizes=_vocab_sizes(engine), bucket_bytes=engine.bucket_bytes
@@ -58,12 +58,12 @@ class MemoryWatch:
         engine.ctx.record("memory", self._record(census))
 
     def begin(self, phase: str) -> None:
-        """What comes next belongs to ``phase``."""
+        """Start ``phase``: later operators belong to it."""
         if self._census is not None:
             self._census.begin(phase)
 
     def mark(self, phase: str) -> None:
-        """``phase`` ends here."""
+        """End ``phase`` and store its peaks."""
         if not self._watches:
             return
         if self._census is not None:
@@ -84,7 +84,7 @@ class MemoryWatch:
             found |= {
                 "allocated_peaks": {"initialisation": self._initialisation, **self._peaks},
                 "reserved": torch.cuda.max_memory_reserved(self._device),
-                # Other processes of this card are in it: what is not this process's allocator's.
+                # All memory outside this process's allocator, that of the GPU's other processes included.
                 "outside_allocator": max(0, total - free - reserved),
                 "total": total,
             }
@@ -105,14 +105,14 @@ def _vocab_sizes(engine: Engine) -> set[int]:
 
 
 class Snapshot:
-    """``torch.cuda.memory``'s own snapshot of the next steps, for its viewer; written into the run folder."""
+    """Snapshot of the next steps for ``torch.cuda.memory``'s viewer, written into the run folder."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
         self._steps_left = 0
 
     def start(self, num_steps: int) -> None:
-        """Keep the history of allocations from now on; CPU ranks have none, and a line in the log says so."""
+        """Record allocations for ``num_steps`` steps; on CPU ranks, only print a line to the log."""
         if self._ctx.device.type != "cuda":
             print("no memory snapshot: CPU ranks have no caching allocator to ask", flush=True)
             return
@@ -121,7 +121,7 @@ class Snapshot:
         self._steps_left = max(self._steps_left, num_steps)
 
     def step(self) -> None:
-        """One training step is over."""
+        """Count one finished training step; write the snapshot after the last one."""
         if self._steps_left == 0:
             return
         self._steps_left -= 1
@@ -129,12 +129,12 @@ class Snapshot:
             self.end()
 
     def end(self) -> None:
-        """Write what there is, and stop keeping more."""
+        """Write the snapshot and stop recording."""
         path = RunFolder(self._ctx.folder).memory_snapshot(self._ctx.rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_suffix(".part")
         with part.open("wb") as file:
-            # Plain lists, dicts, numbers and text: what an unpickler that refuses every global can read.
+            # Only lists, dicts, numbers and strings: readable by an unpickler that rejects every global.
             pickle.dump(torch.cuda.memory._snapshot(), file)
         part.rename(path)
         torch.cuda.memory._record_memory_history(enabled=None)

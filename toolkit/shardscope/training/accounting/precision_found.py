@@ -1,4 +1,4 @@
-"""Which of a recipe's precisions an engine really made, by the types of its tensors."""
+"""Check of an engine's actual precision, by the types of its tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ORIGINALS = {
     (torch.float32, torch.float16): "fp16-mixed",
     (torch.bfloat16, torch.bfloat16): "bf16",
 }
-"""By the type of the weights that the optimizer updates, and that of products."""
+"""Precision by the type of the weights that the optimizer updates and the type of matmuls."""
 MAIN_COPIES = {
     torch.float32: ("fp32",),
     torch.bfloat16: ("bf16-mixed", "bf16"),
     torch.float16: ("fp16-mixed",),
 }
-"""By the type of products, where what the optimizer updates is fp32 in any case."""
+"""Possible precisions by the type of matmuls, where the optimizer updates fp32 weights in any case."""
 
 
 def check_precision(planned: str, kept: Iterable[torch.dtype], compute: torch.dtype) -> str:
-    """The precision of weights that are kept in the types ``kept`` and multiplied in ``compute``.
+    """Return the precision of weights stored in the types ``kept`` and multiplied in ``compute``.
 
     Raises ``RuntimeError`` if it is not ``planned``.
     """
@@ -35,7 +35,10 @@ def check_precision(planned: str, kept: Iterable[torch.dtype], compute: torch.dt
 
 
 def check_copied(planned: str, compute: torch.dtype) -> str:
-    """The same where main copies, or adapters, are fp32 anyway: "bf16" and "bf16-mixed" are one there."""
+    """Return ``planned`` where main weights or adapters are always fp32: "bf16" equals "bf16-mixed" there.
+
+    Raises ``RuntimeError`` if matmuls in ``compute`` contradict it.
+    """
     if planned not in MAIN_COPIES.get(compute, ()):
         raise _contradicts(planned, f"weights of {compute}")
     return planned

@@ -1,4 +1,4 @@
-"""Bytes that this rank really holds, by walking its tensors, and what the device and the system say."""
+"""Bytes held by this rank: its tensors' storages, the device allocator's and the process's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardscope.training.optimizers.gradients import local
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages under ``tensors`` on this rank, each storage once (tied weights share one)."""
+    """Return the bytes of this rank's storages of ``tensors``, each storage once (tied weights share one)."""
     storages = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()
@@ -22,35 +22,35 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def module_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters held between steps (buffers excluded)."""
+    """Return the bytes of parameters held between steps (buffers excluded)."""
     return tensor_bytes(model.parameters())
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of ``.grad`` held now."""
+    """Return the bytes of all ``.grad`` held at present."""
     return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state of weights: moments and main copies.
+    """Return the bytes of the optimizer state per weight: moments and main weights.
 
-    Step counters, one number for a tensor however large, are left out: no formula is about them, and where
-    they lie (host or device) hangs on the kernel.
+    Step counters, one scalar per tensor, are excluded: no formula covers them, and whether they are on the
+    host or on the device depends on the kernel.
     """
     states = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
     return tensor_bytes(value for value in states if isinstance(value, torch.Tensor))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of the optimizer's state, step counters among them."""
+    """Return the tensors of the optimizer state, step counters included."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:
-    """What the device says: the caching allocator on CUDA, this process's resident memory on CPU."""
+    """Return the caching allocator's bytes on CUDA, or this process's resident memory on CPU."""
     if device.type == "cuda":
-        # memory_allocated() and its like each flatten all of the allocator's hundred counters.
+        # One call: memory_allocated() and similar functions each flatten all of the allocator's counters.
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {
@@ -65,14 +65,14 @@ _before_reset: dict[torch.device, int] = {}
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Most bytes that the caching allocator has had in use, whatever was reset since; 0 on CPU."""
+    """Return the caching allocator's peak bytes since the start, resets included; 0 on CPU."""
     if device.type != "cuda":
         return 0
     return max(_before_reset.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start the allocator's peak anew, remembering the one before for :func:`peak_allocated`."""
+    """Reset the allocator's peak, keeping the previous one for :func:`peak_allocated`."""
     if device.type == "cuda":
         _before_reset[device] = peak_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -80,7 +80,7 @@ def reset_peak(device: torch.device) -> None:
 
 @lru_cache(maxsize=1)
 def _process(pid: int) -> Any:
-    """This process by its id, which a fork changes; making one reads several files of /proc."""
+    """Return this process, cached by id, which a fork changes: creating it reads several files of /proc."""
     import psutil
 
     return psutil.Process(pid)

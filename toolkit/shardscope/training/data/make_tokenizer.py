@@ -28,7 +28,7 @@ def make_tokenizer(text: Path, target: Path, vocab_size: int = VOCAB_SIZE) -> in
 
 
 def main() -> None:
-    """Read the arguments, make the file, say what was made."""
+    """Parse the arguments, write the tokenizer and print its path, vocabulary size and bytes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, default=SHIPPED_TEXT)
     parser.add_argument("--target", type=Path, default=SHIPPED_TOKENIZER)

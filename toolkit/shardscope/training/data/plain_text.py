@@ -1,6 +1,6 @@
-"""The check that a text file is plain text: structured data must not be trained on as characters.
+"""Check that a text file is plain text, so that structured data is not trained on as characters.
 
-A language model would learn braces, quotes and keys from a file of chats, and its loss would still fall.
+From a file of chats, a language model would learn braces, quotes and keys, and its loss would still fall.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BINARY_BEGINNINGS = {
     b"%PDF": "PDF",
     b"SQLite format 3": "a database",
 }
-"""First bytes of formats, as their specifications have them."""
+"""Magic bytes of binary formats, by their specifications."""
 READ_BYTES = 64 * 2**10
 ALLOWED = (
     "a plain UTF-8 text file. Structured data is not text: datasets are read by Finetune(data=...), which a "
@@ -56,7 +56,7 @@ def _kind_by_content(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             data = file.read(READ_BYTES)
-    except OSError:  # Whoever reads it reports why.
+    except OSError:  # The reader of the file reports the reason.
         return None
     for beginning, kind in BINARY_BEGINNINGS.items():
         if data.startswith(beginning):
@@ -64,7 +64,7 @@ def _kind_by_content(path: Path) -> str | None:
     lines = [line for line in data.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
     if lines and _is_record(lines[0]):
         return "JSON lines"
-    # A JSON document over many lines: a list of records, or one object.
+    # A JSON document on several lines: a list of records, or one object.
     if len(lines) > 1 and lines[0].strip() in ("[", "{") and lines[1].lstrip()[:1] in '{"[':
         return "JSON"
     return None

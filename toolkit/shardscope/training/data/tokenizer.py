@@ -1,4 +1,4 @@
-"""The tokenizer that ships with the corpus: byte-level BPE, so any UTF-8 text is one of its sentences."""
+"""Tokenizer that ships with the corpus: byte-level BPE, which encodes any UTF-8 text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SHIPPED_TEXT = CORPUS_FOLDER / "moby_dick.txt"
 SHIPPED_TOKENIZER = CORPUS_FOLDER / "tokenizer.json"
 
 VOCAB_SIZE = 2048
-"""Tokens in the shipped tokenizer; a model to be trained on text needs at least so many."""
+"""Tokens of the shipped tokenizer: the minimum vocabulary of a model trained on text with it."""
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-"""The trainer numbers special tokens first."""
+"""Id of the end-of-text token: the BPE trainer numbers special tokens first."""
 
 _ENCODE_CHARACTERS = 1 << 20
 
 
 def encode_text(text: str) -> numpy.ndarray:
-    """Token ids of ``text`` in one line: int32, shape ``[num_tokens]``, closed by ``<|endoftext|>``."""
+    """Return the token ids of ``text``, int32, shape ``[num_tokens]``, terminated by ``<|endoftext|>``."""
     import numpy
     from tokenizers import Tokenizer
 
@@ -34,7 +34,7 @@ def encode_text(text: str) -> numpy.ndarray:
 
 
 def write_tokenizer(folder: Path, seq_len: int) -> None:
-    """The shipped tokenizer in ``folder``, as ``transformers.AutoTokenizer`` opens it."""
+    """Write the shipped tokenizer to ``folder`` in the format of ``transformers.AutoTokenizer``."""
     shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path, seq_len: int) -> None:
 
 
 def pieces(text: str) -> list[str]:
-    """``text`` in cuts at line ends: one encoding of a whole book keeps 100 bytes of offsets per token."""
+    """Split ``text`` at line ends: encoding a whole book at once needs 100 bytes of offsets per token."""
     found: list[str] = []
     start = 0
     while start < len(text):

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a model's weights: the words that its embedding has rows for."""
+"""Tokenizer in a checkpoint's folder, checked against the rows of the model's embedding."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 FAST = "tokenizer.json"
 OTHERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.tiktoken")
-"""What tokenizers that are not in one JSON are made of."""
+"""Vocabulary files of tokenizers without a ``tokenizer.json``."""
 SAID = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"
-"""The one folder in a folder that tokenizers read."""
+"""The only subfolder that tokenizers read."""
 BESIDE = (SAID, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
 OTHER_FILES = ("fast_tokenizer_files", "gguf_file", "init_inputs")
-"""Keys of tokenizer_config.json by which transformers opens files of other names."""
+"""Keys of tokenizer_config.json with names of further files that transformers opens."""
 OR_PATHS = ("vocab", "merges")
-"""Keys whose value is the path of a file where it is text."""
+"""Keys whose value is the path of a file if it is a string."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""What no tokenizer reads; those of the model are looked at one by one."""
+"""Suffixes of files that no tokenizer reads; the model's weights are checked elsewhere."""
 MAX_BYTES = 200_000_000
-"""Of any of these; Gemma's, among the largest, has 33 million."""
+"""Maximum size of one tokenizer file; Gemma's, among the largest, has 33 million bytes."""
 
 
 class WeightsTokenizer:
-    """Of one folder. Code that the folder brings is never run."""
+    """Tokenizer of one checkpoint folder. Custom code in the folder is never executed."""
 
     def __init__(self, folder: WeightsFolder) -> None:
         self._folder, self._field = folder, folder.field
 
     def check(self, vocab_size: int) -> None:
-        """Raise ``ValueError`` if there is none, or one with more tokens than an embedding of ``vocab_size``.
+        """Raise ``ValueError`` for a missing tokenizer or ids outside of an embedding of ``vocab_size`` rows.
 
-        One that is not in ``tokenizer.json`` is counted by the ranks, which open it with transformers.
+        The ids of a tokenizer without ``tokenizer.json`` are checked by the ranks, with transformers.
         """
         found = [name for name in (FAST, *OTHERS) if self._is_there(name)]
         if not found:
@@ -61,12 +61,12 @@ class WeightsTokenizer:
 
             try:
                 tokenizer = Tokenizer.from_file(str(self._folder.file(FAST)))
-            except Exception as error:  # The library has no class of its own for it.
+            except Exception as error:  # The tokenizers library raises plain Exception.
                 refuse(f"{self._field}/{FAST}", str(error), "a tokenizer", "the model's own tokenizer")
             self._check_fits(tokenizer.get_vocab(), vocab_size)
 
     def _check_places(self) -> None:
-        """Refuse links out of the folder, whatever their names: each family's tokenizer has its own files."""
+        """Raise ``ValueError`` for links out of the folder, of any name: tokenizers differ in their files."""
         for name in sorted(entry.name for entry in self._folder.path.iterdir()):
             is_read = not name.startswith(".") and not name.endswith(WEIGHTS)
             if is_read and (name == TEMPLATES or not (self._folder.path / name).is_dir()):
@@ -77,7 +77,7 @@ class WeightsTokenizer:
             yield f"{TEMPLATES}/{entry.name}"
 
     def _check_said(self) -> None:
-        """Refuse files by other names, which transformers, or an older one, opens unseen."""
+        """Raise ``ValueError`` for keys by which some version of transformers opens further files."""
         field, fix = f"{self._field}/{SAID}", "the model's own tokenizer, without that key"
         for key, value in self._said(field).items():
             if (key in OTHER_FILES and value) or (key in OR_PATHS and isinstance(value, str)):
@@ -97,15 +97,15 @@ class WeightsTokenizer:
         return said
 
     def _leads_out(self, name: str) -> bool:
-        """Whether this is a file, as seen from here or from the folder, that is none of the folder's."""
+        """Return whether ``name``, relative to here or to the folder, is a file outside of the folder."""
         try:
             seen = [path for path in (Path(name), self._folder.path / name) if path.is_file()]
-        except (OSError, ValueError):  # A name that no file can have.
+        except (OSError, ValueError):  # Not a valid file name.
             return False
         return not all(self._folder.holds(path.resolve()) for path in seen)
 
     def encode(self, text: str) -> numpy.ndarray:
-        """Token ids of ``text`` in one line: int32, shape ``[num_tokens]``, closed by the end of a text."""
+        """Return token ids of ``text``, int32, shape ``[num_tokens]``, ending with EOS if there is one."""
         import numpy
 
         tokenizer = self._opened()
@@ -120,7 +120,7 @@ class WeightsTokenizer:
         return numpy.concatenate([numpy.asarray(ids, dtype=numpy.int32) for ids in made])
 
     def save(self, folder: Path) -> None:
-        """Write it to ``folder``, as ``AutoTokenizer`` opens it."""
+        """Write the tokenizer to ``folder`` in the format of ``AutoTokenizer``."""
         self._opened().save_pretrained(folder)
 
     def _opened(self) -> Any:
@@ -129,7 +129,7 @@ class WeightsTokenizer:
         path = self._folder.path
         try:
             found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # A missing library, code of the folder's own, a damaged file.
+        except Exception as error:  # A missing library, custom code, a damaged file.
             words = str(error).strip().splitlines() or [type(error).__name__]
             allowed = f"a folder whose tokenizer transformers opens as it is: {words[0]}"
             refuse(self._field, str(path), allowed, "the model's tokenizer saved as tokenizer.json")

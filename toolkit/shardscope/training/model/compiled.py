@@ -1,4 +1,4 @@
-"""Decoder layers compiled one by one, as torchtitan does: ``Recipe.kernels="compiled"``."""
+"""Per-layer ``torch.compile``, as in torchtitan: ``Recipe.kernels="compiled"``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from shardscope.training.model.recompute import decoder_layers, recomputing
 
 
 def compile_layers(model: torch.nn.Module, device_type: str) -> None:
-    """Compile each decoder layer of ``model`` when it first runs.
+    """Wrap each decoder layer of ``model`` in ``torch.compile``; it is compiled at its first call.
 
-    After ``recompute.apply_recompute``, of which a compiled layer knows "full".
-    A layer's ``forward`` is replaced, not its ``__call__``: FSDP2's gathers and DDP's reductions stay outside
-    of the graphs, and no parameter gets another name.
+    Call it after ``recompute.apply_recompute``, of which compiled layers support "full" only. A layer's
+    ``forward`` is replaced, not its ``__call__``: FSDP2's all-gathers and DDP's reductions stay outside of
+    the graphs, and parameter names do not change.
     """
     if device_type == "cpu":
-        # A rank's compilers are its own: processes beside it would outlive it for a while.
+        # Compile in the rank's own process: Inductor's worker processes would outlive it for a while.
         torch._inductor.config.compile_threads = 1
     for layer in decoder_layers(model):
-        # Layers are alike, and share one graph as long as they share the code that is compiled.
+        # Identical layers share one graph as long as the compiled function is the same code object.
         again = "forward" in vars(layer)
         forward = types.MethodType(recomputing, layer) if again else layer.forward
         layer.forward = torch.compile(forward, dynamic=False)
 
 
 def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, Any]:
-    """How many decoder layers of ``model`` are compiled, for a run's record.
+    """Return the number of compiled decoder layers of ``model``, for the run's record.
 
-    Raises ``RuntimeError`` if all were planned to be and some are not: where TORCHDYNAMO_DISABLE is set,
-    ``torch.compile`` gives back what it was given.
+    Raises ``RuntimeError`` if ``planned`` and some layers are not compiled: with TORCHDYNAMO_DISABLE set,
+    ``torch.compile`` returns the function unchanged.
     """
     layers = decoder_layers(model)
     found = sum(hasattr(vars(layer).get("forward"), "_torchdynamo_orig_callable") for layer in layers)

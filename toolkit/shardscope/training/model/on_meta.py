@@ -1,4 +1,4 @@
-"""Models without memory: built on the meta device, and given memory when each rank knows what it keeps."""
+"""Model construction on the meta device, and allocation once each rank knows its part of the model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """``make()`` with parameters on the meta device and buffers real: rotary tables are computed, not loaded.
+    """Return ``make()`` with parameters on the meta device and real buffers: rotary tables are computed.
 
-    Like ``accelerate.init_empty_weights``, which unties tied weights: it copies a parameter that it already
-    moved.
+    Similar to ``accelerate.init_empty_weights``, but keeps tied weights tied: accelerate's copies a
+    parameter that is already on the meta device.
     """
     register = torch.nn.Module.register_parameter
 
@@ -28,8 +28,8 @@ def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
 
 def give_memory(model: torch.nn.Module, device: torch.device, *, buffers_on: torch.device) -> None:
-    """Memory on ``device`` for every parameter of ``model``, without values yet; buffers keep theirs."""
-    # A tied weight is one parameter with two homes; `to_empty` would make it two.
+    """Allocate every parameter of ``model`` on ``device``, uninitialized; buffers keep their values."""
+    # `to_empty` would make two parameters of a tied weight.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tied = tied_names(model)
     model.to_empty(device=device)
@@ -39,7 +39,7 @@ def give_memory(model: torch.nn.Module, device: torch.device, *, buffers_on: tor
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Names that share one parameter, grouped."""
+    """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""A transformers model in parts, as pipeline stages have it: the same modules under the same names."""
+"""Pipeline stages of a transformers model: its own modules under their original names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardscope.training.model.recompute import decoder_layers
 
 
 class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
-    """Layers under the numbers that they have in the whole model, by which checkpoints name them."""
+    """Layers under their numbers in the whole model, so that parameter names match its checkpoints."""
 
     def __init__(self, layers: dict[int, torch.nn.Module]) -> None:
         super().__init__()
@@ -20,17 +20,17 @@ class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
             self._modules[str(number)] = layer
 
     def __getitem__(self, index: Any) -> Any:
-        """By place, not by number; transformers' models take a slice of all."""
+        """Index by position, not by number: transformers' models slice the list of layers."""
         return list(self._modules.values())[index]
 
 
 def part_of(
     model: torch.nn.Module, numbers: Sequence[int], *, is_first: bool, is_last: bool
 ) -> torch.nn.Module:
-    """``model``, a causal one of transformers', with only the layers of ``numbers``; it stays as it is.
+    """Return a copy of ``model``, a transformers causal LM, with only the layers of ``numbers``.
 
-    The embedding stays where ``is_first``, the final norm and the head where ``is_last``. Modules, and so
-    parameters, are the same objects as the whole model's, and have the same names.
+    The embedding is kept if ``is_first``, the final norm and the head if ``is_last``. Modules and parameters
+    are the same objects as the whole model's and have the same names; ``model`` is not changed.
     """
     part: Any = shell_of(model)
     body: Any = shell_of(part.model)
@@ -45,7 +45,7 @@ def part_of(
     body.layers = NumberedLayers({number: whole[number] for number in numbers})
     if not is_first:
         body.embed_tokens = None
-        if hasattr(body, "embedding_multiplier"):  # Granite's, which its first stage has applied.
+        if hasattr(body, "embedding_multiplier"):  # Granite's, which the first stage applies.
             body.embedding_multiplier = 1.0
     if not is_last:
         body.norm = torch.nn.Identity()
@@ -56,7 +56,7 @@ def part_of(
 
 
 def shell_of(module: torch.nn.Module) -> torch.nn.Module:
-    """``module`` with the same children, which may be replaced without it noticing."""
+    """Return a shallow copy of ``module`` whose children can be replaced without changing ``module``."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     return shell

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a linear warm-up, then half a cosine down to a tenth."""
+"""Learning rate schedule: a linear warm-up, then a cosine decay to a tenth of the peak."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Schedule:
     """Cosine decay with warm-up, as GPT-3 (arXiv:2005.14165 appendix B) and Llama train."""
 
     peak: float
-    """The rate after the warm-up."""
+    """Learning rate after the warm-up."""
     num_steps: int
-    """Steps in all, warm-up included."""
+    """Total number of steps, warm-up included."""
     warmup_steps: int
-    """Steps that rise linearly to ``peak``."""
+    """Number of steps in which the rate rises linearly to ``peak``."""
 
     def at(self, step: int) -> float:
-        """The rate of ``step`` (from 0)."""
+        """Return the learning rate of ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)

@@ -1,4 +1,4 @@
-"""Whether two folders hold the same weights, by a sample: a checkpoint of adapters has no base to compare."""
+"""Sampled hash of a folder's weights: identifies the base model of an adapter checkpoint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SAMPLED_BYTES = 4096
 
 
 def base_sample(folder: WeightsFolder) -> str:
-    """SHA-256 of the tensors' names, types and shapes, and of the first 4 KiB of up to 512 of them.
+    """Return the SHA-256 of all tensors' names, types and shapes, and the first 4 KiB of up to 512 tensors.
 
-    Neither paths are in it nor which file has what. Of a model of more tensors those read are spread evenly
-    over their names: further training changes every one that it trains.
+    The hash does not depend on paths or on how tensors are split over files. In a model with more tensors,
+    the sampled ones are spread evenly over the sorted names: further training changes every trained tensor.
     """
     names = sorted(folder.tensors)
     digest = hashlib.sha256()

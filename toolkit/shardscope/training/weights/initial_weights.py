@@ -1,4 +1,4 @@
-"""Where a model's first weights come from, tensor by tensor and no more of each than is asked for."""
+"""Initial weights of a model, written tensor by tensor and only for the requested region of each."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ INITIALIZER_STD = 0.02
 CPU = torch.device("cpu")
 
 Region = Sequence[range]
-"""Part of a tensor: of each dimension a run of places."""
+"""Slice of a tensor: one index range per dimension."""
 
 
 class InitialWeights(Protocol):
-    """Gives tensors of a model their first values, by the names that the model has for them."""
+    """Source of a model's initial values, addressed by the model's own tensor names."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether it has the buffer ``name``; others are tables that every model computes."""
+        """Return whether the source has the buffer ``name``; a model computes its other buffers itself."""
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
-        """Give ``into`` the values of ``region`` of the tensor ``name``, which is of ``shape`` in all."""
+        """Write ``region`` of the tensor ``name`` into ``into``; ``shape`` is that of the whole tensor."""
 
 
 class FreshWeights:
-    """Random ones, the same whatever ranks there are.
+    """Randomly initialized weights, independent of the number of ranks.
 
-    Each whole tensor is drawn on ``device`` from a generator seeded by ``seed`` and its name, a stack of
-    experts matrix by matrix: the peak is one whole matrix, unless that is what is asked for. Matrices are
-    normal with std 0.02 (``config.initializer_range`` if ``model`` has one), LoRA's A uniform as peft's, its
-    B and biases zero, other vectors one. Those are a decoder's rules, so only tasks that say
-    ``engine.fresh_weights`` get them, and adapters.
+    Each tensor is generated whole on ``device`` from a generator seeded by ``seed`` and its name; stacked
+    experts are generated matrix by matrix. The temporary memory is one whole matrix, or none if the whole
+    matrix is requested. Matrices are normal with std 0.02 (``config.initializer_range`` if ``model`` has
+    one), LoRA's A is uniform as in peft, LoRA's B and biases are zero, other vectors are one. These are the
+    rules of decoders: they apply to adapters and to tasks that set ``engine.fresh_weights`` only.
     """
 
     def __init__(self, model: torch.nn.Module, *, seed: int, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class FreshWeights:
             if place in rows:
                 self._write(name, shape[1:], inner, into[place - rows.start], generator)
             else:
-                # What comes after it is drawn from where this leaves the generator.
+                # Generate and drop the matrix: the values of the next one depend on the generator's state.
                 self._drawn(name, torch.empty(shape[1:], dtype=into.dtype, device=self._device), generator)
 
     def _write(
@@ -74,7 +74,7 @@ class FreshWeights:
         if name.endswith("bias") or "lora_B" in name:
             return whole.zero_()
         if "lora_A" in name:
-            # kaiming_uniform_(a=sqrt(5)), as torch's Linear has it too.
+            # kaiming_uniform_(a=sqrt(5)), as in torch.nn.Linear.
             bound = whole.shape[-1] ** -0.5
             return whole.uniform_(-bound, bound, generator=generator)
         return whole.fill_(1.0) if whole.ndim < 2 else whole.normal_(0.0, self._std, generator=generator)
@@ -83,9 +83,9 @@ class FreshWeights:
 def build_filled(
     make: Callable[[], torch.nn.Module], weights_for: Callable[[torch.nn.Module], InitialWeights]
 ) -> torch.nn.Module:
-    """What ``make`` makes, a model of transformers' or a part of one, in host memory with its first weights.
+    """Build a transformers model, or a part of one, with ``make``, and return it initialized in host memory.
 
-    Only those of what is there are read or drawn: of a pipeline stage its own layers'.
+    Only the weights of existing modules are read or generated: a pipeline stage reads its own layers' only.
     """
     model = build_on_meta(make)
     weights = weights_for(model)
@@ -98,14 +98,14 @@ def build_filled(
 
 
 def fill_buffers(model: torch.nn.Module, weights: InitialWeights) -> None:
-    """Give ``model`` those buffers that ``weights`` has."""
+    """Write the buffers of ``model`` that ``weights`` contains."""
     for name, buffer in model.named_buffers():
         if name in weights:
             weights.write(name, buffer.shape, all_of(buffer.shape), buffer)
 
 
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Give the adapters in ``model`` the weights that every engine and every number of ranks begins from."""
+    """Initialize the adapters in ``model``, identically for every engine and every number of ranks."""
     fresh = FreshWeights(model, seed=seed, device=CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -114,10 +114,10 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 
 
 def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """``region`` of ``whole``, as a view."""
+    """Return ``region`` of ``whole`` as a view."""
     return whole[tuple(slice(run.start, run.stop) for run in region)]
 
 
 def all_of(shape: torch.Size) -> Region:
-    """The region that is a whole tensor."""
+    """Return the region that covers a whole tensor of ``shape``."""
     return [range(size) for size in shape]

@@ -1,6 +1,7 @@
-"""A model that trained, as the folder that ``transformers`` opens: names and config as its Hub has them.
+"""Export of a trained model as a ``from_pretrained`` folder, with the Hub's tensor names and config.
 
-Tensors come one at a time, so that no rank holds the model whole; rank 0 writes a file whenever enough came.
+Tensors are gathered one at a time, so that no rank holds the whole model; rank 0 writes a file whenever its
+size limit is reached.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from shardscope.core.errors import refuse
 from shardscope.training.checkpoints.temporary_folder import written_aside
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Of one safetensors file, as files of models on the Hub mostly are; rank 0 holds about so much at once."""
+"""Size limit of one safetensors file, usual on the Hub; rank 0 holds about as many bytes at once."""
 
 WholeTensors = Iterable[tuple[str, torch.Tensor | None]]
-"""Names and whole tensors; a tensor is None on the ranks that do not write."""
+"""Names and unsharded tensors; the tensor is None on the ranks that do not write."""
 
 
 def whole_parameters(model: torch.nn.Module, device: torch.device, only_trained: bool) -> WholeTensors:
-    """The parameters of ``model``, gathered one by one on ``device``; of rank 0 they come in host memory.
+    """Yield the parameters of ``model``, all-gathered one by one on ``device``; rank 0 gets them on the host.
 
-    A tied weight comes once, under its first name, and a persistent buffer under its own.
+    A tied weight is yielded once, under its first name. Persistent buffers follow, unless ``only_trained``.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not only_trained:
@@ -43,7 +44,7 @@ def whole_parameters(model: torch.nn.Module, device: torch.device, only_trained:
 
 
 def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    # Shards kept in host memory travel from the device: NCCL sends nothing else.
+    # Offloaded shards are copied to the device first: NCCL cannot send host memory.
     whole = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.cpu() if dist.get_rank() == 0 else None
 
@@ -56,11 +57,11 @@ def write_pretrained(
     hub_names: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write ``tensors`` of ``model`` to the folder ``path``, all ranks together.
+    """Write ``tensors`` of ``model`` to the folder ``path``. Collective: every rank must call it.
 
-    ``model`` is the transformers model, sharded or on meta, or peft's around it: only its config and the
-    names that its family has on the Hub are read. ``tensors`` have the module's own names, or ``hub_names``
-    already. Raises ``ValueError`` for a module of one's own, which transformers could not open.
+    ``model`` is the transformers model, sharded or on meta, or its peft wrapper: only its config and its
+    family's names on the Hub are read. ``tensors`` have the module's own names, or already the Hub's if
+    ``hub_names``. Raises ``ValueError`` for a module that is not a transformers model.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
@@ -87,19 +88,19 @@ def write_pretrained(
 
 
 def _by_layer(tensors: WholeTensors) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of one layer together: the Hub's names of a layer may cut and join the module's own."""
+    """Yield the tensors layer by layer: the Hub's names may require splits and merges within a layer."""
     for _, group in groupby(tensors, key=lambda item: _layer_of(item[0])):
         yield {name: tensor for name, tensor in group if tensor is not None}
 
 
 def _layer_of(name: str) -> str:
-    """``model.layers.3.`` of a name with a number in it, else the name."""
+    """Return the prefix up to the layer number (``model.layers.3.``), or the name if it has none."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name
 
 
 def _hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As ``save_pretrained`` of the same version names them: stacked experts become single ones."""
+    """Rename and split as ``save_pretrained`` of the same version: stacked experts become single matrices."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, torch.Tensor] = revert_weight_conversion(model, group)
@@ -108,18 +109,18 @@ def _hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]) -> dict[s
 
 def _exported_config(model: torch.nn.Module, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(model.config)
-    # FSDP2 puts a class of its own before the model's.
+    # FSDP2's fully_shard inserts a class of its own before the model's in the MRO.
     config.architectures = [
         next(k.__name__ for k in type(model).__mro__ if not k.__name__.startswith("FSDP"))
     ]
     config.dtype = dtype
-    # Off while training; whoever opens the folder may want to generate.
+    # Off during training; needed for generation.
     config.use_cache = True
     return config
 
 
 def _write_adapters(folder: Path, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """Write peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
     if dist.get_rank() != 0:
         return
     from peft import get_peft_model_state_dict
@@ -136,11 +137,11 @@ def _write_adapters(folder: Path, model: torch.nn.Module, tensors: Mapping[str, 
 
 
 class _Files:
-    """safetensors files of a folder, each written when it is full, and the index over them."""
+    """Writer of a folder's safetensors files, each written when it is full, and of their index."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self.dtype = torch.float32
-        """Of the first tensor that came."""
+        """Type of the first tensor added."""
         self._folder, self._max = folder, max_file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
         self._names: list[list[str]] = []
@@ -148,20 +149,20 @@ class _Files:
         self._waiting_bytes = 0
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors; write a file before it would be larger than the limit."""
+        """Add whole tensors; write the current file before it would exceed the limit."""
         for name, tensor in tensors.items():
             if not self._num_bytes:
                 self.dtype = tensor.dtype
             num_bytes = tensor.numel() * tensor.element_size()
             if self._waiting and self._waiting_bytes + num_bytes > self._max:
                 self._write()
-            # A view into a larger tensor would be written, or refused, with all of it.
+            # safetensors writes or rejects a view with the whole storage behind it.
             self._waiting[name] = tensor.clone() if tensor._is_view() else tensor.contiguous()
             self._waiting_bytes += num_bytes
             self._num_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write what waits, and give files the names that say how many there are."""
+        """Write the remaining tensors, rename the files to ``model-<i>-of-<n>`` and write the index."""
         self._write()
         if len(self._names) == 1:
             self._part(0).rename(self._folder / "model.safetensors")

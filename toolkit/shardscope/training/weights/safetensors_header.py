@@ -1,8 +1,8 @@
-"""What a safetensors file says that it holds, read without touching a tensor: eight bytes and some JSON.
+"""Validated header of a safetensors file: eight bytes of length and a JSON object, read without the tensors.
 
 The rules are the format's own (https://github.com/huggingface/safetensors, README "Format" and
-``safetensors/src/tensor.rs``): nothing runs, whatever is in the file. Tensors themselves are read by the
-library. Imports no torch, so that a file is refused before any rank starts.
+``safetensors/src/tensor.rs``); no content of the file is executed. The tensors themselves are read by the
+safetensors library. Imports no torch, so that an invalid file is rejected before any rank starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""The types that the format knows, and bits of one number."""
+"""Bits per element of each type of the format."""
 COPY_AGAIN = "copy or download the file again"
 
 
@@ -34,25 +34,25 @@ class StoredTensor(NamedTuple):
     """One tensor of a file."""
 
     dtype: str
-    """As the format spells it: one of :data:`BITS`."""
+    """Type in the format's spelling: a key of :data:`BITS`."""
     shape: tuple[int, ...]
     begin: int
-    """Its first byte, counted from the first of all tensors' in the file."""
+    """Offset of its first byte from the start of the file's tensor data."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes there."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 def read_header(path: Path, field: str) -> dict[str, StoredTensor]:
-    """The tensors of the file at ``path``, by name.
+    """Return the tensors of the file at ``path``, by name.
 
-    Raises ``ValueError``, naming it ``field``, for a file that is none, is cut off or longer than it says,
-    whose tensors overlap or leave bytes between them, or have a type that nobody knows.
+    Raises ``ValueError``, which calls the file ``field``, if it is not a regular safetensors file, is
+    truncated or longer than its header says, has tensors that overlap or leave gaps, or an unknown type.
     """
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # A FIFO would be waited for.
+    if not stat.S_ISREG(status.st_mode):  # Opening a FIFO would block.
         refuse(field, path.name, "a regular file", "the file itself")
     with path.open("rb") as file:
         length = _header_bytes(file, status.st_size, field)
@@ -61,7 +61,7 @@ def read_header(path: Path, field: str) -> dict[str, StoredTensor]:
 
 
 def _header_bytes(file: BinaryIO, size: int, field: str) -> int:
-    """What the file's first bytes say, which fits into it."""
+    """Return the header's length in bytes. Raises ``ValueError`` if it does not fit into the file."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little") if size >= LENGTH_BYTES else 0
     if size < LENGTH_BYTES + 2:
         refuse(field, size, f"more bytes: {LENGTH_BYTES} for the header's length, and a header", COPY_AGAIN)
@@ -75,7 +75,7 @@ def _header_bytes(file: BinaryIO, size: int, field: str) -> int:
 
 
 def _entries(header: bytes, field: str) -> dict[str, Any]:
-    """Of tensors, by their names."""
+    """Parse the header's JSON and return its entries by tensor name, without ``__metadata__``."""
     try:
         found = parse_json("header", header.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def _entries(header: bytes, field: str) -> dict[str, Any]:
 
 
 def _tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict[str, StoredTensor]:
-    """Entries that are whole, one behind the other from the first byte to the last."""
+    """Return the tensors. Raises ``ValueError`` unless they fill the data contiguously to the last byte."""
     placed = sorted((_entry(name, entry, field) for name, entry in entries.items()), key=lambda one: one[2:])
     reached = 0
     for name, tensor, begin, end in placed:
@@ -108,7 +108,7 @@ def _tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict[str, 
 
 
 def _entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, int]:
-    """Name, tensor, its first byte and the one behind it."""
+    """Return name, tensor, begin and end offset of one validated entry."""
     where = f"{field}: {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         refuse(where, entry, "an object of dtype, shape and data_offsets", COPY_AGAIN)

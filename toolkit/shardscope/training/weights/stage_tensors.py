@@ -1,4 +1,4 @@
-"""Whole tensors of a model whose pipeline stages have different ones, brought to the rank that writes."""
+"""Transfer of every pipeline stage's whole tensors to rank 0, which writes them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class StageTensor(NamedTuple):
     shape: tuple[int, ...]
     kind: torch.dtype
     make: Callable[[], torch.Tensor]
-    """Gathers it on every rank of the stage, on the ranks' device; all of them call it."""
+    """Collective that all-gathers the tensor on every rank of the stage, on its device."""
 
 
 def stage_by_stage(
     own: Iterable[StageTensor], *, stage: int, num_stages: int, device: torch.device
 ) -> WholeTensors:
-    """The tensors of the first stage, of the second, and so on; of rank 0 they come in host memory.
+    """Yield the tensors stage by stage, in host memory on rank 0 and None on all other ranks.
 
-    All ranks together. Stages are runs of consecutive ranks; the first of each sends to rank 0.
+    Collective: every rank must iterate over it. Each stage is a range of consecutive ranks, whose first rank
+    sends to rank 0.
     """
     mine = list(own)
     rank, each = dist.get_rank(), dist.get_world_size() // num_stages

@@ -1,7 +1,7 @@
-"""How a model's tensors are named in its safetensors files, family by family.
+"""Tensor names in a model's safetensors files, by family.
 
-Most families store what the module in memory has. Experts, which transformers stacks in memory, lie one by
-one in a file, and some modules have older names there (transformers 5, ``conversion_mapping.py``);
+Most families store the names of the module in memory. Experts, which transformers stacks in memory, are
+stored one by one, and some modules keep older names in files (transformers 5, ``conversion_mapping.py``).
 ``tests/unit/training/test_weights_folder.py`` compares with what transformers writes. Imports no torch.
 """
 
@@ -21,21 +21,21 @@ HEAD = "lm_head.weight"
 UNUSED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|gpt_neox\..*\.attention\.(masked_)?bias)$"
 )
-"""Tables that older versions of transformers stored, and newer ones compute."""
+"""Buffers that older versions of transformers stored and newer ones compute."""
 
 
 class Source(NamedTuple):
-    """Where one tensor of the model in memory comes from."""
+    """Stored tensors that one tensor of the model in memory is read from."""
 
     shape: tuple[int, ...]
-    """In memory."""
+    """Shape in memory."""
     names: tuple[tuple[str, ...], ...]
-    """In files: of a stack one entry for each of its rows, else one alone; several names of an entry are
-    joined along their first dimension."""
+    """Names in files: one entry per row of a stack, otherwise a single entry; several names in an entry are
+    concatenated along their first dimension."""
     is_stack: bool = False
 
     def pieces(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of what files hold of it."""
+        """Yield names and shapes of its stored tensors."""
         rows, *rest = self.shape[1:] if self.is_stack else self.shape
         for joined in self.names:
             for name in joined:
@@ -43,10 +43,10 @@ class Source(NamedTuple):
 
 
 def sources(arch: Architecture, stored: Collection[str]) -> dict[str, Source]:
-    """Every parameter, and every buffer that is stored, by its name in memory.
+    """Return the source of every parameter and every stored buffer, by its name in memory.
 
-    ``stored`` are the names that the files have: a base model's lack the prefix of the causal one's (GPT-2's
-    on the Hub). A tied head is the embedding's, under either name.
+    ``stored`` are the names in the files: files of a base model lack the causal model's prefix (GPT-2 on the
+    Hub). A tied head may be stored under the name of the embedding or of the head.
     """
     prefix = names_of(arch).embedding.partition(".")[0] + "."
     found = {name: _source(arch, name, shape) for name, shape in _in_memory(arch)}
@@ -62,7 +62,7 @@ def sources(arch: Architecture, stored: Collection[str]) -> dict[str, Source]:
 
 
 def is_unused(arch: Architecture, name: str) -> bool:
-    """Whether a stored tensor may be there without being read."""
+    """Return whether a stored tensor is allowed although nothing reads it."""
     if arch.tie_word_embeddings and name == _outer(arch, HEAD):
         return True
     second = family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
@@ -70,14 +70,14 @@ def is_unused(arch: Architecture, name: str) -> bool:
 
 
 def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of parameters and of buffers that are saved."""
+    """Yield names and shapes of all parameters and persistent buffers."""
     yield from ((parameter.name, parameter.shape) for parameter in arch.outer_shapes)
     for layer in range(arch.num_hidden_layers):
         prefix = f"{names_of(arch).layers}.{layer}."
         yield from ((prefix + parameter.name, parameter.shape) for parameter in arch.layer_shapes(layer))
         if family_of(arch).router == "sigmoid" and arch.is_moe_layer(layer):
             assert arch.mixture_of_experts is not None
-            # The router's, by which experts are kept in balance without a loss.
+            # DeepSeek-V3's router bias, which balances the experts without an auxiliary loss.
             yield f"{prefix}mlp.gate.e_score_correction_bias", (arch.mixture_of_experts.num_experts,)
 
 
@@ -94,7 +94,7 @@ def _source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Source:
 
 
 def _outer(arch: Architecture, name: str) -> str:
-    """The file's spelling of a name that is one tensor, or one module, there too."""
+    """Return the name in files of a tensor or module that is stored unsplit."""
     renamed = family_of(arch).file_names.renamed
     return name.replace(*renamed) if renamed else name
 

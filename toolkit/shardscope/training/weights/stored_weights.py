@@ -1,6 +1,6 @@
-"""Weights out of safetensors files, by the names that the model in memory has for them.
+"""Weights read from safetensors files, addressed by the tensor names of the model in memory.
 
-The files are mapped, not loaded (``safetensors.safe_open``): what is not asked for is not read.
+The files are memory-mapped (``safetensors.safe_open``): only the requested slices are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StoredWeights:
-    """The weights of a checked folder, for one rank; numbers are cast to whatever they are written into."""
+    """Weights of a checked folder, for one rank; values are cast to the type of the target tensor."""
 
     def __init__(self, folder: WeightsFolder, architecture: Architecture) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class StoredWeights:
         return in_memory(name) in self._sources
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
-        """See :class:`InitialWeights`. Raises ``RuntimeError`` for a tensor that the files do not have so."""
+        """See :class:`InitialWeights`. Raises ``RuntimeError`` for a missing tensor or another shape."""
         source = self._sources.get(in_memory(name))
         if source is None or source.shape != tuple(shape):
             raise RuntimeError(
@@ -47,29 +47,29 @@ class StoredWeights:
             self._write_joined(source.names[place], inner, into[place - rows.start])
 
     def whole(self, name: str) -> torch.Tensor:
-        """One tensor, as it is stored."""
+        """Return one whole tensor in its stored type, experts stacked."""
         source = self._sources[name]
         if source.is_stack:
             return torch.stack([self.row(name, place) for place in range(source.shape[0])])
         return self._joined(source.names[0])
 
     def row(self, name: str, place: int) -> torch.Tensor:
-        """One matrix of a stack of experts."""
+        """Return one matrix of a stack of experts."""
         source = self._sources[name]
         return (
             self._joined(source.names[place]) if source.is_stack else self._slice(source.names[0][0])[place]
         )
 
     def names(self) -> Iterator[str]:
-        """In memory."""
+        """Return an iterator over the names in memory."""
         return iter(self._sources)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the memory-mapped files."""
         self._open.clear()
 
     def _write_joined(self, names: tuple[str, ...], region: Region, into: torch.Tensor) -> None:
-        """What several stored tensors, above each other, have in ``region``."""
+        """Copy ``region`` of several stored tensors, concatenated along their rows, into ``into``."""
         rows, *rest = region
         written, before = 0, 0
         for name in names:
@@ -88,7 +88,7 @@ class StoredWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _slice(self, name: str) -> Any:
-        """The library's own view of one stored tensor, which is read where it is indexed."""
+        """Return the library's lazy slice of one stored tensor; indexing it reads the file."""
         from safetensors import safe_open
 
         path = self._places[name]
@@ -98,15 +98,15 @@ class StoredWeights:
 
 
 def in_memory(name: str) -> str:
-    """The name of a tensor of the base under peft's adapters, as the model alone has it."""
+    """Return the name without peft's prefixes, as in the model without adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 class WithAdapters:
-    """Stored weights, and fresh ones for adapters around them."""
+    """Stored weights of the base model, with randomly initialized adapters."""
 
     def __init__(self, stored: StoredWeights, model: torch.nn.Module, seed: int) -> None:
-        # On the host, so that GPUs and CPU ranks draw the same.
+        # Generated on the host: the random generators of CPU and GPU give different values.
         self._stored, self._fresh = stored, FreshWeights(model, seed=seed, device=CPU)
 
     def __contains__(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class WithAdapters:
 
 
 class TensorsByName(Mapping[str, "StoredTensorOf"]):
-    """Stored weights as a ``state_dict()`` whose tensors are read when something is taken of them."""
+    """Stored weights as a lazy ``state_dict()``: a tensor is read when it is indexed or detached."""
 
     def __init__(self, stored: StoredWeights) -> None:
         self._stored = stored
@@ -135,7 +135,7 @@ class TensorsByName(Mapping[str, "StoredTensorOf"]):
 
 
 class StoredTensorOf:
-    """One of them: whole, or one matrix of a stack."""
+    """Lazily read tensor: whole, or one matrix of a stack."""
 
     def __init__(self, stored: StoredWeights, name: str) -> None:
         self._stored, self._name = stored, name

@@ -1,7 +1,8 @@
-"""A folder with a model of somebody's, as the Hub has them: config.json and safetensors files.
+"""Folder of a Hugging Face checkpoint: config.json and safetensors files.
 
-Everything that can be wrong and is seen without reading a tensor is refused here, in words and before any
-rank starts. Nothing in the folder is unpickled or run, and no file outside of it is read. Imports no torch.
+Everything that can be checked without reading a tensor is checked here and raises ``ValueError`` before any
+rank starts. Nothing in the folder is unpickled or executed, and no file outside of it is read. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 MAX_INDEX_BYTES = 100_000_000
 NOT_EXPORTED = ("torch_dtype", "auto_map")
-"""The older name of dtype, and code in files that stay where they are."""
+"""Config keys that are not exported: the older name of dtype, and references to custom code files."""
 READ_TYPES = ("F32", "BF16", "F16", "F64")
-"""What weights may be stored in: they are cast to what the plan trains. Packed ones are not unpacked."""
+"""Types that weights may be stored in; they are cast to the plan's. Quantized weights are not unpacked."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class WeightsFolder:
     """A checked folder of weights."""
 
     path: Path
-    """Absolute, links followed."""
+    """Absolute path, symbolic links resolved."""
     field: str
-    """What a refusal names the folder."""
+    """Name of the folder in error messages."""
 
     @classmethod
     def of(cls, value: object, field: str) -> WeightsFolder:
-        """The folder that ``value`` names. Raises ``ValueError`` if no model's weights are in it."""
+        """Return the folder at the path ``value``. Raises ``ValueError`` if it holds no model's weights."""
         allowed = f"a folder with {CONFIG} and {ONE_FILE}, or {INDEX} and its files"
         if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
             refuse(field, value, allowed, "the folder's path")
@@ -73,14 +74,14 @@ class WeightsFolder:
             refuse(self.field, str(self.path), allowed, fix)
         refuse(self.field, str(self.path), f"{allowed}: it has no weights", "the model's own folder")
 
-    # ---- what it holds
+    # ---- Contents
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What its config.json says, which is all that is read of a config. Raises ``ValueError``."""
+        """Content of config.json, the only config file that is read. Raises ``ValueError``."""
         said = hf_config.read(self.file(CONFIG))
         if "configuration_files" in said:
-            # transformers would take another file in the place of this one, which nobody checked.
+            # transformers would read another, unchecked file instead of this one.
             refuse(
                 f"{self.field}/{CONFIG} configuration_files",
                 said["configuration_files"],
@@ -90,9 +91,9 @@ class WeightsFolder:
         return said
 
     def write_config(self, exported: Path) -> None:
-        """Give ``exported``, weights of this model by transformers' names, this folder's config.json.
+        """Replace the config.json of ``exported``, an export of this model's weights, by this folder's.
 
-        What differs is what they are stored in and the class that opens them, which its own says.
+        ``dtype`` and ``architectures`` are kept from the exported config: they describe the exported files.
         """
         file = exported / CONFIG
         made = json.loads(file.read_text(encoding="utf-8"))
@@ -104,15 +105,15 @@ class WeightsFolder:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What its config.json describes. Raises ``ValueError`` for what ``Architecture.from_hf`` refuses."""
+        """Architecture in config.json. Raises ``ValueError`` as ``Architecture.from_hf`` does."""
         return Architecture.from_hf(self.file(CONFIG))
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Path, StoredTensor]]:
-        """Every stored tensor: the file that has it, its type and its shape. Reads headers alone.
+        """File, type and shape of every stored tensor, by name. Only headers are read.
 
-        Raises ``ValueError`` for a file that is cut off or no safetensors, and for an index to anything but
-        whole files in this folder.
+        Raises ``ValueError`` for a truncated or invalid safetensors file, and for an index that names
+        anything but complete files in this folder.
         """
         if (self.path / ONE_FILE).exists() or (self.path / ONE_FILE).is_symlink():
             return {name: (file, one) for _, file, name, one in self._read([ONE_FILE])}
@@ -136,7 +137,7 @@ class WeightsFolder:
             yield from ((shard, file, name, tensor) for name, tensor in header.items())
 
     def _index(self) -> dict[str, str]:
-        """The file of every tensor, by its name."""
+        """Read the index and return the file name of every tensor, by tensor name."""
         field, file = f"{self.field}/{INDEX}", self.file(INDEX)
         size = file.stat().st_size
         if not stat.S_ISREG(file.stat().st_mode) or size > MAX_INDEX_BYTES:
@@ -153,10 +154,10 @@ class WeightsFolder:
         return places
 
     def file(self, name: str) -> Path:
-        """The file of that name, links followed, which is in this folder and nowhere else.
+        """Return the resolved path of the file ``name`` in this folder.
 
-        The Hub's own cache has links to the blobs beside its snapshots, which are the model's too. Raises
-        ``ValueError``.
+        In the Hub's cache, snapshots link to files in the model's ``blobs`` folder, which are allowed too.
+        Raises ``ValueError`` for a missing file and for a path or link that leaves the folder.
         """
         field = f"{self.field}/{name}"
         parts = Path(name).parts
@@ -175,16 +176,16 @@ class WeightsFolder:
         return found
 
     def holds(self, file: Path) -> bool:
-        """Whether ``file``, absolute and with its links followed, is the model's own."""
+        """Return whether ``file``, a resolved absolute path, belongs to the model."""
         model = self.path.parent.parent
         is_snapshot = self.path.parent.name == "snapshots" and model.name.startswith("models--")
         homes = (self.path, model / "blobs") if is_snapshot else (self.path,)
         return any(file.is_relative_to(home) for home in homes)
 
-    # ---- against a plan
+    # ---- Comparison with a plan
 
     def check(self, plan: Plan) -> None:
-        """Raise ``ValueError`` if these are not the whole weights of ``plan``'s architecture."""
+        """Raise ``ValueError`` if the folder does not hold all weights of ``plan``'s architecture."""
         if self.config.get("quantization_config") is not None:
             refuse(
                 f"{self.field}/{CONFIG} quantization_config",
@@ -231,5 +232,5 @@ class WeightsFolder:
 
 
 def _more(names: list[str]) -> str:
-    """A few more of them in brackets."""
+    """Return up to three further names in parentheses, for an error message."""
     return f" (then {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})" if len(names) > 1 else ""
