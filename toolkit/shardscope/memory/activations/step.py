@@ -235,7 +235,7 @@ class StageStep:
         return self.stage.is_first * (8 - unsaved)
 
     def _unsaved_copies(self) -> Any:
-        """Return bytes of the first layer's adapter copies that autograd drops: no gradient reaches them."""
+        """Return bytes of first-layer adapter copies not kept by autograd: their input needs no gradient."""
         modules = self.modules
         if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
             return 0
