@@ -166,9 +166,9 @@ class LayerWork:
         return own * experts.num_experts_per_tok * self.modules.expert_load
 
     def _expert_rate(self) -> MatrixRate:
-        """Return the rate of grouped matmuls.
+        """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
 
-        Autocast leaves them in the weights' fp32; torchao's float8 converts Linears only.
+        Otherwise, autocast leaves them in the weights' fp32, and torchao's float8 converts Linears only.
         """
         if self.modules.kernels == "megatron":
             return self.rate

@@ -28,7 +28,7 @@ Multiplication Background user guide, table 1)."""
 
 
 def unaligned(rows: int, columns: int) -> int:
-    """Return the weights of one matrix if either dimension on the rank is not a multiple of 64, else 0."""
+    """Return the weights of one matrix if a dimension is not a multiple of :data:`ALIGNED`, else 0."""
     return rows * columns if rows % ALIGNED or columns % ALIGNED else 0
 
 
@@ -57,11 +57,12 @@ class LayerProducts(NamedTuple):
     edges: Any
     unaligned: Any
     last_weights: Any
-    """Of the last matmul, if no operator after it saves a tensor: recomputation may stop before it."""
+    """Weights of the last matmul, which early-stopping recomputation skips; 0 if an operator after it saves a
+    tensor."""
     last_edges: Any
     last_unaligned: Any
     expert_weights: Any
-    """Of one routed expert."""
+    """Weights of one routed expert."""
     expert_edges: Any
     expert_unaligned: Any
     num_experts: Any

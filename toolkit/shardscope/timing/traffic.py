@@ -85,7 +85,10 @@ class StateTraffic(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Overlap of arithmetic with communication other than the training state's, per framework source."""
+    """A framework's overlap of arithmetic with communication besides its training state's.
+
+    Read from the framework's own source.
+    """
 
     tensor_forward: bool = False
     """Forward's tensor-parallel collectives overlap."""

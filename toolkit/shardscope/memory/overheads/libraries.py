@@ -53,7 +53,7 @@ described setup included, and contexts and communicators at their maximum. tests
 the rule; rows of role ``judge`` are not used."""
 
 TIGHT_PERCENT = 80
-"""Of 454 runs, none with an estimate below this share of the available memory ran out of memory (Fujii et al.
+"""In 454 runs, none with an estimate below this share of the available memory ran out of memory (Fujii et al.
 2024, arXiv:2411.06465)."""
 
 

@@ -40,7 +40,10 @@ class NotStoredError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRecord(JsonNoun):
-    """Calibrations and measured steps of one machine's GPUs of one type. Raises ``ValueError`` if bad."""
+    """Calibrations and measured steps of one machine's GPUs of one type.
+
+    Raises ``ValueError`` for bad values.
+    """
 
     machine: str
     gpu: str

@@ -187,9 +187,10 @@ def _attention(arch: Architecture, modules: Modules, tp: int, *, selective: bool
 
 
 def _latent_attention(arch: Architecture, modules: Modules, output: int) -> list[Saved]:
-    """Return DeepSeek's latents before and after their norms, replicated over tp (or sequence-sharded).
+    """Return DeepSeek's operands and output, and its latents before and after their norms.
 
-    :func:`latent_angles` are separate, because they do not grow with micro-batches.
+    The latents are replicated over tp, or sharded with sequence parallelism. :func:`latent_angles` are
+    separate, because they do not grow with micro-batches.
     """
     latent, width, c = arch.latent_attention, widths(arch), modules.compute
     assert latent is not None

@@ -46,7 +46,7 @@ class Modules(NamedTuple):
     adapter_dropout: bool = False
     """Dropout before adapters, so that each saves its own input."""
     windowed: bool | None = None
-    """Whether this layer has a sliding window, in a model with both kinds; None: any layer of the model."""
+    """Whether this layer has a sliding window, in a model with both kinds; None: yes if any layer has one."""
     on_gpu: bool = True
     """Whether ranks run on GPUs: on CPU ranks some kernels save different tensors."""
     dropout: float = 0.0
