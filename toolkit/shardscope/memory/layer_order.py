@@ -1,4 +1,4 @@
-"""The layers of a stage in the order in which a step meets them: what each kind holds, and where it lies.
+"""Layers of a pipeline stage in forward order: bytes by kind of layer, and the layers to search for the peak.
 
 Dense layers come before those with routed experts; every ``recompute_interval``-th layer of the stage is
 recomputed, its first one included.
@@ -21,52 +21,52 @@ if TYPE_CHECKING:
 
 
 class KindOfLayer(NamedTuple):
-    """Layers of one kind on one rank, one micro-batch. Bytes."""
+    """Layers of one kind (dense or MoE, recomputed or not) on one rank. Bytes per layer and micro-batch."""
 
     moe: bool
     num_layers: Any
-    """0 where the stage has none of them."""
+    """Number of layers of this kind on the stage; 0 if it has none."""
     lowest: Any
-    """Index of the first of them."""
+    """Index of the first layer of this kind."""
     highest: Any
-    """Index of the last of them."""
+    """Index of the last layer of this kind."""
     saved: Any
-    """What forward leaves of one."""
+    """Bytes saved for backward by one layer."""
     forward: Any
-    """The most that one holds while forward is in it."""
+    """Maximum bytes of one layer during its forward."""
     backward: tuple[Instant, ...]
-    """While backward is in one; ``held`` are bytes."""
+    """Peak candidates during the layer's backward; ``held`` are bytes."""
     casts: Any
-    """Half-precision copies of its matrices that autocast makes, again where it is recomputed."""
+    """Bytes of autocast's half-precision copies of its matrices, made again if the layer is recomputed."""
     casts_made: Any
-    """Those that there are once forward is behind it."""
+    """Bytes of such copies alive after the layer's forward."""
     casts_kept: Any
-    """Those that forward leaves for backward."""
+    """Bytes of such copies that autograd keeps for backward."""
     weights: Any
-    """Numbers that get gradients."""
+    """Number of weights with gradients in one layer."""
 
 
 class Place(NamedTuple):
-    """One layer, and what lies before it."""
+    """One layer of a stage, and the activations saved before it."""
 
     kind: KindOfLayer
     index: Any
-    """From 0, in the order of forward."""
+    """Index in forward order, from 0."""
     before: Any
-    """What the layers before it have saved, and all of other micro-batches in flight."""
+    """Bytes saved by the layers before it and by all other micro-batches in flight."""
 
 
 class Order(NamedTuple):
-    """The layers of one stage."""
+    """The layers of one stage, in forward order."""
 
     num_layers: Any
     dense: Any
-    """Layers without routed experts, which come first."""
+    """Number of layers without routed experts; they come first."""
     interval: int
     kinds: tuple[KindOfLayer, ...]
 
     def sum_before(self, index: Any, field: str) -> Any:
-        """One field of :class:`KindOfLayer`, over all layers before this one."""
+        """Return the sum of one :class:`KindOfLayer` field over all layers before ``index``."""
         if len(self.kinds) == 1:
             return index * getattr(self.kinds[0], field)
         dense = smallest(index, self.dense)
@@ -82,12 +82,12 @@ class Order(NamedTuple):
         return found
 
     def places(self, saved: Any, growth: Callable[[bool], Any]) -> list[Place]:
-        """Of each kind the layers that can be fullest while backward is in them.
+        """Return, for each kind, the layers whose backward may be the stage's peak.
 
-        These are its last one (nothing waits to be reduced yet), its first one (nothing, or something else,
-        is gathered beside it), and of those between one end: from layer to layer what was saved goes and
-        ``growth`` bytes of gradients come, with or without routed experts. ``saved`` is what all layers have,
-        and other micro-batches in flight.
+        These are the kind's last layer (no gradients wait for reduction yet), its first layer (its prefetch
+        differs: nothing, or another module), and one end of the layers between: from layer to layer, saved
+        activations are freed and ``growth(moe)`` bytes of gradients are added, so the peak is at one end.
+        ``saved``: bytes saved by all layers and by other micro-batches in flight.
         """
         others = saved - self.sum_before(self.num_layers, "saved")
         found: list[Place] = []
@@ -105,7 +105,7 @@ class Order(NamedTuple):
         return found
 
     def last_places(self, saved: Any) -> list[Place]:
-        """The last layer of each kind, where forward holds most."""
+        """Return the last layer of each kind, where the forward of that kind has its peak."""
         others = saved - self.sum_before(self.num_layers, "saved")
         return [
             self._place(kind, kind.highest, others)
@@ -114,10 +114,11 @@ class Order(NamedTuple):
         ]
 
     def _place(self, kind: KindOfLayer, index: Any, others: Any) -> Place:
-        """One layer. What the first of all does not save under adapters is none of what lies before it.
+        """Return one layer with the bytes saved before it.
 
-        Of arrays of stages those without the kind get its first layer with nothing in it, which some other
-        kind outdoes.
+        ``before`` is at least 0: the tensors that the first layer does not save under adapters may make it
+        negative. For arrays of stages, a stage without this kind gets layer 0 with zero bytes, which another
+        kind always exceeds.
         """
         if not isinstance(kind.num_layers, int):
             there = kind.num_layers > 0
@@ -136,7 +137,7 @@ class Order(NamedTuple):
 
 
 def order_of(step: StageStep) -> Order:
-    """The layers of one stage, with what they hold at each instant."""
+    """Return the layers of one stage, with the bytes of each kind at its peak candidates."""
     plan, stage = step.plan, step.stage
     arch, recipe = plan.architecture, plan.recipe
     interval = recipe.recompute_interval if recipe.recompute != "none" else 1
@@ -163,7 +164,7 @@ def _kind(
             low, high = ceil_div(low, interval) * interval, high // interval * interval
         layers = largest(0, where(high >= low, layers, 0))
     each = step.layer(moe, recompute)
-    # Products over int8 make no matrix whole until backward.
+    # int8 matmuls do not dequantize the matrix in forward, only in backward.
     extra = 0 if modules.int8_base else step.dequantised()
     few_bits = modules.compute * modules.quantized
     cut = step.cut

@@ -1,4 +1,4 @@
-"""One pipeline stage through a step, moment by moment: what its framework keeps, and what all share."""
+"""Phases of one stage's step: the framework's training state plus activations, runtime and fragmentation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NOTHING = no_bytes("nothing is held at this moment")
 
 
 def moments(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Moment]:
-    """All moments of one stage, those between rest and the optimizer's step in no order."""
+    """Return all phases of one stage; peak candidates between rest and optimizer step are unordered."""
     resident = _Resident(plan, state)
     peaks = [resident.busy(peak) for peak in _found(plan, modules, stage, state)]
     return [*resident.idle(), *peaks]
 
 
 def fullest(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Moment:
-    """The moment at which one stage holds most, the first of several: of all others only sums are made."""
+    """Return the stage's peak phase (the earliest one on ties) in full, and only totals for the rest."""
     resident = _Resident(plan, state)
     found = max(resident.idle(), key=lambda moment: moment.total)
     most, at, peak = found.total, found.fraction, None
@@ -42,10 +42,10 @@ def fullest(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) ->
 
 
 def peak_total(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Any:
-    """Bytes of the fullest moment; numbers may be columns of many plans.
+    """Return the bytes of the stage's peak phase; they may be columns of many plans.
 
-    Of moments with the same gradients those which hold most beside them are looked for first: what the
-    allocator loses grows with that.
+    For candidates with the same gradients, the maximum of the other bytes is taken first: fragmentation grows
+    with these bytes only.
     """
     resident = _Resident(plan, state)
     beside: dict[int, tuple[Any, list[Any]]] = {}
@@ -62,7 +62,7 @@ def _found(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
 
 
 def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
-    """The end of forward, and the instants of backward, with what transformers' modules hold."""
+    """Return the end of forward and the peak candidates of backward, for transformers' modules."""
     step = StageStep(plan, modules, stage)
     at_end, at_start = state.find_logits(step) if state.find_logits is not None else step.logits()
     once = state.gradients_rest or (state.gradients if state.gradients_stay else _NONE_YET)
@@ -73,7 +73,7 @@ def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
 
 
 class _Resident:
-    """What a stage holds all along, and the moments that come on top of it."""
+    """Bytes that a stage holds throughout the step, and the phases built on top of them."""
 
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
@@ -86,7 +86,7 @@ class _Resident:
         self.busy_total = self.total + state.optimizer[0]
 
     def idle(self) -> list[Moment]:
-        """The moments without activations."""
+        """Return the phases without activations: initialisation, rest and optimizer step."""
         state = self.state
         return [
             self.initialisation(),
@@ -95,7 +95,7 @@ class _Resident:
         ]
 
     def initialisation(self) -> Moment:
-        """The framework's own set-up, where it tells of one."""
+        """Return the framework's initialisation phase, with its own terms if it declares any."""
         return Moment.of(
             "initialisation",
             0.0,
@@ -105,7 +105,7 @@ class _Resident:
     def moment(
         self, phase: Any, fraction: float, optimizer: Term, gradients: Term | None, gather: Term | None
     ) -> Moment:
-        """A moment without activations: what the allocator loses then is none of a step's."""
+        """Return a phase without activations, and so without fragmentation."""
         total = self.total + optimizer[0]
         if gradients is not None:
             total = total + gradients[0]
@@ -114,7 +114,7 @@ class _Resident:
         return Moment(phase, fraction, total, lambda: self._terms(optimizer, gradients, gather))
 
     def updating(self, gradients: Term) -> Moment:
-        """The optimizer's step."""
+        """Return the phase of the optimizer step."""
         state, working = self.state, self.state.optimizer_working
 
         def words() -> str:
@@ -125,15 +125,15 @@ class _Resident:
         return self.moment("optimizer", 0.98, optimizer, gradients, gather)
 
     def busy(self, peak: Peak) -> Moment:
-        """A moment of forward or backward, to which what the allocator loses is added."""
+        """Return a phase of forward or backward, fragmentation included."""
         return Moment(peak.phase, peak.fraction, self.total_at(peak), partial(self._busy_terms, peak))
 
     def total_at(self, peak: Peak) -> Any:
-        """Bytes of a moment of forward or backward."""
+        """Return the total bytes of a phase of forward or backward."""
         return self.busy_total + peak.gradients + self.with_gaps(_churned(peak))
 
     def with_gaps(self, churned: Any) -> Any:
-        """What a step allocates and frees, and what the allocator loses of it."""
+        """Return the bytes that a step allocates and frees, plus fragmentation on a GPU."""
         return churned + overheads.lost_to_gaps(churned) if self.on_gpu else churned
 
     def _busy_terms(self, peak: Peak) -> dict[Component, Term]:
@@ -179,9 +179,10 @@ def _communication(vendor: str, *group_sizes: int) -> int:
 
 
 def _churned(peak: Peak) -> Any:
-    """Bytes that a step allocates and frees.
+    """Return the bytes that a step allocates and frees.
 
-    Activations and logits first: fewer numbers decide both than what is gathered (``core/arrays/column.py``).
+    Activations and logits are added first: they depend on fewer columns than the gather buffers, so the sum
+    over arrays of plans is cheaper (``core/arrays/column.py``).
     """
     held = peak.activations if peak.logits is None else peak.activations + peak.logits[0]
     return held + peak.gather

@@ -1,4 +1,4 @@
-"""The answer of one tier about memory: bytes by component, stage and phase."""
+"""Memory report of one tier (predicted, rehearsed or measured): bytes by component, stage and phase."""
 
 from __future__ import annotations
 
@@ -33,69 +33,69 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Term(NamedTuple):
-    """Some bytes and, when somebody asks, the words for where they come from."""
+    """Bytes of one component, and a callable that returns their explanation on request."""
 
     num_bytes: int
     words: Callable[[], str]
 
     def explain(self) -> str:
-        """Where the bytes come from."""
+        """Return the formula and source of the bytes."""
         return self.words()
 
 
 class Moment(NamedTuple):
-    """What one rank holds at one instant of a step."""
+    """Memory of one rank at one phase of a step."""
 
     phase: Phase
     fraction: float
-    """Place in the step, 0 to 1; not seconds, which only the step model knows."""
+    """Position in the step, 0 to 1; not seconds, which only the step-time model has."""
     total: int
-    """Bytes over all components."""
+    """Bytes, summed over all components."""
     find_terms: Callable[[], Mapping[Component, Term]]
-    """Names the bytes of :attr:`total`: of most moments nobody asks more than their sum."""
+    """Computes the bytes by component; lazy, because most phases only need their sum."""
 
     @classmethod
     def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> Moment:
-        """A moment and its total."""
+        """Build a phase from its terms, and compute the total."""
         return cls(phase, fraction, sum([term[0] for term in terms.values()]), lambda: terms)
 
     @property
     def terms(self) -> Mapping[Component, Term]:
-        """Bytes by component, and where each comes from."""
+        """Terms by component."""
         return self.find_terms()
 
     @property
     def components(self) -> Mapping[str, int]:
-        """Bytes by name, every component of :data:`COMPONENTS` present."""
+        """Bytes by component name; every component of :data:`COMPONENTS` is present."""
         terms = self.terms
         return MappingProxyType({name: terms[name].num_bytes if name in terms else 0 for name in COMPONENTS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """One pipeline stage: every one of its ranks holds this."""
+    """Memory of one pipeline stage, the same on each of its ranks."""
 
     stage: int
     """Index of the stage, from 0."""
     num_layers: int
-    """Decoder layers that it runs."""
+    """Number of decoder layers on the stage."""
     find_moments: Callable[[], tuple[Moment, ...]]
-    """Computes :attr:`moments`: most stages of a long pipeline are never looked at."""
+    """Computes :attr:`moments`; lazy, because most stages of a long pipeline are never inspected."""
     find_peak: Callable[[], Moment] | None = None
-    """Computes :attr:`peak`, where that takes less than all moments; None: the fullest of these."""
+    """Computes :attr:`peak` where that is cheaper than all moments; None: the maximum of the moments."""
     host_bytes: int = 0
-    """Host memory that one rank of this stage takes when offloading."""
+    """Host memory per rank of this stage with offloading."""
     nvme_bytes: int = 0
-    """Bytes that one rank of this stage keeps on NVMe when offloading."""
+    """NVMe bytes per rank of this stage with offloading."""
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """In the order of a step, initialisation first."""
+        """Phases of a step in order, initialisation first."""
         return self.find_moments()
 
     @cached_property
     def peak(self) -> Moment:
-        """The moment at which this stage holds most."""
+        """The phase with the most bytes."""
         if self.find_peak is not None:
             return self.find_peak()
         return max(self.moments, key=lambda moment: moment.total)
@@ -111,22 +111,22 @@ class StageMemory:
         return self.peak.components
 
     def at(self, phase: Phase) -> Moment:
-        """The largest moment of a phase."""
+        """Return the moment with the most bytes of a phase."""
         return max((m for m in self.moments if m.phase == phase), key=lambda m: m.total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes on the worst rank, by component and phase, with the band that cannot be known beforehand."""
+    """Bytes on the worst rank, by component and phase, with the band of library and allocator overheads."""
 
     find_stages: Callable[[], tuple[StageMemory, ...]]
-    """Computes :attr:`by_stage`: a search looks at the worst stage only."""
+    """Computes :attr:`by_stage`; lazy, because a search reads the worst stage only."""
     worst_stage: StageMemory
-    """The first stage whose peak is highest."""
+    """The stage with the highest peak (the first one on ties)."""
     usable_bytes: int
-    """What the driver leaves of the card to one rank."""
+    """Bytes of one GPU that are usable by one rank, the driver's reserve excluded."""
     find_band: Callable[[], tuple[int, int]]
-    """Computes :attr:`low_bytes` and :attr:`high_bytes`: a search looks at peaks only."""
+    """Computes :attr:`low_bytes` and :attr:`high_bytes`; lazy, because a search reads peaks only."""
     tier: Literal["predicted", "rehearsed", "measured"] = "predicted"
 
     @cached_property
@@ -136,12 +136,15 @@ class MemoryReport:
 
     @property
     def low_bytes(self) -> int:
-        """The peak if library buffers and the allocator take their least."""
+        """Peak bytes with the smallest library buffers and no allocator loss."""
         return self._band[0]
 
     @property
     def high_bytes(self) -> int:
-        """The peak if they take their most: on a GPU no more than is usable, while the peak itself fits."""
+        """Peak bytes with the largest library buffers and allocator loss.
+
+        On a GPU at most the usable bytes, as long as the peak itself fits.
+        """
         return self._band[1]
 
     @cached_property
@@ -150,27 +153,27 @@ class MemoryReport:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase in which the worst rank reaches its peak."""
+        """Phase of the peak on the worst rank."""
         return self.worst_stage.peak.phase
 
     @property
     def components(self) -> Mapping[str, int]:
-        """Bytes by name on the worst rank at its peak; every name of ``COMPONENTS`` is there."""
+        """Bytes by component on the worst rank at its peak; every name of ``COMPONENTS`` is present."""
         return self.worst_stage.components
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of :attr:`components`."""
+        """Sum of :attr:`components`."""
         return self.worst_stage.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within what the driver leaves of the card."""
+        """Whether the peak is at most the usable bytes of the GPU."""
         return self.peak_bytes <= self.usable_bytes
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits, but of runs that need so much of their card some run out of memory.
+        """Whether the peak fits, but uses a share of the GPU at which some runs are known to fail.
 
         See :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
         """
@@ -178,20 +181,23 @@ class MemoryReport:
 
     @property
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
-        """Whether the GPU's memory is enough; ``tight``: it may not be, see :attr:`is_tight` and
-        :attr:`high_bytes`. Host memory and NVMe are for ``shardscope.planner.verdict``."""
+        """Whether the peak fits the GPU's memory; ``tight``: it may not.
+
+        See :attr:`is_tight` and :attr:`high_bytes`. ``shardscope.planner.verdict`` judges host memory and
+        NVMe.
+        """
         if not self.fits:
             return "does not fit"
         return "tight" if self.is_tight or self.high_bytes > self.usable_bytes else "fits"
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the worst rank takes when offloading."""
+        """Host memory of the worst rank with offloading, in bytes."""
         return max(stage.host_bytes for stage in self.by_stage)
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that the worst rank keeps on NVMe when offloading."""
+        """NVMe bytes of the worst rank with offloading."""
         return max(stage.nvme_bytes for stage in self.by_stage)
 
     @property
@@ -200,7 +206,7 @@ class MemoryReport:
         return tuple((m.phase, m.fraction, m.components) for m in self.worst_stage.moments)
 
     def at(self, phase: Phase) -> Mapping[str, int]:
-        """Bytes by component on the worst rank at the largest moment of ``phase``.
+        """Return bytes by component on the worst rank at the largest moment of ``phase``.
 
         Raises ``ValueError`` for a name that is not in ``PHASES``.
         """
@@ -208,7 +214,7 @@ class MemoryReport:
         return self.worst_stage.at(phase).components
 
     def explain(self, name: str) -> str:
-        """The formula of a component at the peak, with its numbers and its source.
+        """Return the formula of a component at the peak, with its numbers and its source.
 
         Raises ``ValueError`` for a name that is not in ``COMPONENTS``.
         """
@@ -220,7 +226,7 @@ class MemoryReport:
         return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Bytes at each stage's peak: one row a stage, one column a component, and the total."""
+        """Return bytes at each stage's peak: a row per stage, a column per component, and the total."""
         import pandas as pd
 
         rows = [
@@ -230,7 +236,7 @@ class MemoryReport:
         return pd.DataFrame(rows).set_index("stage")
 
     def to_html(self) -> str:
-        """The components at the peak as a plain HTML table, without scripts."""
+        """Return the components at the peak as a plain HTML table, without scripts."""
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
             f"<td style='text-align:right'>{gib(value)}</td>"
@@ -256,7 +262,10 @@ class MemoryReport:
 
 
 def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:
-    """A term of several parts, each of which says what it is; ``source`` follows them all."""
+    """Return the sum of several (bytes, explanation) parts as one term.
+
+    ``source`` is appended to the explanation.
+    """
     num_bytes = sum([part[0] for part in parts])
 
     def words() -> str:
@@ -267,12 +276,12 @@ def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> 
 
 
 def no_bytes(why: str) -> Term:
-    """A component that holds nothing, and why."""
+    """Return a term of 0 bytes with the reason."""
     return Term(0, lambda: why)
 
 
 def chosen(condition: Any, then: Term, otherwise: Term) -> Term:
-    """One of two terms; over arrays of plans, the bytes of each one's."""
+    """Return ``then`` if ``condition`` is true, else ``otherwise``; elementwise over arrays of plans."""
     if isinstance(condition, bool):
         return then if condition else otherwise
     return Term(where(condition, then[0], otherwise[0]), otherwise.words)

@@ -1,4 +1,4 @@
-"""Seconds of one collective, as NCCL runs it: a ring, or a tree where the vector is small.
+"""Seconds of one NCCL collective: a ring, or a tree for small messages.
 
 Bandwidth terms: Thakur et al. 2005, section 4. Latency terms and the choice by the shorter time: NCCL 2.21,
 src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from shardscope.timing.traffic import Collective, Transfer
 
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-"""How often (ranks - 1) / ranks of the vector passes each rank."""
+"""How often (ranks - 1) / ranks of the vector passes through each rank."""
 _SMALL_LATENCY = 0.2
-"""NCCL's LL protocol beside Simple: 0.6 of 3.4 µs on NVLink, 1.0 of 5.7 on PCIe, 2.7 of 14 on the network
-(hwLatencies, ring)."""
+"""Latency of NCCL's LL protocol relative to Simple: 0.6 of 3.4 µs on NVLink, 1.0 of 5.7 on PCIe, 2.7 of 14 on
+the network (hwLatencies, ring)."""
 _SMALL_BANDWIDTH = 0.5
-"""A flag for every number: half of what goes over the link is payload (busBw of LL)."""
+"""LL sends a flag with every number: half of the traffic is payload (busBw of LL)."""
 
 
 class Route(NamedTuple):
-    """The way of a group's messages."""
+    """Placement of a process group on nodes."""
 
     members: Any
-    """Ranks of the group on one node."""
+    """Ranks of the group per node."""
     num_nodes: Any
-    """Nodes that it spans."""
+    """Number of nodes that the group spans."""
 
 
 def route(ranks: Any, stride: Any, gpus_per_node: int) -> Route:
-    """How a group lies on nodes: its ranks are ``stride`` GPUs apart."""
+    """Return the placement of a group whose ranks are ``stride`` GPUs apart."""
     members = smallest(ranks, largest(1, gpus_per_node // stride))
-    # A group whose first and last rank are on one node is inside of it.
+    # A group whose first and last rank are on one node is intra-node.
     return Route(members, where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members)))
 
 
 def seconds(transfer: Transfer, gpus_per_node: int, rates: Rates) -> Any:
-    """All calls of ``transfer`` in one step, as if nothing else ran."""
+    """Return the seconds of all calls of ``transfer`` in one step, without overlap."""
     numbers = transfer.num_bytes, transfer.ranks, transfer.stride, transfer.num_messages
     return transfer.times * one_call(transfer.collective, *numbers, gpus_per_node, rates)
 
@@ -58,7 +58,7 @@ def one_call(
     gpus_per_node: int,
     rates: Rates,
 ) -> Any:
-    """One call, in ``messages`` parts."""
+    """Return the seconds of one collective, split into ``messages`` calls."""
     inside, between = rates.inside, rates.between
     way = route(ranks, stride, gpus_per_node)
     if collective == "send":
@@ -75,9 +75,9 @@ def one_call(
 
 @lru_cache(maxsize=64)
 def calls_on(rates: Rates, gpus_per_node: int) -> Callable[[Collective, Any, Any, Any, Any], Any]:
-    """:func:`one_call` on this machine, with what it answered before.
+    """Return a cached :func:`one_call` for this machine.
 
-    The plans of a search, of a picker or of a ladder of repairs have most calls in common.
+    The plans of a search, of a picker or of a series of suggested fixes have most calls in common.
     """
 
     def one(collective: Collective, num_bytes: Any, ranks: Any, stride: Any, messages: Any) -> Any:
@@ -87,7 +87,7 @@ def calls_on(rates: Rates, gpus_per_node: int) -> Callable[[Collective, Any, Any
 
 
 def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
-    """The link that bounds it, of one plan."""
+    """Return the link that bounds a transfer of one plan."""
     way = route(transfer.ranks, transfer.stride, gpus_per_node)
     inside, between = rates.inside, rates.between
     if way.num_nodes == 1:
@@ -106,37 +106,40 @@ def _ring_or_tree(
     inside: LinkRate,
     between: LinkRate,
 ) -> Any:
-    """One round of a ring for each time the vector passes; an all-reduce may be a tree.
+    """Return the seconds of a ring, with one round per pass of the vector; an all-reduce may use a tree.
 
-    Between nodes a ring crosses through the network cards of all its members on a node, each with its part of
-    the vector, and is no faster than the link inside.
+    Between nodes, a ring uses the network adapters of all its members on a node, each with its part of the
+    vector, and is at most as fast as the intra-node link.
     """
     rounds = _ROUNDS[collective]
     across = between.bytes_per_second * way.members
     crossing = where(way.members > 1, smallest(inside.bytes_per_second, across), across)
     speed = where(way.num_nodes == 1, inside.bytes_per_second, crossing)
     moved = rounds * (ranks - 1) / ranks * num_bytes / speed
-    # Of the ring's steps as many cross between nodes as there are nodes.
+    # As many of the ring's steps cross between nodes as there are nodes.
     crossings = where(way.num_nodes > 1, way.num_nodes - 1, 0)
     steps = (ranks - 1 - crossings) * inside.latency_seconds + crossings * between.latency_seconds
     ring = _either_protocol(moved, rounds * messages * steps)
     if collective != "all_reduce":
         return ring
     depth = (way.members - 1) * inside.latency_seconds + _log2(way.num_nodes) * between.latency_seconds
-    # Up and down again; each rank passes the whole vector on.
+    # Reduce up and broadcast down the tree; each rank passes on the whole vector.
     tree = _either_protocol(2 * num_bytes / speed, 2 * messages * depth)
     return smallest(ring, tree)
 
 
 def _either_protocol(moved: Any, waited: Any) -> Any:
-    """The shorter of NCCL's Simple and LL protocols."""
+    """Return the shorter time of NCCL's Simple and LL protocols."""
     return smallest(moved + waited, moved / _SMALL_BANDWIDTH + _SMALL_LATENCY * waited)
 
 
 def _all_to_all(
     num_bytes: Any, ranks: Any, way: Route, messages: Any, inside: LinkRate, between: LinkRate
 ) -> Any:
-    """Each rank sends its own parts through its own card, to the other nodes and inside its own at once."""
+    """Return the seconds of an all-to-all.
+
+    Each rank sends inter-node parts over its own network adapter, and intra-node parts at the same time.
+    """
     away = (ranks - way.members) / ranks * num_bytes / between.bytes_per_second
     near = (way.members - 1) / ranks * num_bytes / inside.bytes_per_second
     latency = where(way.num_nodes > 1, between.latency_seconds, inside.latency_seconds)
@@ -144,7 +147,7 @@ def _all_to_all(
 
 
 def _send(num_bytes: Any, way: Route, inside: LinkRate, between: LinkRate) -> Any:
-    """To the next rank; of a group that spans nodes the step that crosses is what others wait for."""
+    """Return the seconds of a send to the next rank; if the group spans nodes, of the inter-node hop."""
     near = num_bytes / inside.bytes_per_second + inside.latency_seconds
     across = num_bytes / between.bytes_per_second + between.latency_seconds
     return where(way.num_nodes == 1, near, across)

@@ -1,4 +1,4 @@
-"""Model FLOPs of a plan's tokens, and those that its GPUs execute."""
+"""Model FLOPs and hardware FLOPs per token of a plan."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def _all_trained(architecture: Architecture, seq_len: int, causal: bool) -> float:
-    """:meth:`Architecture.flops_per_token`, once for all plans of a model."""
+    """Return :meth:`Architecture.flops_per_token`, cached for all plans of a model."""
     return architecture.flops_per_token(seq_len, causal=causal)
 
 
 def model_flops_per_token(plan: Plan, causal: bool) -> float:
-    """FLOPs that one token's training needs, forward and backward, without recomputation.
+    """Return training FLOPs per token, forward and backward, without recomputation.
 
-    Frozen weights (adapters' base, the head with it) need no gradients of their own: 4 FLOPs each and not 6,
-    or MFU would count what nobody computes. Adapters' own products, under a hundredth, are left out.
+    Frozen weights (the adapters' base, the head included) need no weight gradients: 4 FLOPs each instead of
+    6, or MFU would count FLOPs that are never executed. The adapters' own matmuls, below 1 %, are left out.
     """
     arch = plan.architecture
     found = _all_trained(arch, plan.recipe.seq_len, causal)
@@ -30,11 +30,11 @@ def model_flops_per_token(plan: Plan, causal: bool) -> float:
 
 
 def hardware_flops_per_token(plan: Plan) -> float:
-    """FLOPs executed for one token: the model's with causal attention, and what is computed again.
+    """Return executed FLOPs per token: the model's with causal attention, plus recomputation.
 
-    A layer that is recomputed whole repeats its forward; Megatron's selective recomputation repeats
-    attention's core alone (Korthikanti et al. 2022, section 5); a chunked loss repeats the head's product.
-    Attention without a fused kernel computes every score, masked or not.
+    Full recomputation repeats a layer's forward; Megatron's selective recomputation repeats only core
+    attention (Korthikanti et al. 2022, section 5); a chunked loss repeats the head's matmul. Attention
+    without a fused kernel computes every score, masked or not.
     """
     arch, recipe = plan.architecture, plan.recipe
     matrices = 2.0 * arch.matrix_parameters_per_token

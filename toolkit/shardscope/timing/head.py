@@ -1,4 +1,4 @@
-"""Seconds of what lies before and behind the decoder layers: embedding, output head, loss.
+"""Seconds of embedding, output head and loss: everything outside the decoder layers.
 
 Numbers may be arrays of plans.
 """
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class EndSeconds(NamedTuple):
-    """One micro-batch at the ends of one stage."""
+    """Seconds of one micro-batch outside the layers of one stage."""
 
     forward: Any
-    """The head's product."""
+    """The head's matmul."""
     backward: Any
     again: Any
-    """The same once more, where the loss takes its logits chunk by chunk."""
+    """Recomputation of the head's matmul with a chunked loss."""
     loss: Any
     """Operators on logits, forward and backward."""
     lookup: Any
-    """The embedding, and the gradient that its backward writes."""
+    """The embedding lookup, and its backward's gradient."""
 
 
 _NOTHING = EndSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def ends(work: LayerWork, stage: Stage) -> EndSeconds:
-    """What the first and the last stage do beside their layers."""
+    """Return the seconds that the first and the last stage spend outside their layers."""
     if stage.is_first is False and stage.is_last is False:
         return _NOTHING
     if stage.is_last is False:
@@ -51,12 +51,12 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     if kind == "chunked":
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
     elif kind == "fused" and modules.kernels != "megatron":
-        # As many bytes of logits as the input has (memory/activations/head.py).
+        # Each chunk's logits have as many bytes as the input (memory/activations/head.py).
         chunks = smallest(tokens, ceil_div(rows, arch.hidden_size))
     hidden = arch.hidden_size
     # The weights are read again for each chunk.
     moved = chunks * rows * hidden + tokens * (rows + hidden)
-    # With the rows that a framework pads the vocabulary by.
+    # The padded rows of the vocabulary are included.
     missed = tokens * looked_up(partial(unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
     each = logits_per_token(
@@ -78,7 +78,10 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
 
 
 def _lookup(work: LayerWork, stage: Stage) -> Any:
-    """A row a token is read and written; backward fills a gradient of all rows, and adds to some."""
+    """Return the lookup's seconds: one row per token is read and written.
+
+    Backward zeroes a gradient of all rows, and adds to the rows in use.
+    """
     stream, hidden, tokens = work.modules.stream, work.arch.hidden_size, work.tokens
     filled = work.modules.trained * (2 * vocab_rows(work.plan) * hidden * stream + 2 * tokens * hidden * FP32)
     return stage.is_first * (2 * tokens * hidden * stream + filled) / work.memory

@@ -1,6 +1,6 @@
 """Seconds of one decoder layer on one rank for one micro-batch, by class of operator.
 
-Numbers may be arrays of plans: everything here is arithmetic that broadcasts.
+Numbers may be arrays of plans: all arithmetic broadcasts.
 """
 
 from __future__ import annotations
@@ -32,50 +32,52 @@ if TYPE_CHECKING:
     from shardscope.timing.traffic import TimingModel, Transfer
 
 PEAKS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "bf16", "fp32": "fp32"}
-"""Of each precision of a recipe, the type of its layers' products."""
+"""The layers' matmul dtype for each recipe precision."""
 HALF_PEAKS = PEAKS | {"fp8-mixed": "bf16"}
-"""The type of attention and of the head, which never run in 8 bits."""
+"""The dtype of attention and of the head, which never run in 8 bits."""
 _ADDS = 2 * 3
-"""Two residual additions a layer, each of which reads two streams and writes one."""
+"""Tensor reads and writes of a layer's two residual additions: each reads two streams and writes one."""
 _CAST_TO_8_BITS = 2 * (2 + 1)
-"""Bytes to cast one number: a pass for its largest value and one that also writes a byte; or, on Blackwell
-and with delayed scaling, one that writes it as it is and transposed (Micikevicius et al. 2022)."""
+"""Bytes moved per element of a cast: one pass for the maximum, and one that also writes a byte; or, on
+Blackwell and with delayed scaling, one pass that writes it plain and transposed (Micikevicius et al.
+2022)."""
 
 
 _ADAPTER_KERNELS = (8, 12)
-"""What one adapter starts beside its base, forward and backward: peft/tuners/lora/layer.py, ``Linear``,
-counted by torch's dispatcher with fp32 adapters under autocast, as peft casts them; in one type 4 and 8."""
+"""Kernels of one adapter on top of its base, forward and backward: peft/tuners/lora/layer.py, ``Linear``,
+counted with torch's dispatcher with fp32 adapters under autocast, as peft casts them; 4 and 8 in a single
+dtype."""
 
 
 class Operators(NamedTuple):
-    """Seconds of one pass through one layer."""
+    """Seconds of one pass (forward or backward) through one layer."""
 
     matrices: Any
     attention: Any
     elementwise: Any
-    """Operators that only read and write, and what the layer waits for kernels to be started."""
+    """Memory-bound operators, and waits for kernel launches."""
 
     @property
     def seconds(self) -> Any:
-        """The whole pass."""
+        """Seconds of the whole pass."""
         return self.matrices + self.attention + self.elementwise
 
 
 class LayerSeconds(NamedTuple):
-    """One layer, one micro-batch."""
+    """Seconds of one layer, one micro-batch."""
 
     both: Operators
     """Forward and backward."""
     forward: Any
     forward_attention: Any
     again: Any
-    """What backward computes once more before it begins."""
+    """Recomputation before the layer's backward."""
     dropped_bytes: Any
-    """Bytes of activations that recomputation or offloading takes from the GPU."""
+    """Activation bytes that recomputation or offloading frees on the GPU."""
 
 
 class LayerWork:
-    """What the layers of one plan have in common."""
+    """Timing state shared by all layers of one plan."""
 
     def __init__(self, plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> None:
         self.plan, self.modules, self.rates, self.model = plan, modules, rates, model
@@ -94,12 +96,12 @@ class LayerWork:
         self.parallel = parallel_calls(self)
 
     def call_seconds(self, transfer: Transfer) -> Any:
-        """One call of ``transfer``, as if nothing else ran; stages have many of them in common."""
+        """Return the seconds of one call of ``transfer`` without overlap; cached across stages."""
         _, collective, num_bytes, ranks, stride, _, messages, _, _ = transfer
         return self.calls(collective, num_bytes, ranks, stride, messages)
 
     def layer(self, moe: bool) -> LayerSeconds:
-        """One layer, dense or with routed experts; the same on every stage."""
+        """Return the seconds of one layer, dense or with routed experts; the same on every stage."""
         found = self._layers.get(moe)
         if found is None:
             found = self._layers[moe] = self._layer(moe)
@@ -130,8 +132,8 @@ class LayerWork:
             + moe * passes.kernels_experts_forward
             + num_adapters * _ADAPTER_KERNELS[0],
         )
-        # Gradients of inputs and of weights are a product each (Kaplan et al. 2020, section 2.1); a frozen
-        # matrix has the first only.
+        # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
+        # matrix has only the first.
         backward = self._started(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
@@ -154,9 +156,9 @@ class LayerWork:
         return found
 
     def routed_tokens(self) -> Any:
-        """Tokens that the fullest rank's experts take: as many as it sends, times their load.
+        """Return the tokens of the most loaded rank's experts: as many as a rank sends, times their load.
 
-        Where each rank of tp has experts of its own it sends its part of the sequence only.
+        If each tensor-parallel rank has its own experts, it sends only its part of the sequence.
         """
         experts = self.arch.mixture_of_experts
         assert experts is not None
@@ -164,16 +166,19 @@ class LayerWork:
         return own * experts.num_experts_per_tok * self.modules.expert_load
 
     def _expert_rate(self) -> MatrixRate:
-        """Autocast leaves grouped products in the weights' own fp32; torchao's float8 knows Linears only."""
+        """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
+
+        Otherwise, autocast leaves them in the weights' fp32, and torchao's float8 converts Linears only.
+        """
         if self.modules.kernels == "megatron":
             return self.rate
         return self.rates.matrix("fp32") if self.modules.stream == FP32 else self.half_rate
 
     def _attention(self) -> tuple[Any, Any]:
-        """Seconds of the core, forward and backward.
+        """Return the seconds of core attention, forward and backward.
 
-        Fused: of the products that the causal mask leaves, two forward and five backward (Dao 2023, section
-        3.1), fewer keys being slower. Written out: all products, two and four.
+        Fused: the causal part of two matmuls forward and five backward (Dao 2023, section 3.1), slower for
+        fewer keys. Eager: the full matmuls, two forward and four backward.
         """
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
@@ -185,17 +190,17 @@ class LayerWork:
         return flops / rate.forward, 2.5 * flops / rate.backward
 
     def _saved(self, moe: bool) -> Any:
-        """Bytes that a layer's operators leave for backward where nothing is recomputed."""
+        """Return the bytes that a layer's operators save for backward without recomputation."""
         arch, modules = self.arch, self.modules
         of_one = partial(saved_per_token, arch, moe, modules)
         each = looked_up(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
         return self.tokens * each
 
     def _moved(self, products: LayerProducts) -> tuple[Any, Any]:
-        """Bytes of weights made whole, or cast to 8 bits with what they multiply; forward, backward."""
+        """Return bytes to dequantize weights, or to cast weights and inputs to 8 bits; forward, backward."""
         recipe = self.plan.recipe
         if recipe.base_quantization is not None:
-            # Half a byte or one is read, and what products read is written.
+            # Half a byte or one byte is read per weight, and one element in the compute dtype is written.
             whole = products.weights * (self.modules.compute + (1 if self.modules.int8_base else 0.5))
             return whole, whole
         if recipe.precision != "fp8-mixed":
@@ -204,7 +209,7 @@ class LayerWork:
         return cast + _CAST_TO_8_BITS * products.weights, cast
 
     def _merged(self) -> tuple[Any, Any]:
-        """Seconds to join the outputs of attention over each rank's keys, and the queries' gradients."""
+        """Return seconds to merge attention outputs over each rank's keys, and the queries' gradients."""
         cp, tp, (forward, backward) = self.plan.degrees.cp, self.plan.degrees.tp, self.overlap.merges
         if cp.__class__ is int and cp == 1:
             return 0, 0
@@ -212,11 +217,11 @@ class LayerWork:
         return forward * joined / self.memory, backward * joined / self.memory
 
     def _sorted(self) -> Any:
-        """Bytes to sort tokens by expert and back, beside the one copy that experts save.
+        """Return bytes to sort tokens by expert and back, besides the one copy that experts save.
 
-        Megatron's dispatcher sorts them for the ranks they go to and again for the experts there, and both
-        back (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher): four copies, or
-        two on one rank. Transformers' are among the operators that were counted for it.
+        Megatron's dispatcher sorts them by destination rank and again by expert there, and both back
+        (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher): four copies, or two
+        on one rank. For transformers, the measured passes include them.
         """
         if self.modules.kernels != "megatron":
             return 0.0
@@ -224,19 +229,20 @@ class LayerWork:
         return copies * 2 * self.routed_tokens() * self.arch.hidden_size * self.modules.compute
 
     def _started(self, work: Operators, num_kernels: float) -> Operators:
-        """With the time that kernels take to be started, where that is more than they run for.
+        """Return the operators plus the launch time of their kernels that exceeds their run time.
 
-        A CPU rank computes nothing meanwhile: it starts an operator itself, and then runs it.
+        A CPU rank cannot overlap: it launches an operator itself, and then runs it.
         """
         starting = num_kernels * self.rates.kernel_seconds
         waiting = largest(0.0, starting - work.seconds) if self.plan.on_gpu else starting
         return Operators(work.matrices, work.attention, work.elementwise + waiting)
 
     def _again(self, products: LayerProducts, forward: Operators) -> Any:
-        """Of one layer that is recomputed: all of its forward but the last product, or what is cheap.
+        """Return the recomputation time of one layer.
 
-        ``selective`` runs attention's core again with Megatron (Korthikanti et al. 2022, section 5), and with
-        torch all but products and attention.
+        ``full`` repeats its forward without the last matmul, if recomputation stops early. ``selective``
+        repeats core attention with Megatron (Korthikanti et al. 2022, section 5), and with torch everything
+        but matmuls and attention.
         """
         recompute = self.plan.recipe.recompute
         if recompute == "full":
@@ -251,7 +257,7 @@ class LayerWork:
 def saved_per_token(
     arch: Architecture, moe: bool, modules: Modules, tp: int, cut: int, expert_tp: int
 ) -> float:
-    """Bytes a token leaves in one layer on one rank; of models with both kinds of window, without."""
+    """Return bytes per token saved by one layer on one rank; for mixed sliding windows, by one without."""
     parts = {
         "tp": tp,
         "key_value_heads": min(tp, arch.num_key_value_heads),

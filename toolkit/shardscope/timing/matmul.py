@@ -1,8 +1,9 @@
-"""What the matrix products of one layer multiply and move on one rank, summed over its matrices.
+"""FLOPs and bytes of one layer's matmuls on one rank, summed over its matrices.
 
-A product of m x k by k x n multiplies m k n pairs of numbers and moves m k + k n + m n. Of all matrices of a
-layer, with m tokens, that is m W and W + m E, where W are their weights and E the sum of k + n. Where k or n
-is no multiple of :data:`ALIGNED` matrix units are slower, by how much is the machine's.
+A matmul of m x k by k x n multiplies m k n pairs of numbers and moves m k + k n + m n numbers. For all
+matrices of a layer with m tokens, that is m W and W + m E, where W is the number of weights and E the sum of
+k + n. If k or n is not a multiple of :data:`ALIGNED`, matrix units are slower; by how much depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ if TYPE_CHECKING:
 
 
 ALIGNED = 64
-"""Numbers of two bytes in 128 bytes: multiples of it are "most efficient" on A100 and later (NVIDIA's Matrix
+"""Two-byte elements in 128 bytes: multiples of it are "most efficient" on A100 and later (NVIDIA's Matrix
 Multiplication Background user guide, table 1)."""
 
 
 def unaligned(rows: int, columns: int) -> int:
-    """Weights of one matrix if either edge on the rank misses the multiple, else 0."""
+    """Return the weights of one matrix if a dimension is not a multiple of :data:`ALIGNED`, else 0."""
     return rows * columns if rows % ALIGNED or columns % ALIGNED else 0
 
 
 class Products(NamedTuple):
-    """Matrices that the same tokens meet."""
+    """Matrices multiplied by the same tokens."""
 
     weights: Any
-    """Their numbers."""
+    """Number of weights."""
     edges: Any
-    """Rows and columns of all of them."""
+    """Sum of rows and columns over all matrices."""
     unaligned: Any = 0
-    """Their numbers in matrices of which an edge misses the multiple."""
+    """Number of weights in matrices with an unaligned dimension."""
     num_copies: Any = 1
-    """Experts that share the tokens out."""
+    """Number of experts that share the tokens."""
 
     def seconds(self, tokens: Any, rate: MatrixRate) -> Any:
-        """One product with each for ``tokens`` tokens, of all copies together."""
+        """Return the seconds of one matmul with each matrix for ``tokens`` tokens, over all copies."""
         moved = self.num_copies * self.weights + tokens * self.edges
         return rate.seconds(tokens * self.weights, moved, tokens * self.unaligned)
 
@@ -56,24 +57,25 @@ class LayerProducts(NamedTuple):
     edges: Any
     unaligned: Any
     last_weights: Any
-    """The last product's, where nothing behind it saves a tensor: recomputation may stop before it."""
+    """Weights of the last matmul, which early-stopping recomputation skips; 0 if an operator after it saves a
+    tensor."""
     last_edges: Any
     last_unaligned: Any
     expert_weights: Any
-    """One routed expert's."""
+    """Weights of one routed expert."""
     expert_edges: Any
     expert_unaligned: Any
     num_experts: Any
-    """Routed experts on the rank."""
+    """Number of routed experts on the rank."""
 
     @property
     def dense(self) -> Products:
-        """All but routed experts."""
+        """All matrices but routed experts."""
         return Products(self.weights, self.edges, self.unaligned)
 
     @property
     def last(self) -> Products:
-        """The last product."""
+        """The last matmul."""
         return Products(self.last_weights, self.last_edges, self.last_unaligned)
 
     @property
@@ -83,7 +85,7 @@ class LayerProducts(NamedTuple):
 
 
 def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
-    """One layer's, dense or with routed experts; arrays of degrees give arrays."""
+    """Return one layer's matrices, dense or with routed experts; arrays of degrees give arrays."""
     found: LayerProducts = looked_up(partial(_layer_products, arch, moe), tp, ep, expert_tp)
     return found
 
@@ -114,7 +116,7 @@ class _Edges(NamedTuple):
     unaligned: int = 0
 
     def joined(self, rows: int, columns: int) -> _Edges:
-        """With one matrix more."""
+        """Return the sums with one more matrix."""
         return _Edges(
             self.weights + rows * columns,
             self.edges + rows + columns,
@@ -123,7 +125,7 @@ class _Edges(NamedTuple):
 
 
 def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> Products:
-    """The two narrow matrices of each adapter of one layer."""
+    """Return the two low-rank matrices of each adapter of one layer."""
     found: Products = looked_up(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
     return found
 
@@ -140,24 +142,25 @@ def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) ->
 
 
 def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
-    """Adapters of one layer."""
+    """Return the number of adapters in one layer."""
     targets = adapter_targets(arch, recipe)
     return sum(target in targets for target, _ in arch.layer_linears(first_layer(arch, moe)))
 
 
 @lru_cache(maxsize=1024)
 def attention_per_token(arch: Architecture, seq_len: int) -> float:
-    """Forward FLOPs of attention's two products, causal, for one token in one layer, the mean of all.
+    """Return forward FLOPs per token of one layer's two causal attention matmuls, averaged over layers.
 
-    A third of forward and backward in :meth:`Architecture.flops_per_token`.
+    This is a third of forward and backward in :meth:`Architecture.flops_per_token`.
     """
     flops = arch.flops_per_token(seq_len) - 6.0 * arch.matrix_parameters_per_token
     return flops / 3 / arch.num_hidden_layers
 
 
 def plain_attention(arch: Architecture, seq_len: int, tokens: Any, tp: Any) -> tuple[Any, Any]:
-    """Pairs multiplied and numbers moved by scores and their product with values, where attention is written
-    out: every key, masked or not, in a product of its own for each head.
+    """Return multiplied pairs and moved numbers of eager attention: scores, and their product with values.
+
+    Every key counts, masked or not; each head is a separate matmul.
     """
     latent = arch.latent_attention
     width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim

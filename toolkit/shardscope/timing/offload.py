@@ -1,4 +1,4 @@
-"""Seconds that the host adds: its link, its drives, and its own optimizer; numbers may be arrays of plans."""
+"""Seconds of host offloading: its link, NVMe and the CPU optimizer; numbers may be arrays of plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HostSeconds(NamedTuple):
-    """One step."""
+    """Seconds of one step, exposed and overlapped with arithmetic."""
 
     exposed: Any
     hidden: Any
@@ -26,11 +26,11 @@ _NOTHING = HostSeconds(0.0, 0.0)
 def host_seconds(
     plan: Plan, traffic: StateTraffic, dropped: Any, forward: Any, backward: Any, rates: Rates
 ) -> HostSeconds:
-    """What a step waits for its host, and what of that link arithmetic covers.
+    """Return the exposed and the overlapped seconds of a step's host traffic.
 
-    The link carries both ways at once, so that in backward the busier way counts. ``dropped`` are activations
-    that leave in forward and come back in backward. Ranks of a node share its drives and its processors,
-    whose step begins when backward is done (Ren et al. 2021, section 4.1).
+    The link is full duplex, so in backward the busier direction counts. ``dropped``: bytes of activations
+    that are offloaded in forward and fetched in backward. The ranks of a node share its drives and CPU, whose
+    optimizer step starts after backward (Ren et al. 2021, section 4.1).
     """
     if traffic.leaves_the_host_alone and _is_nothing(dropped):
         return _NOTHING

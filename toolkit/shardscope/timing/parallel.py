@@ -1,6 +1,6 @@
-"""Collectives between tensor, context, expert and pipeline ranks, which every framework needs alike.
+"""Tensor-, context-, expert- and pipeline-parallel collectives, common to all frameworks.
 
-Ranks lie tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
+Rank order is tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class Repeated(NamedTuple):
-    """Collectives that every stage makes, as often as it has what they are of."""
+    """Collectives of every stage, repeated per layer, pair or stage."""
 
     number: Callable[[LayerWork, Stage], Any]
-    """How many of these a stage has."""
+    """Returns the number of repetitions on a stage."""
     each: Sent
-    """For one of them, in one step."""
+    """The collectives of one repetition, in one step."""
 
 
 def parallel_calls(work: LayerWork) -> list[Repeated]:
-    """What one rank sends in one step beside its training state: the same for all stages of the plan."""
+    """Return one rank's collectives per step besides its training state: the same for all stages."""
     degrees, call = work.plan.degrees, work.call_seconds
     found: list[Repeated] = []
     if _any_above_one(degrees.tp):
@@ -48,9 +48,9 @@ def parallel_calls(work: LayerWork) -> list[Repeated]:
 
 
 def _pairs(work: LayerWork, stage: Stage) -> Any:
-    """Pairs of reductions: two a layer, one of the embedding and one of the head.
+    """Return the number of pairs of reductions: two per layer, one for the embedding and one for the head.
 
-    Where each rank of tp has experts of its own, a layer of them has none around its MLP.
+    If each tensor-parallel rank has its own experts, an expert layer has none around its MLP.
     """
     pairs: Any = stage.is_first + stage.is_last * 1
     for moe, layers in layers_by_kind(work.arch, stage):
@@ -71,7 +71,7 @@ def _once(_work: LayerWork, _stage: Stage) -> Any:
 
 
 def recomputed_share(plan: Plan) -> Any:
-    """Layers that go forward twice, as a share of all: those that recompute whole."""
+    """Return the share of layers whose forward runs twice (full recomputation)."""
     return 1 / plan.recipe.recompute_interval if plan.recipe.recompute == "full" else 0
 
 
@@ -80,14 +80,14 @@ def _any_above_one(degree: Any) -> bool:
 
 
 def _stream_bytes(work: LayerWork) -> Any:
-    """The residual stream of a micro-batch, whole, in the type in which it is sent."""
+    """Return the bytes of a micro-batch's residual stream, unsharded, in the dtype in which it is sent."""
     return work.tokens * work.arch.hidden_size * work.modules.compute
 
 
 def _tensor(work: LayerWork) -> list[Transfer]:
-    """One reduction forward and one backward (Shoeybi et al. 2019, figure 4).
+    """Return one reduction forward and one backward (Shoeybi et al. 2019, figure 4).
 
-    With the sequence split each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
+    With a split sequence, each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
     4.2.2): the same bytes on a ring.
     """
     plan, overlap = work.plan, work.overlap
@@ -98,7 +98,7 @@ def _tensor(work: LayerWork) -> list[Transfer]:
         return Transfer("tensor_parallel", collective, stream, tp, 1, times, 1.0, beneath, bare)
 
     if overlap.tensor_forward:
-        # User buffers send in as many pieces as there are ranks.
+        # User buffers split the transfer into as many pieces as there are ranks.
         return [
             calls("all_reduce", again, "forward", 1 / tp),
             calls("all_reduce", times, "backward", 1 / tp),
@@ -106,8 +106,8 @@ def _tensor(work: LayerWork) -> list[Transfer]:
     forward = calls("all_reduce", again, "nothing", 1.0)
     if not overlap.tensor_backward:
         return [forward, calls("all_reduce", times, "nothing", 1.0)]
-    # Of a pair's two collectives backward can hide the one behind the column-parallel product, beneath the
-    # gradient of its weights (megatron/core/tensor_parallel/layers.py); whole reductions are such ones.
+    # Backward can overlap the second of a pair's two collectives, after the column-parallel matmul, with the
+    # gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such ones.
     split, found = plan.layout.splits_sequence, [forward]
     if split is not False:
         in_halves = where(split, times, 0)
@@ -121,10 +121,11 @@ def _tensor(work: LayerWork) -> list[Transfer]:
 
 
 def _context(work: LayerWork) -> list[Transfer]:
-    """A layer's keys and values pass to all ranks forward, with their gradients backward (Liu et al. 2023).
+    """Return the exchange of a layer's keys and values, and their gradients in backward (Liu et al. 2023).
 
-    On a ring attention works on what is there while the next part travels; gathered first, it works on its
-    own part meanwhile. Gradients go round either way, each part's beneath the next one's attention.
+    In a ring, attention works on the current part while the next is sent; with an all-gather, it works on the
+    local part meanwhile. Gradients go around the ring in both cases, each part's overlapped with the next
+    part's attention.
     """
     plan = work.plan
     tp, cp = plan.degrees.tp, plan.degrees.cp
@@ -133,7 +134,8 @@ def _context(work: LayerWork) -> list[Transfer]:
     cut = looked_up(partial(min, heads), tp)
     keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
     times = plan.num_micro_batches
-    # Of attention all but the last of cp parts can cover the next one's way; or only the first of them.
+    # In a ring, attention on all but the last of cp parts overlaps the next part's transfer; else only the
+    # first.
     bare = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
     forward = Transfer(
         "context_parallel",
@@ -155,17 +157,20 @@ def _context(work: LayerWork) -> list[Transfer]:
 
 
 def _experts(work: LayerWork) -> list[Transfer]:
-    """A layer's tokens of the fullest rank go out and back, forward and backward (Lepikhin et al. 2020)."""
+    """Return the all-to-alls of the most loaded rank's tokens, forward and backward.
+
+    Lepikhin et al. 2020.
+    """
     plan, degrees = work.plan, work.plan.degrees
     routed = work.routed_tokens() * work.arch.hidden_size * work.modules.compute
-    # Experts are spread over tp first where each of its ranks has its own.
+    # If each tensor-parallel rank has its own experts, they are spread over tp first.
     stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
     times = plan.num_micro_batches * 2 * (2 + recomputed_share(plan))
     return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
 
 
 def _sends(work: LayerWork) -> list[Transfer]:
-    """Hidden states to the next stage, gradients to the one before, of every micro-batch and chunk."""
+    """Return sends of hidden states to the next stage and of gradients back, per micro-batch and chunk."""
     plan, degrees = work.plan, work.plan.degrees
     each = ceil_div(_stream_bytes(work), work.cut)
     inner = plan.world_size // degrees.pp

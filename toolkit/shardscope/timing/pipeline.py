@@ -1,4 +1,4 @@
-"""The schedules of a pipeline's stages, and how long a stage waits for the others."""
+"""Pipeline schedules, and the bubble of a stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES: dict[Schedule, str] = {
 
 
 def schedule_of(plan: Plan) -> Schedule | None:
-    """Which one the plan's framework runs; None of a single stage."""
+    """Return the schedule that the plan's framework runs; None for a single stage."""
     if plan.degrees.pp == 1:
         return None
     if plan.layout.runs_all_forwards_first:
@@ -27,10 +27,10 @@ def schedule_of(plan: Plan) -> Schedule | None:
 
 
 def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) -> Any:
-    """What the slowest stage waits: for one micro-batch to pass all the others, forward and backward.
+    """Return the slowest stage's bubble: one micro-batch's forward and backward on all other stages.
 
-    Arguments are seconds of all micro-batches of a step. Of equal stages that is (pp - 1) / (vpp x
-    micro-batches) of one stage's own (Narayanan et al. 2021, section 2.2), with 1F1B as with GPipe;
-    interleaved, a micro-batch waits for a vpp-th of each.
+    Arguments are seconds of all micro-batches of a step. For equal stages, this is (pp - 1) / (vpp x
+    micro-batches) of one stage's own time (Narayanan et al. 2021, section 2.2), with 1F1B as with GPipe;
+    interleaved, a micro-batch waits for 1/vpp of each.
     """
     return (all_stages - slowest) / (vpp * micro_batches)

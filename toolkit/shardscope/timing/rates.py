@@ -1,7 +1,7 @@
-"""How fast this machine is: matrix products by size and precision, memory, links.
+"""Speeds of one machine: matmuls by size and precision, memory, links.
 
-One small type, made from the catalogue (catalog/efficiency.toml, by GPU generation) or from curves that were
-measured on the machine itself. Every formula of the step's time reads its speeds here and nowhere else.
+Built from the catalogue (catalog/efficiency.toml, by GPU generation) or from curves measured on the machine
+itself. All step-time formulas take their speeds from here.
 """
 
 from __future__ import annotations
@@ -24,79 +24,84 @@ if TYPE_CHECKING:
 
 
 class MatrixRate(NamedTuple):
-    """How fast products of two matrices are in one precision."""
+    """Matmul speed in one precision."""
 
     flops_per_second: float
-    """What large ones reach."""
+    """Speed of large matmuls."""
     half_size: float
-    """Where 1 / (1/m + 1/k + 1/n) is this, half of it is reached: what measured products say of size."""
+    """The 1 / (1/m + 1/k + 1/n) at which half of that speed is reached, fitted to measured matmuls."""
     peak_flops: float | None
-    """The datasheet's; None: not known (a measured machine)."""
+    """Datasheet peak; None: unknown (a measured machine)."""
     balance: float = 0.0
-    """Where that is this, memory takes as long to move what is multiplied; 0: measured with the rest."""
+    """The 1 / (1/m + 1/k + 1/n) below which a matmul is memory-bound; 0: included in the measured size
+    effect."""
     slower_unaligned: float = 0.0
-    """How much longer a product takes of which an edge is no multiple of 128 bytes, as a share."""
+    """Relative slowdown of a matmul with a dimension that is not a multiple of 128 bytes."""
 
     def seconds(self, multiplied: Any, moved: Any, unaligned: Any = 0) -> Any:
-        """Seconds of products that multiply ``multiplied`` pairs of numbers and move ``moved`` numbers.
+        """Return the seconds of matmuls that multiply and move these numbers of elements.
 
-        Of one m x k by k x n that is m k n and m k + k n + m n. ``unaligned`` of the pairs are in products
-        that miss the matrix units' multiple. No product is faster than memory moves it (the roofline of
-        Williams et al. 2009); of several, memory is asked for all of them together. Arrays give arrays.
+        One m x k by k x n matmul multiplies ``multiplied`` = m k n pairs and moves ``moved`` = m k + k n + m
+        n numbers. ``unaligned`` pairs are in matmuls with unaligned dimensions. Memory bandwidth is a lower
+        bound of the time (the roofline of Williams et al. 2009), applied to the sum of several matmuls.
+        Arrays give arrays.
         """
         counted = multiplied + self.half_size * moved + self.slower_unaligned * unaligned
         return 2 * largest(counted, self.balance * moved) / self.flops_per_second
 
 
 class AttentionRate(NamedTuple):
-    """How fast fused attention is in one precision, by the FLOPs that a causal mask leaves."""
+    """Speed of fused attention in one precision, in causal FLOPs."""
 
     forward: float
-    """FLOP/s of its two products."""
+    """FLOP/s of its two forward matmuls."""
     backward: float
-    """FLOP/s of its five: scores are computed again."""
+    """FLOP/s of its five backward matmuls, recomputed scores included."""
     half_keys: float
-    """Tokens of a sequence at which half of that is reached."""
+    """Sequence length in tokens at which half of these speeds is reached."""
 
 
 class Passes(NamedTuple):
-    """Bytes that operators move for each byte that they save for backward, and how many kernels they are."""
+    """Bytes moved by operators per byte saved for backward, and number of kernels."""
 
     forward: float
     backward: float
     kernels_forward: float
-    """Of one layer."""
+    """Kernels of one layer's forward."""
     kernels_backward: float
     kernels_experts_forward: float
-    """Those that routed experts add to a layer."""
+    """Kernels that routed experts add to a layer's forward."""
     kernels_experts_backward: float
 
 
 class LinkRate(NamedTuple):
-    """How fast one link is, as collectives meet it."""
+    """Effective speed of one link in collectives."""
 
     name: str
     bytes_per_second: float
-    """What one GPU sends, one way."""
+    """One-way bandwidth per GPU."""
     latency_seconds: float
-    """One step of a ring with a small message."""
+    """Time of one ring step with a small message."""
 
 
 class MeasuredCalls(NamedTuple):
-    """One collective as it was measured on this machine, by size."""
+    """Measured times of one collective on this machine, by size."""
 
     ranks: int
-    """In the group, on one node."""
+    """Number of ranks in the group, on one node."""
     log_bytes: tuple[float, ...]
-    """Natural logarithms of the whole vector's bytes, rising."""
+    """Natural logarithms of the full vector's bytes, increasing."""
     log_seconds: tuple[float, ...]
-    """Of one call."""
+    """Natural logarithms of the seconds of one call."""
 
     def seconds(self, num_bytes: Any, messages: Any) -> Any:
-        """One vector in ``messages`` calls: on a line of logarithms, past its end at the last speed."""
+        """Return the seconds of one vector in ``messages`` calls.
+
+        Interpolates linearly in logarithms; larger sizes continue at the last bandwidth.
+        """
         sizes, seconds = self.log_bytes, self.log_seconds
         size = largest(np.log(largest(num_bytes / messages, 1.0)), sizes[0])
-        # A bend at each measured size, for columns of plans know no np.interp.
+        # A sum of kinks at the measured sizes, because columns of plans do not support np.interp.
         found: Any = seconds[0]
         slope = 0.0
         for index, at in enumerate(sizes):
@@ -110,39 +115,39 @@ class MeasuredCalls(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The speeds of one cluster."""
+    """Speeds of one cluster."""
 
     matrices: Mapping[str, MatrixRate]
-    """By precision: "bf16", "fp16", "fp8", "fp32", "tf32", as far as they are known."""
+    """By precision: "bf16", "fp16", "fp8", "fp32", "tf32", as far as known."""
     attention: Mapping[str, AttentionRate]
     """Fused attention, by precision."""
     cudnn_attention: Mapping[str, AttentionRate]
-    """cuDNN's, which Transformer Engine takes from Hopper on; empty where it takes FlashAttention too."""
+    """cuDNN's attention, used by Transformer Engine from Hopper on; empty if it uses FlashAttention too."""
     memory_bytes_per_second: float | None
-    """What operators reach that only read and write; None: not known."""
+    """Bandwidth of memory-bound operators; None: unknown."""
     kernel_seconds: float
-    """What the host takes to start one kernel."""
+    """Host time of one kernel launch."""
     operators: Mapping[str, Passes]
     """By ``Recipe.kernels``."""
     inside: LinkRate
     """Between the GPUs of a node."""
     collectives: Mapping[str, MeasuredCalls] = field(default_factory=dict)
-    """By name, for groups inside a node of as many ranks as were measured; others go by their links."""
+    """Measured collectives by name, for intra-node groups of the measured size; others use link rates."""
     between: LinkRate
     """Between nodes, per GPU."""
     host: LinkRate
     """Between a GPU and its host."""
     host_updates_per_second: float
-    """Parameters that one node's host updates in a second, all its ranks together."""
+    """Parameters updated per second by one node's CPU, all its ranks together."""
     source: str
-    """Where these come from, in words."""
+    """Source of these speeds, as text for the user."""
 
     def __hash__(self) -> int:
-        # Looked up with every collective: by what tells machines apart, and not field by field.
+        # Used as cache key of every collective: hashing the distinguishing fields only is faster.
         return hash((self.source, self.memory_bytes_per_second))
 
     def matrix(self, precision: str) -> MatrixRate:
-        """Products in ``precision``. Raises ``ValueError`` where their speed is not known."""
+        """Return the matmul rate of ``precision``. Raise ``ValueError`` if it is unknown."""
         found = self.matrices.get(precision)
         if found is None:
             halves = [name for name in ("bf16", "fp16") if name in self.matrices]
@@ -156,17 +161,20 @@ class Rates:
         return found
 
     def attend(self, precision: str, kernels: str) -> AttentionRate:
-        """Fused attention of these modules in ``precision``, whose products' speed is known."""
+        """Return the fused attention rate of these modules.
+
+        Raises ``ValueError`` if the matmul rate of ``precision`` is unknown.
+        """
         self.matrix(precision)
         own = self.cudnn_attention.get(precision) if kernels == "megatron" else None
         return own or self.attention[precision]
 
     def passes(self, kernels: str) -> Passes:
-        """Operators of these modules."""
+        """Return the memory passes of these modules' operators."""
         return self.operators[kernels]
 
     def memory(self) -> float:
-        """Bytes a second of memory-bound operators. Raises ``ValueError`` where that is not known."""
+        """Return the bandwidth of memory-bound operators. Raise ``ValueError`` if it is unknown."""
         if self.memory_bytes_per_second is None:
             refuse(
                 "Gpu.memory_bandwidth_bytes_per_second",
@@ -179,7 +187,7 @@ class Rates:
 
 @lru_cache(maxsize=64)
 def rates_of(cluster: Cluster) -> Rates:
-    """The speeds of ``cluster`` by the catalogue."""
+    """Return the catalogue's speeds of ``cluster``."""
     table, gpu = entries("efficiency"), cluster.gpu
     generation = gpu.architecture or "default"
     products = _of(table["matrices"], generation)
@@ -212,10 +220,10 @@ _NETWORKS = ("infiniband", "roce", "ethernet")
 
 
 def check_links(cluster: Cluster, rates: Rates) -> None:
-    """Raise ``ValueError`` where GPUs of one node, or nodes, have a link that nobody named or measured.
+    """Raise ``ValueError`` if the link between GPUs of a node, or between nodes, is only assumed.
 
-    :meth:`Cluster.of` puts PCIe 4.0 between GPUs whose entry has none, and Ethernet between nodes of GPUs
-    that the catalogue does not have: enough to make a plan, but a guess of its speed.
+    :meth:`Cluster.of` assumes PCIe 4.0 between GPUs whose entry has no link, and Ethernet between nodes of
+    GPUs that are not in the catalogue: enough to make a plan, but a guess of its speed.
     """
     if cluster.num_nodes > 1 and cluster.inter_node_link.name == ASSUMED_NETWORK:
         networks = ", ".join(name for name in links if name.startswith(_NETWORKS))
@@ -239,14 +247,14 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
 
 
 _MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
-"""Bytes of a number that a product moves, the mean of both operands and what it puts out (from fp8: bf16)."""
+"""Bytes per element moved by a matmul, the mean of both operands and the output (bf16 for fp8)."""
 
 
 def _matrix(precision: str, gpu: Gpu, fitted: Mapping[str, Any], memory: float | None) -> MatrixRate:
-    """Products at a share of the peak, as long as memory and the card's power limit keep up with them.
+    """Return the matmul rate: a share of the peak, limited by memory bandwidth and power.
 
-    Without a known bandwidth, which a step needs anyway, nothing is said of that. Of a narrower type a FLOP
-    takes as much less energy as its peak is higher.
+    Without a known bandwidth, which a step needs anyway, there is no memory limit. The energy per FLOP is
+    inversely proportional to a dtype's peak.
     """
     peak = gpu.peak_flops[precision]
     reached = peak * fitted["share"]
@@ -284,5 +292,5 @@ def _of(table: Mapping[str, Any], generation: str) -> Mapping[str, Any]:
 
 
 def _own(table: Mapping[str, Any], generation: str) -> Mapping[str, Any] | None:
-    """What is known of the generation, or of the one that it refines: "blackwell" of "blackwell-ultra"."""
+    """Return the generation's figures, or those of the one it refines: "blackwell" for "blackwell-ultra"."""
     return table.get(generation) or table.get(generation.split("-")[0])

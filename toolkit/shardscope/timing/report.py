@@ -1,4 +1,4 @@
-"""The answer of a tier about time: seconds of one optimizer step by what they go to, and what follows."""
+"""Step-time report of one tier: seconds of one optimizer step by part, and derived figures."""
 
 from __future__ import annotations
 
@@ -41,35 +41,38 @@ class Communication(NamedTuple):
     """All calls of one collective over one group in one step, on one rank of the slowest stage."""
 
     part: Part
-    """Which of :data:`PARTS` its exposed seconds are in."""
+    """The part of :data:`PARTS` that includes its exposed seconds."""
     collective: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``send``."""
     link: str
-    """The name of the link that bounds it."""
+    """Name of the link that bounds it."""
     ranks: int
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     num_bytes: float
-    """Bytes of the whole vectors, all calls together: what each rank has after a gather, or before a
+    """Bytes of the full vectors over all calls: each rank's output of an all-gather, or its input to a
     reduction."""
     seconds: float
-    """As if nothing else ran."""
+    """Seconds without overlap."""
     hidden_seconds: float
-    """What of it arithmetic covers."""
+    """Seconds overlapped with arithmetic."""
 
     @property
     def exposed_seconds(self) -> float:
-        """What the step waits for."""
+        """Seconds that the step waits for it."""
         return self.seconds - self.hidden_seconds
 
     def told(self) -> str:
-        """``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``."""
+        """Return a one-line description.
+
+        For example ``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``.
+        """
         hidden = f", {seconds_words(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
         called, moved = self.collective.replace("_", "-"), f"{gib(self.num_bytes)} GiB"
         took = f"{seconds_words(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
 
     def and_also(self, other: Communication) -> Communication:
-        """Both as one: the gathers of forward and of backward, say."""
+        """Return the sum of both, e.g. of forward's and backward's all-gathers."""
         return self._replace(
             num_bytes=self.num_bytes + other.num_bytes,
             seconds=self.seconds + other.seconds,
@@ -79,39 +82,39 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Seconds of one optimizer step on the slowest pipeline stage, and what follows from them.
+    """Seconds of one optimizer step on the slowest pipeline stage, and derived figures.
 
     TFLOP/s and MFU count model FLOPs with causal attention, recomputation excluded.
     """
 
     parts: Mapping[Part, float]
-    """Exposed seconds by name, every name of :data:`PARTS`; they sum to :attr:`seconds`."""
+    """Exposed seconds by part, every name of :data:`PARTS`; they sum to :attr:`seconds`."""
     hidden: Mapping[Part, float]
-    """Seconds that arithmetic covers, by the same names."""
+    """Seconds overlapped with arithmetic, by part."""
     find_communication: Callable[[], tuple[Communication, ...]]
-    """Computes :attr:`communication`: repairs and pickers look at seconds only."""
+    """Computes :attr:`communication`; lazy, because suggested fixes and pickers read seconds only."""
     num_gpus: int
-    """GPUs that share the work."""
+    """Number of GPUs."""
     num_tokens: int
     """Tokens of one step over all ranks."""
     model_flops: float
     """Model FLOPs of one step over all ranks: causal attention, no recomputation."""
     model_flops_full_attention: float
-    """The same where attention counts every key, as Megatron's and PaLM's papers do."""
+    """The same with attention to every key, as in Megatron's and PaLM's papers."""
     hardware_flops: float
-    """FLOPs that all GPUs execute in one step, recomputed ones included."""
+    """FLOPs executed by all GPUs in one step, recomputation included."""
     peak_flops: float | None
-    """The datasheet's peak of one GPU for what MFU is said against; None: not known."""
+    """Datasheet peak of one GPU, the denominator of MFU; None: unknown."""
     watts: float | None = None
-    """Power limit of one GPU; None: not known."""
+    """Power limit of one GPU; None: unknown."""
     price_per_hour_usd: float | None = None
-    """US dollars for an hour of all GPUs; None: not known."""
+    """US dollars per hour of all GPUs; None: unknown."""
     calibration: str = ""
-    """Which constants the seconds come from."""
+    """Source of the constants."""
     words: Callable[[Part], str] | None = field(default=None, repr=False, compare=False)
-    """Makes the words of :meth:`explain` when somebody asks."""
+    """Returns the text of :meth:`explain` for a part; lazy."""
     find_residual: Callable[[], Residual | None] | None = field(default=None, repr=False, compare=False)
-    """Looks for :attr:`residual` when somebody asks."""
+    """Computes :attr:`residual`; lazy."""
     tier: Literal["predicted", "measured"] = "predicted"
 
     @cached_property
@@ -121,7 +124,7 @@ class StepReport:
 
     @cached_property
     def sent(self) -> tuple[Communication, ...]:
-        """:attr:`communication`, with what goes the same way in forward and in backward as one."""
+        """:attr:`communication`, with forward's and backward's calls of the same kind merged."""
         kinds: dict[tuple[str, str, int, str], Communication] = {}
         for call in self.communication:
             kind = (call.part, call.collective, call.ranks, call.link)
@@ -130,89 +133,92 @@ class StepReport:
 
     @cached_property
     def staged(self) -> dict[Part, float]:
-        """Seconds of the parts that send something which go to copies in a rank's own memory.
+        """Seconds of local memory copies in the parts with communication.
 
-        A part's exposed seconds are these and the exposed ones of what it sends.
+        A part's exposed seconds are the sum of these and of its exposed communication.
         """
         exposed = dict.fromkeys((call.part for call in self.sent), 0.0)
         for call in self.sent:
             exposed[call.part] += call.exposed_seconds
         left = {part: self.parts[part] - seconds for part, seconds in exposed.items()}
-        # What is left of sums of floats is no copy.
+        # Ignore rounding errors of float sums.
         return {part: seconds for part, seconds in left.items() if seconds > 1e-9 * self.parts[part]}
 
     @property
     def residual(self) -> Residual | None:
-        """How far runs of this architecture and framework on this machine were from their predictions.
+        """Measured over predicted step time of finished runs of this architecture, framework and machine.
 
-        Said beside the seconds, which it does not correct. None where no such run finished. Looked for each
-        time: another run may have finished since.
+        Reported next to the seconds, which it does not correct. None if no such run has finished. Not cached:
+        another run may have finished since.
         """
         return None if self.find_residual is None else self.find_residual()
 
     @cached_property
     def seconds(self) -> float:
-        """One optimizer step."""
+        """Seconds of one optimizer step."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, all GPUs together."""
+        """Tokens per second, all GPUs together."""
         return self.num_tokens / self.seconds
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens a second of one GPU."""
+        """Tokens per second per GPU."""
         return self.tokens_per_second / self.num_gpus
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model TFLOP/s of one GPU: causal attention, no recomputation."""
+        """Model TFLOP/s per GPU: causal attention, no recomputation."""
         return self._tflops(self.model_flops)
 
     @property
     def tflops_per_gpu_full_attention(self) -> float:
-        """Model TFLOP/s of one GPU where attention counts every key (Narayanan et al. 2021, eq. 3)."""
+        """Model TFLOP/s per GPU with attention to every key (Narayanan et al. 2021, eq. 3)."""
         return self._tflops(self.model_flops_full_attention)
 
     @property
     def hardware_tflops_per_gpu(self) -> float:
-        """TFLOP/s that one GPU executes, recomputed ones included."""
+        """Executed TFLOP/s per GPU, recomputation included."""
         return self._tflops(self.hardware_flops)
 
     @property
     def mfu(self) -> float | None:
         """:attr:`tflops_per_gpu` as a share of the datasheet's peak (Chowdhery et al. 2022, appendix B).
 
-        None where no peak is known.
+        None if the peak is unknown.
         """
         return None if self.peak_flops is None else self.tflops_per_gpu * 1e12 / self.peak_flops
 
     @property
     def cost_per_token(self) -> float | None:
-        """US dollars for one token; None where no price is known."""
+        """US dollars per token; None if the price is unknown."""
         if self.price_per_hour_usd is None:
             return None
         return self.price_per_hour_usd / HOUR_SECONDS / self.tokens_per_second
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of the GPUs for one token, at their power limit; None where that is not known."""
+        """Energy of the GPUs per token at their power limit, in joules; None if that is unknown."""
         if self.watts is None:
             return None
         return self.watts * self.num_gpus / self.tokens_per_second
 
     def days(self, num_tokens: float) -> float:
-        """Days for ``num_tokens`` tokens, if nothing fails. Raises ``ValueError`` for what is no number."""
+        """Return the days for ``num_tokens`` tokens if nothing fails.
+
+        Raises ``ValueError`` if ``num_tokens`` is not a valid number.
+        """
         return self._budget(num_tokens) / self.tokens_per_second / DAY_SECONDS
 
     def cost(self, num_tokens: float) -> float | None:
-        """US dollars for ``num_tokens`` tokens; None where no price is known."""
+        """Return US dollars for ``num_tokens`` tokens; None if the price is unknown."""
         each = self.cost_per_token
         return None if each is None else self._budget(num_tokens) * each
 
     def explain(self, name: str) -> str:
-        """The formula of a part, with its numbers and its source.
+        """Return the formula of a part, with its numbers and its source.
 
         Raises ``ValueError`` for a name that is not in ``PARTS``.
         """
@@ -226,7 +232,7 @@ class StepReport:
         return f"{name}, {seconds_words(exposed)}{beneath}{words}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a part: exposed and hidden seconds, and the share of the step."""
+        """Return one row per part: exposed and hidden seconds, and the share of the step."""
         import pandas as pd
 
         rows = [
@@ -241,7 +247,7 @@ class StepReport:
         return pd.DataFrame(rows).set_index("part")
 
     def to_html(self) -> str:
-        """The parts as a plain HTML table, without scripts."""
+        """Return the parts as a plain HTML table, without scripts."""
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
             f"<td style='text-align:right'>{seconds_words(self.parts[name])}</td>"
@@ -255,7 +261,7 @@ class StepReport:
         )
 
     def _from(self) -> str:
-        """Which constants the seconds come from, and how far earlier runs were from them, as paragraphs."""
+        """Return the source of the constants and the residual of finished runs, as HTML paragraphs."""
         said = (
             self.calibration and f"From {self.calibration}.",
             self.residual and f"{self.residual.words.capitalize()}.",
@@ -283,7 +289,7 @@ class StepReport:
 
 
 def seconds_words(seconds: float) -> str:
-    """``12.3 s``, ``45.6 ms``, ``7.9 µs``: three significant digits."""
+    """Format seconds with three significant digits: ``12.3 s``, ``45.6 ms``, ``7.9 µs``."""
     if not seconds:
         return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

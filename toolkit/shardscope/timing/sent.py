@@ -1,4 +1,4 @@
-"""Collectives with their seconds, by the part they are in and by what could cover them.
+"""Collectives with their seconds, by part of the step and by the arithmetic that can overlap them.
 
 Numbers may be arrays of plans.
 """
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """What one rank sends, each with all its times."""
+    """Collectives of one rank, with the seconds of all their calls."""
 
     transfers: list[Transfer]
     took: list[Any]
-    """Seconds of each, as if nothing else ran."""
+    """Seconds of each transfer without overlap."""
     seconds: dict[Part, Any]
-    """Their sums."""
+    """Sums of these seconds by part."""
     free: dict[tuple[Part, Beneath], Any]
-    """Of these what could run beneath arithmetic."""
+    """Sums of the seconds that can overlap with arithmetic, by part and kind of arithmetic."""
 
     def added(self, number: Any, other: Sent) -> None:
-        """Add ``other`` so many times, to the sums alone."""
+        """Add ``number`` times the sums of ``other`` in place; the lists are unchanged."""
         for part, one in other.seconds.items():
             self.seconds[part] = self.seconds[part] + number * one if part in self.seconds else number * one
         for key, one in other.free.items():
@@ -38,13 +38,13 @@ class Told(NamedTuple):
 
     transfer: Transfer
     times: Any
-    """How often in one step."""
+    """Number of calls per step."""
     seconds: Any
     hidden: Any
 
 
 def sent(transfers: Iterable[Transfer], call_seconds: Callable[[Transfer], Any]) -> Sent:
-    """``transfers`` with their seconds, but for those of a single rank and those that never happen."""
+    """Return ``transfers`` with their seconds, without those of a single rank and those without calls."""
     found = Sent([], [], {}, {})
     kept, took, seconds, free = found
     for transfer in transfers:
@@ -62,7 +62,7 @@ def sent(transfers: Iterable[Transfer], call_seconds: Callable[[Transfer], Any])
 
 
 def told(parts: Sequence[tuple[Any, Sent]], shares: dict[Beneath, Any]) -> list[Told]:
-    """Each kind of collective of what is sent so many times, with the ``shares`` that arithmetic covers."""
+    """Return each kind of collective, repeated per part, with the ``shares`` overlapped by arithmetic."""
     return [
         Told(
             transfer,
@@ -78,5 +78,5 @@ def told(parts: Sequence[tuple[Any, Sent]], shares: dict[Beneath, Any]) -> list[
 
 
 def _free(transfer: Transfer, took: Any) -> Any:
-    """Seconds of one kind of collective that could run beneath arithmetic."""
+    """Return the seconds of one kind of collective that can overlap with arithmetic."""
     return took * (1 - (1 / transfer.num_messages if transfer.bare is None else transfer.bare))

@@ -1,4 +1,4 @@
-"""Seconds of one pipeline stage in one optimizer step, part by part; numbers may be arrays of plans."""
+"""Seconds of one pipeline stage in one optimizer step, by part; numbers may be arrays of plans."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 _NOTHING: dict[Part, Any] = {part: 0.0 for part in PARTS if part != "bubble"}
 ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
-"""Parts that a pipeline's first and last micro-batches do not wait for."""
+"""Parts that run once per step, for which a pipeline's first and last micro-batches do not wait."""
 FLOWING = tuple(part for part in _NOTHING if part not in ONCE)
-"""Those that pass from stage to stage with each micro-batch."""
+"""Parts that repeat on each stage with each micro-batch."""
 
 
 class StageSeconds(NamedTuple):
-    """One stage, all micro-batches of one step."""
+    """Seconds of one stage, all micro-batches of one step."""
 
     parts: dict[Part, Any]
     """Exposed seconds of every part but the bubble."""
     find_told: Callable[[], list[Told]]
-    """Its collectives, one by one."""
+    """Returns its collectives one by one."""
     find_hidden: Callable[[], dict[Part, Any]]
-    """Seconds of them beneath arithmetic, part by part."""
+    """Returns their seconds overlapped with arithmetic, by part."""
     hidden_offload: Any
-    """Seconds of the host's and the drives' links beneath arithmetic."""
+    """Seconds of host link and NVMe transfers overlapped with arithmetic."""
 
     @property
     def busy(self) -> Any:
-        """The whole step of this stage, but for what it waits for others."""
+        """The stage's busy seconds per step, pipeline bubbles excluded."""
         return sum(self.parts.values())
 
     @property
     def flowing(self) -> Any:
-        """What of it passes on, micro-batch by micro-batch."""
+        """The part of them that repeats with each micro-batch."""
         parts = self.parts
         return sum([parts[part] for part in FLOWING])
 
 
 class _Cover(NamedTuple):
-    """Seconds of arithmetic in a step that collectives may run beneath.
+    """Seconds of arithmetic per step that can overlap with collectives.
 
-    None of a CPU rank's: gloo's threads need the cores that compute.
+    0 on CPU ranks: gloo's threads need the cores that compute.
     """
 
     forward: Any = 0.0
@@ -68,20 +68,20 @@ class _Cover(NamedTuple):
     first_forward: Any = 0.0
     attention: Any = 0.0
     attention_forward: Any = 0.0
-    """The part of ``attention`` that is in ``forward``; the rest is in ``backward``."""
+    """The part of ``attention`` in ``forward``; the rest is in ``backward``."""
 
 
 def work_of(plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> LayerWork:
-    """What all stages of ``plan`` have in common, whose framework's ``timing.py`` is ``model``.
+    """Return the timing state shared by all stages of ``plan``; ``model`` is the framework's ``timing.py``.
 
-    Raises ``ValueError`` naming a figure that is not known.
+    Raises ``ValueError`` naming an unknown figure.
     """
     check_links(plan.cluster, rates)
     return LayerWork(plan, modules, rates, model)
 
 
 def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
-    """One stage's step. Raises ``ValueError`` naming a figure that is not known."""
+    """Return the seconds of one stage's step. Raise ``ValueError`` naming an unknown figure."""
     plan, rates = work.plan, work.rates
     micro_batches = plan.num_micro_batches
     parts, cover, dropped = _arithmetic(work, stage, micro_batches)
@@ -107,7 +107,7 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
 
 
 def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict[Part, Any], _Cover, Any]:
-    """All parts, those of arithmetic filled; what covers collectives; bytes of activations that leave."""
+    """Return all parts with arithmetic filled in, the cover of collectives, and offloaded bytes."""
     recipe = work.plan.recipe
     forward: Any = 0.0
     matrices: Any = 0.0
@@ -139,7 +139,7 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
         cover = _Cover(
             micro_batches * forward,
             micro_batches * backward,
-            # Of interleaved chunks all have gone backward once when the last micro-batch has.
+            # With interleaving, all chunks' backward has run once when the last micro-batch's has.
             backward,
             forward,
             micro_batches * attention,
@@ -156,10 +156,10 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
 
 
 def _exposed(all_sent: Sent, cover: _Cover, micro_batches: Any) -> tuple[dict[Part, Any], dict[Beneath, Any]]:
-    """What is left of each part's collectives, and the share of what arithmetic could cover that it does.
+    """Return each part's exposed communication seconds, and the overlapped shares by kind of arithmetic.
 
-    What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
-    last one's reduction in FSDP2's backward, say. A share that nothing covers is left of each.
+    Collectives that overlap with the same arithmetic share it in proportion to their seconds, e.g. the next
+    layer's all-gather and the previous layer's reduce-scatter in FSDP2's backward.
     """
     sums: dict[Beneath, Any] = {}
     for (_, beneath), one in all_sent.free.items():
@@ -179,17 +179,17 @@ def _hidden(free: dict[tuple[Part, Beneath], Any], shares: dict[Beneath, Any]) -
 
 
 def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict[Beneath, Any]:
-    """Of what could hide beneath each arithmetic, the share that does; no second of arithmetic covers twice.
+    """Return the overlapped share by kind of arithmetic; no second of arithmetic overlaps twice.
 
-    Attention is in forward and backward, and those of one micro-batch are in those of all: what hides beneath
-    the narrower is no room for what may run beneath the wider.
+    Attention is part of forward and backward, and the first and last micro-batch are part of all: overlap
+    with the narrower kind is subtracted from the wider one.
     """
     shares: dict[Beneath, Any] = {}
     forward: Any = 0.0
     backward: Any = 0.0
     if "attention" in sums:
         around = _hide("attention", 0.0, sums, cover, shares)
-        # Of keys and values as much passes beneath each second of attention, whichever way it goes.
+        # Keys and values overlap attention in forward and backward in proportion to its seconds.
         forward = around * (cover.attention_forward / where(cover.attention > 0, cover.attention, 1.0))
         backward = around - forward
     if "first_forward" in sums:
@@ -206,7 +206,10 @@ def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict
 def _hide(
     beneath: Beneath, covered: Any, sums: dict[Beneath, Any], cover: _Cover, shares: dict[Beneath, Any]
 ) -> Any:
-    """Seconds hidden beneath that arithmetic, of which others have ``covered`` some; its share is noted."""
+    """Set the share of ``beneath`` and return its overlapped seconds.
+
+    ``covered`` seconds of that arithmetic are already in use.
+    """
     together = sums[beneath]
     room = largest(0.0, getattr(cover, beneath) - covered)
     share = shares[beneath] = smallest(1.0, room / where(together > 0, together, 1.0))

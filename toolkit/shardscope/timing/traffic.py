@@ -1,4 +1,4 @@
-"""What one rank sends in one step: the answer of a framework's own ``timing.py``.
+"""Communication of one rank in one step: the result of a framework's ``timing.py``.
 
 Numbers may be arrays of plans.
 """
@@ -15,66 +15,67 @@ if TYPE_CHECKING:
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 Beneath = Literal["nothing", "forward", "backward", "last_backward", "first_forward", "attention"]
-"""Which arithmetic can run while a collective does: none, since the next operation waits for it; every
-forward or backward; that of the last or first micro-batch; attention, while keys and values go round."""
+"""Arithmetic that can overlap with a collective: none, because the next operator waits for it; all forwards
+or backwards; those of the last or first micro-batch; attention, while keys and values are exchanged."""
 
 
 NOTHING = 0.0
-"""The very object: what is left as it is costs no arithmetic."""
+"""Sentinel default, compared by identity: fields left at it cost no arithmetic."""
 
 
 class Transfer(NamedTuple):
-    """One kind of collective of a step."""
+    """One kind of collective in a step."""
 
     part: Part
-    """Which part of the step it is in."""
+    """Part of the step that its seconds belong to."""
     collective: Collective
     num_bytes: Any
-    """The whole vector: what each rank has after a gather, or before a reduction. Of a send, what is sent."""
+    """Bytes of the full vector: each rank's output of an all-gather, or its input to a reduction; of a send,
+    the message."""
     ranks: Any
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     stride: Any
-    """Distance between neighbours of the group among all ranks: the product of the degrees inside of it."""
+    """Distance in global ranks between consecutive ranks of the group: the product of the inner degrees."""
     times: Any
-    """How often in one step."""
+    """Number of repetitions per step."""
     num_messages: Any = 1.0
-    """Into how many calls the vector is cut (layers, buckets): each has its latency."""
+    """Number of calls (layers, buckets) that the vector is split into; each has its latency."""
     beneath: Beneath = "nothing"
     bare: Any = None
-    """The share that nothing can cover: the first message of a gather, the last of a reduction; None: one
+    """The share that cannot overlap: the first message of an all-gather, the last of a reduction; None: one
     message of :attr:`num_messages`."""
 
 
 class StateTraffic(NamedTuple):
-    """What a framework moves for parameters, gradients and optimizer."""
+    """Communication of a framework for parameters, gradients and optimizer state."""
 
     transfers: tuple[Transfer, ...] = ()
     copied_for_gathers: Any = 0.0
-    """Bytes that one rank reads and writes in its own memory in one step to stage what is gathered."""
+    """Bytes that one rank reads and writes locally per step to stage all-gathers."""
     copied_for_gradients: Any = 0.0
-    """The same for gradients: accumulated, cast, staged for their reduction."""
+    """The same for gradients: accumulated, cast, staged for reduction."""
     fetched_forward: Any = NOTHING
-    """Bytes of one rank that come from the host in all forwards of a step."""
+    """Bytes per rank fetched from the host in all forwards of a step."""
     fetched_backward: Any = NOTHING
-    """The same in its backwards."""
+    """The same in all backwards."""
     returned_backward: Any = NOTHING
-    """Bytes of gradients that go to the host in them."""
+    """Bytes of gradients offloaded to the host in all backwards."""
     returned_after: Any = NOTHING
-    """Bytes of updated weights that come back once the optimizer is done, while nothing else runs."""
+    """Bytes of updated weights copied back after the optimizer step, not overlapped."""
     nvme_beneath: Any = NOTHING
-    """Bytes of one rank read from NVMe while arithmetic runs."""
+    """Bytes per rank read from NVMe, overlapped with arithmetic."""
     nvme_after: Any = NOTHING
-    """Bytes read and written around the optimizer's step."""
+    """Bytes read and written around the optimizer step."""
     updated: Any = 0.0
-    """Weights that one rank's optimizer updates on its GPU."""
+    """Number of weights updated by one rank's optimizer on its GPU."""
     updated_on_host: Any = NOTHING
-    """Weights whose optimizer step one rank's host takes."""
+    """Number of weights updated on the host for one rank."""
     main_copies: bool = False
-    """The optimizer updates fp32 main copies and casts them to the module's weights."""
+    """Whether the optimizer updates fp32 main copies and casts them to the module's weights."""
 
     @property
     def leaves_the_host_alone(self) -> bool:
-        """Whether nobody said anything of host memory, drives or the host's optimizer."""
+        """Whether no field for host memory, NVMe or the CPU optimizer is set."""
         return (
             self.fetched_forward is self.fetched_backward is NOTHING
             and self.returned_backward is self.returned_after is NOTHING
@@ -84,36 +85,40 @@ class StateTraffic(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What a framework lets run beneath arithmetic beside its training state's traffic, by its own source."""
+    """A framework's overlap of arithmetic with communication besides its training state's.
+
+    Read from the framework's own source.
+    """
 
     tensor_forward: bool = False
-    """Forward's tensor-parallel collectives."""
+    """Forward's tensor-parallel collectives overlap."""
     tensor_backward: bool = False
-    """Those of backward that weights' gradients can cover."""
+    """Backward's tensor-parallel collectives overlap with the weights' gradients."""
     gathers_input_again: bool = False
-    """With the sequence split, backward gathers each column-parallel product's input once more."""
+    """With a split sequence, backward all-gathers each column-parallel matmul's input again."""
     context: Literal["ring", "gather"] = "gather"
-    """Keys and values pass round from rank to rank while attention works on those that are there, or are
-    gathered first."""
+    """``ring``: keys and values are sent around the ring while attention works on the current part;
+    ``gather``: they are all-gathered first."""
     merges: tuple[int, int] = (0, 0)
-    """Bytes that are read and written for one number of attention's output where a further part of the keys
-    joins those before, and for one of the queries' gradient."""
+    """Bytes read and written per element to merge a further part of the keys: of attention's output, and of
+    the queries' gradient."""
     gradients_home: bool = False
-    """Gradients of keys and values travel in fp32, and once more than these do, beneath nothing: home."""
+    """Gradients of keys and values are sent in fp32, with one more hop, back to their own rank, that does not
+    overlap."""
     sends: Any = False
-    """What passes between pipeline stages; an array where plans differ in it."""
+    """Pipeline sends overlap; an array if plans differ."""
     stops_early: bool = True
-    """Recomputation ends when autograd has all that it saves (torch.utils.checkpoint's early stop)."""
+    """Recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's early stop)."""
 
 
 class TimingModel(Protocol):
-    """What every framework's ``timing.py`` offers."""
+    """Interface of every framework's ``timing.py``."""
 
     SCHEDULES: Mapping[str, str]
-    """Its pipeline schedules by the names of ``timing/pipeline.py``, each with upstream's own."""
+    """Pipeline schedules by the names of ``timing/pipeline.py``, each with upstream's name."""
 
     def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
-        """What one rank of a stage sends for parameters, gradients and optimizer in one step."""
+        """Return one stage rank's communication for parameters, gradients and optimizer state in one step."""
 
     def overlap(self, plan: Plan) -> Overlap:
-        """What runs beneath arithmetic beside that."""
+        """Return which other communication overlaps with arithmetic."""

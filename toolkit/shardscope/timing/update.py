@@ -1,4 +1,4 @@
-"""Seconds of the optimizer's step on the GPU: memory-bound, but for Muon's products.
+"""Seconds of the optimizer step on the GPU: memory-bound, except Muon's matmuls.
 
 Numbers may be arrays of plans.
 """
@@ -29,11 +29,11 @@ _MOMENT_BYTES = {
     "lion": FP32,
     "muon": FP32,
 }
-"""Bytes of moments that a weight's update reads and writes; those of the width of a weight scale with it."""
+"""Bytes of moments read and written per weight; moments in the weight's dtype are scaled to its width."""
 _IN_WEIGHTS_TYPE = frozenset({"adamw", "adamw_foreach", "sgd", "lion", "muon"})
 _FOREACH_PASSES = 3
-"""torch/optim/adam.py, ``_multi_tensor_adam``: eight operators over parameters, gradients, moments and a
-temporary read and write 84 bytes a weight where the fused kernel moves 28."""
+"""torch/optim/adam.py, ``_multi_tensor_adam``: eight operators on parameters, gradients, moments and a
+temporary read and write 84 bytes per weight, the fused kernel 28."""
 _CLIP_PASSES = 3
 """Clipping reads all gradients for their norm, reads them again and writes them scaled."""
 _NEWTON_SCHULZ_ROUNDS = 5
@@ -41,9 +41,10 @@ _NEWTON_SCHULZ_ROUNDS = 5
 
 
 def update_seconds(plan: Plan, stage: Stage, updated: Any, main_copies: bool, rates: Rates) -> Any:
-    """One step over ``updated`` weights of a rank: all is read and, but for gradients, written.
+    """Return the seconds of one step over ``updated`` weights of a rank.
 
-    ``main_copies``: gradients and what is updated are in fp32 and cast to the module's weights.
+    All state is read and, except gradients, written. ``main_copies``: gradients and the updated weights are
+    fp32 and cast to the module's weights.
     """
     name, width = plan.recipe.optimizer, widths[plan.recipe.precision]
     original = FP32 if main_copies else width.original
@@ -62,7 +63,10 @@ class _Rounds(NamedTuple):
 
 
 def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
-    """Five rounds for each hidden matrix, whole on every rank, in bf16 (Jordan et al. 2024)."""
+    """Return the seconds of five iterations per hidden matrix, unsharded on every rank, in bf16.
+
+    Jordan et al. 2024.
+    """
     arch, degrees = plan.architecture, plan.degrees
     found: Any = 0.0
     for moe, layers in layers_by_kind(arch, stage):
@@ -73,7 +77,11 @@ def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
 
 @lru_cache(maxsize=256)
 def _rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
-    """Per round X X', its square, and that times X: n n m, n n n and n n m of an n x m matrix, n the less."""
+    """Return the cost of all iterations for one layer's matrices.
+
+    Each iteration has X X', its square, and that times X: n n m, n n n and n n m multiplications for an n x m
+    matrix with n <= m.
+    """
     multiplied = moved = 0
     for group, _, copies, rows, columns in rank_shapes(arch, moe, tp, ep):
         if group in ("experts", *INPUTS, "lm_head") or columns == 1:

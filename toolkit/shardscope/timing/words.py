@@ -1,4 +1,4 @@
-"""The words of ``StepReport.explain``: each part's formula, and where it comes from."""
+"""Text of ``StepReport.explain``: each part's formula and its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
-    """The formula of one part, and after it ``also``."""
+    """Return the formula of one part, followed by ``also``."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
     rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
@@ -69,7 +69,7 @@ def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
 
 
 def _recomputed(recipe: Recipe) -> list[str]:
-    """What is computed a second time."""
+    """Return descriptions of everything that is recomputed."""
     words = []
     if recipe.recompute in ("full", "selective"):
         interval = recipe.recompute_interval

@@ -1,8 +1,8 @@
-"""What one rank holds while backward is in a layer of the transformers library's, layer by layer.
+"""Peak memory of backward through the layers of transformers' modules.
 
-Read off the operators themselves, as rehearsals record them: autograd frees what a layer saved as it goes, so
-the fullest instant in a layer is where its feed-forward's product is taken apart, and the fullest of the step
-is in the first layers that backward meets, or in its last one, when whole gradients wait beside it.
+Derived from the operators, as rehearsals record them. Autograd frees the saved tensors of a layer one by one,
+so the peak inside a layer is the backward of the feed-forward's product (gate times up). The peak of the step
+is in the first layers of backward, or in the last one if unsharded gradients accumulate.
 """
 
 from __future__ import annotations
@@ -34,69 +34,71 @@ if TYPE_CHECKING:
 
 
 class LayerBackward(NamedTuple):
-    """Bytes for one token of one layer, beside all that was saved."""
+    """Bytes per token in one layer's backward, on top of all saved activations."""
 
     inside: int
-    """Where the feed-forward's product is taken apart: the gradient in the stream, of the product's two
-    factors and of itself, less the product."""
+    """At the backward of the feed-forward's product: the gradients of the residual stream, of the product and
+    of its two factors, less the saved product."""
     stream: int
-    """The gradient that passes from layer to layer."""
+    """Gradient of the residual stream."""
     later: int
-    """Where routed experts' first matrices get their gradients, all of them whole by then; less what the
-    experts had saved. As ``inside`` in a dense layer."""
+    """At the gradient of the routed experts' first matrices, when all expert gradients exist, less the
+    experts' saved tensors. Equals ``inside`` in a dense layer."""
     earlier: int
-    """Where experts' rows are weighted, before any of their weights has a gradient; else as ``inside``."""
+    """At the weighting of the experts' rows, before any expert weight has a gradient. Equals ``inside`` in a
+    dense layer."""
     core: int
-    """In attention's scores behind routed experts, less what the experts had saved; 0 where scores are no
-    tensors, or stand behind a dense feed-forward, whose ``inside`` has them."""
+    """At attention's scores, after the routed experts' backward, less the experts' saved tensors; 0 if scores
+    are not materialized, and in a dense layer, whose ``inside`` includes them."""
 
 
 class Backward(NamedTuple):
-    """Bytes on one rank, one micro-batch."""
+    """Bytes on one rank during backward, one micro-batch."""
 
     layers: int
-    """What all layers have saved, and the token ids."""
+    """Activations saved by all layers, and the token ids."""
     edges: int
-    """What the final norm and the head have saved."""
+    """Activations saved by the final norm and the head."""
     cast: int
-    """Half-precision copies of weights, that autocast's autograd still holds."""
+    """Autocast's half-precision copies of weights, kept by autograd."""
     cast_unsaved: int
-    """Copies of the first layer's adapters that it does not keep: no gradient goes past it."""
+    """Copies of the first layer's adapters that autograd does not keep, because no gradient reaches their
+    input."""
     stream: int
-    """The gradient that passes from layer to layer."""
+    """Gradient of the residual stream."""
     norm: int
-    """Beside all that was saved, in the final norm."""
+    """At the final norm's backward, on top of all saved activations."""
     logits: Term
-    """Logits and their gradients while the loss is differentiated."""
+    """Logits and their gradients at the backward of the loss."""
     explain_layers: Callable[[], str]
-    """What a layer leaves for backward, and the source of that."""
+    """Returns the formula and source of the layers' saved activations."""
     find_order: Callable[[], Order]
-    """The layers one by one, for frameworks that tell them apart."""
+    """Returns the layers one by one, for frameworks that treat layers differently."""
     find_fullest: Callable[[], FullestLayer]
-    """The fullest layer, for those that take it for all."""
+    """Returns the largest layer, for frameworks that use it for all layers."""
 
 
 class FullestLayer(NamedTuple):
-    """The layer that holds most while it goes backward. Bytes on one rank, one micro-batch."""
+    """The layer with the largest backward peak. Bytes on one rank, one micro-batch."""
 
     saved: int
-    """What it has saved."""
+    """Its saved activations."""
     inside: int
-    """Beside that, recomputed activations included."""
+    """At its peak, on top of ``saved``, recomputed activations included."""
     later: int
-    """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
+    """The same when all routed experts' gradients exist; equals ``inside`` in a dense layer."""
     earlier: int
-    """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
+    """The same at the weighting of experts' rows, before any gradient; equals ``inside`` in a dense layer."""
     core: int
-    """The same in attention's scores, once routed experts are through; 0 in a dense layer, or if fused."""
+    """The same at attention's scores, after the routed experts' backward; 0 in a dense layer, or if fused."""
     recomputed: int
-    """Of these, what its forward makes again; 0 if it is none of those that are recomputed."""
+    """Recomputed activations among these; 0 if this layer is not recomputed."""
     again: int
-    """What those make that are."""
+    """Recomputed activations of the layer kind with the most."""
 
 
 class PeakTerms(NamedTuple):
-    """Where the bytes of an instant come from."""
+    """Terms of one peak candidate: bytes with their explanations."""
 
     activations: Term
     gather: Term
@@ -105,10 +107,10 @@ class PeakTerms(NamedTuple):
 
 @dataclass(slots=True)
 class Peak:
-    """One instant of forward or backward, as the framework's own state sees it. Bytes on one rank.
+    """One peak candidate in forward or backward, with the framework's own state. Bytes on one rank.
 
-    Of most instants nobody asks more than their sum: bytes are plain numbers here, and terms only when asked.
-    Two dozen are made for each prediction, so this is the kind of object that Python makes fastest.
+    Bytes are plain numbers and terms are built lazily, because most candidates only need their sum. About two
+    dozen are created per prediction, so this is a slotted dataclass, the fastest kind of object to create.
     """
 
     fraction: float
@@ -116,11 +118,11 @@ class Peak:
     gather: Any
     gradients: Any
     find_terms: Callable[[], PeakTerms]
-    """The same bytes, part by part and in words."""
+    """Returns the same bytes as terms, with explanations."""
     logits: Term | None = None
-    """Logits, while the loss is computed or differentiated."""
+    """Logits at the forward or backward of the loss."""
     phase: Phase = "backward"
-    """``forward`` where a collective of forward holds more than its end does."""
+    """``forward`` if a collective in forward needs more memory than the end of forward."""
 
     @classmethod
     def of(
@@ -132,34 +134,35 @@ class Peak:
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        """An instant whose parts are terms already."""
+        """Build a peak candidate from terms."""
         terms = PeakTerms(activations, gather, gradients)
         return cls(fraction, activations[0], gather[0], gradients[0], lambda: terms, logits, phase)
 
 
 def places(deepest: Any) -> list[Any]:
-    """Layers that backward has passed where it may be fullest: none, one, and all that matter."""
+    """Return the numbers of layers that backward has passed at its peak candidates: 0, 1 and ``deepest``."""
     found = [0, smallest(1, deepest), deepest]
     return found if is_array(deepest) else sorted(set(found))
 
 
 @lru_cache(maxsize=4096)
 def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
-    """What a layer's backward needs, by its kind of feed-forward and of attention."""
+    """Return the bytes of one layer's backward, dense or MoE, for its attention implementation."""
     c, hidden = modules.compute, arch.hidden_size
     stream = hidden * modules.stream
     experts = arch.mixture_of_experts
     if moe and experts is not None:
         rows = experts.num_experts_per_tok
-        # Grouped products are not autocast: they run in the weights' own type.
+        # Grouped matmuls are not autocast: they run in the weights' dtype.
         width = modules.stream
-        # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
+        # Gradients of the weighted rows, of their sum and of the router weights, in the router's fp32; a
+        # cast.
         weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
         saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)
         inside = stream + inner - rows * hidden * width
-        # Once the experts and their norm are done with, attention in plain operations may need more.
+        # After the backward of the experts and their norm, eager attention may need more.
         scores = _score_gradients(arch, modules)
         core = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
         return LayerBackward(inside, stream, stream + both - saved, stream + weighted, core)
@@ -169,32 +172,32 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
 
 
 def dropped_mask(arch: Architecture, modules: Modules) -> int:
-    """Bytes of a number in the mask of what the feed-forward's last adapter dropped, gone by then."""
+    """Return bytes per element of the down projection's adapter dropout mask, which is freed by then."""
     return int(modules.adapter_dropout and modules.on_gpu and names_of(arch).down in (modules.targets or ()))
 
 
 def inner_gradients(arch: Architecture, modules: Modules) -> int:
-    """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
+    """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
     if not arch.gated_mlp:
         product = modules.inner_copies(names_of(arch).down)
         activation = family_of(arch).activation
         if activation == "gelu_new":
-            # CUDA's autocast takes its cube in fp32, and so the gradients of both factors.
+            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
             return (6 if modules.autocast and modules.on_gpu else 3) - product
-        # One kernel's gradients of its output and input; a square has a factor more.
+        # One kernel: the gradients of its output and input. The squared ReLU has two more.
         return (4 if activation == "relu2" else 2) - product
     if modules.kernels == "liger":
-        # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
+        # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
         return 1
     if modules.kernels == "compiled":
-        # One kernel takes the product apart, and one branch's gradient takes that branch's own place: what is
-        # donated to a compiled backward is written over (torch/_inductor/ir.py, DonatedBuffer).
+        # One kernel computes both branches' gradients, and one of them overwrites its branch: buffers donated
+        # to a compiled backward are reused (torch/_inductor/ir.py, DonatedBuffer).
         return 1 if modules.inner_copies("down_proj") else 2
     return 2 if modules.inner_copies("down_proj") else 3
 
 
 def _scores(arch: Architecture, modules: Modules) -> int:
-    """Attention in plain operations: gradients of the probabilities, the softmax and the cap."""
+    """Return the bytes of unfused attention's backward: gradients of probabilities, softmax and soft cap."""
     if not scores_per_token(arch, modules):
         return 0
     scores = _score_gradients(arch, modules)
@@ -202,25 +205,26 @@ def _scores(arch: Architecture, modules: Modules) -> int:
     if is_eager(arch, modules):
         return max(0, scores - _behind_attention(arch, modules))
     if has_one_key_head(arch):
-        # Falcon's feed-forward stands beside attention, and reads the same norm's output.
+        # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
         return max(0, scores - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
-    # By then the feed-forward and its norm have let go of what they saved.
+    # The feed-forward and its norm have freed their saved tensors by then.
     return max(0, scores - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
 
 
 def _score_gradients(arch: Architecture, modules: Modules) -> int:
-    """Gradients as large as attention's scores at once; 0 for a fused kernel."""
+    """Return bytes per token of the gradients of attention scores alive at once; 0 for a fused kernel."""
     if not scores_per_token(arch, modules):
         return 0
     each = arch.num_attention_heads * modules.seq_len
     if family_of(arch).has_attention_sinks:
-        # The softmax's, and with the sink's place again, where the maximum's is added.
+        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
+        # added.
         return 2 * each * modules.stream
     return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
 
 
 def _behind_attention(arch: Architecture, modules: Modules) -> int:
-    """What a dense layer's feed-forward, its norms and the output projection have let go of by then."""
+    """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
     c, hidden = modules.compute, arch.hidden_size
     normed = FP32 if family_of(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
@@ -230,17 +234,18 @@ def _behind_attention(arch: Architecture, modules: Modules) -> int:
 
 
 def final_norm(arch: Architecture, modules: Modules) -> int:
-    """Bytes of a token while the final norm is differentiated, beside what it saved."""
+    """Return bytes per token at the final norm's backward, on top of its saved tensors."""
     if arch.norm == "layernorm" or modules.kernels == "liger":
         return arch.hidden_size * modules.normed
-    # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
+    # The gradient of x^2 in eager PyTorch: four fp32 tensors of the hidden size.
     return arch.hidden_size * (4 * FP32)
 
 
 def norm_before_head(arch: Architecture, modules: Modules, head_input: int) -> int:
-    """The same of the final norm, once the head has gone backward: ``head_input`` bytes of a token are gone.
+    """Return bytes per token at the final norm's backward, after the head's.
 
-    Trained, an RMSNorm has let go of what it put out before its weight when x^2 is differentiated.
+    The head has freed ``head_input`` bytes per token by then. A trained RMSNorm has also freed its normalized
+    output when the gradient of x^2 is computed.
     """
     if not modules.trained or modules.kernels != "transformers":
         return final_norm(arch, modules)

@@ -1,8 +1,8 @@
-"""torchao's float8 training: what casting to 8 bits takes while a matrix product and its gradients run.
+"""Working memory of torchao's float8 training: casts to 8 bits during a matmul and its gradients.
 
-Eager ``convert_to_float8_training`` with its default, dynamic scales of whole tensors (torchao 0.18,
-``float8_linear.py``). It saves its inputs as they came, so what layers keep is what they keep in bf16; each
-cast makes an fp32 copy, a scaled one and the 8-bit tensor. Counted in ``tests/runs/test_float8.py``.
+Eager ``convert_to_float8_training`` with the default dynamic tensorwise scaling (torchao 0.18,
+``float8_linear.py``). It saves inputs uncast, so layers save the same tensors as in bf16; each cast creates
+an fp32 copy, a scaled copy and the 8-bit tensor. Checked in ``tests/runs/test_float8.py``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 CAST = 2 * FP32 + 1
-"""Bytes for each number while it is cast."""
+"""Bytes per element during a cast."""
 
 
 def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
-    """The most that backward of one Linear holds beside what it saved and the gradient that it was given.
+    """Return the peak bytes of one Linear's backward, on top of its saved input and its output's gradient.
 
-    While the weight is cast beside the cast gradient; or, when the input's gradient and the weight's cast are
-    there too, while the gradient is cast again for the weight's; or then the input.
+    The maximum of three points: the weight's cast, with the cast gradient; the second cast of the gradient,
+    for the weight's gradient, with the input's gradient and the cast weight; and the cast of the input after
+    that.
     """
     gradient, weight, given = tokens * out, out * inner, tokens * inner
     last = HALF * given + weight + largest(CAST * gradient + gradient, CAST * given + 2 * gradient)
@@ -33,7 +34,7 @@ def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
 
 
 def layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
-    """The same of the Linear of one layer that needs most; fused experts are none and stay in bf16."""
+    """Return the maximum of :func:`linear_working` over one layer's Linears; fused experts stay in bf16."""
     return largest(*(linear_working(tokens, out, inner) for out, inner in _shapes(architecture, moe)))
 
 

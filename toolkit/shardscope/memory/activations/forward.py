@@ -1,7 +1,7 @@
-"""What forward leaves for backward on one rank: the modules' own lists, cut and recomputed as the plan says.
+"""Activations that forward saves for backward on one rank: the modules' lists, sharded and recomputed.
 
-The lists in ``modules/`` name one tensor that autograd holds each. They were checked against what
-transformers' own modules really keep (tests/runs/test_saved_tensors.py).
+Each entry of the lists in ``modules/`` is one tensor kept by autograd. They are tested against what
+transformers' modules actually save (tests/runs/test_saved_tensors.py).
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 
 class LayerActivations(NamedTuple):
-    """Bytes for one token of one layer on one rank."""
+    """Bytes per token of one layer on one rank."""
 
     norms: int
     attention: int
     mlp: int
     saved: int
-    """All that stays until this layer's backward, recomputation considered."""
+    """Bytes kept until this layer's backward, recomputation considered."""
     offloaded: int
-    """What waits in host memory instead."""
+    """Bytes kept in host memory instead."""
     recomputed: int
-    """What backward computes again or fetches before it begins with the layer."""
+    """Bytes that backward recomputes or fetches before the layer's backward starts."""
 
 
 def modules_of(plan: Plan) -> Modules:
-    """Which modules a plan runs. Raises ``ValueError`` for a family whose activations are not known."""
+    """Return the modules that a plan runs. Raise ``ValueError`` for a family with unknown activations."""
     check_known(plan.architecture)
     recipe = plan.recipe
     lora = recipe.has_adapters
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
-    # DeepSpeed takes the place of torch.nn.functional.linear, not of products that are written out.
+    # DeepSpeed replaces torch.nn.functional.linear, but not explicit matmuls.
     uses_linear = family_of(plan.architecture).projections == "linear"
     return Modules(
         kernels=plan.kernels,
@@ -91,12 +91,12 @@ def layer_activations(
     cut: int,
     joins: int = 0,
 ) -> LayerActivations:
-    """Bytes one token leaves in one decoder layer; the residual stream is in ``cut`` parts.
+    """Return the bytes per token of one decoder layer; the residual stream is sharded ``cut`` ways.
 
-    ``joins`` is 1 where attention's output is put together from parts of a sequence, laid by heads.
+    ``joins`` is 1 if attention's output is concatenated from sequence chunks in head-major layout.
 
-    Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over
-    all layers together. What one layer needs while it goes backward is that of the larger kind.
+    If only some layers have a sliding window, the result is the mean of both kinds, rounded up: exact for the
+    sum over all layers. ``recomputed`` is the maximum of both kinds.
     """
     if joins:
         modules = modules._replace(joins_by_heads=True)
@@ -136,7 +136,7 @@ def layer_activations(
     elif recompute == "selective":
         kept = on_rank(kept_by_selective(architecture, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
-        # On a CPU rank the host's memory is its own: nothing moves.
+        # On a CPU rank nothing is freed: the offloaded tensors stay in the same memory.
         kept = 0
     kept += held_by_products(architecture, moe, modules, recompute)
     return LayerActivations(
@@ -150,11 +150,11 @@ def layer_activations(
 
 
 def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int) -> int:
-    """Of what recomputation keeps, bytes that a layer computed again does not save itself.
+    """Return bytes per token kept by recomputation that the recomputed layer does not save itself.
 
-    The layer's input, where its first norm saves a copy in fp32 instead; and the last product, which is not
-    asked for again: recomputation ends when autograd has all that it saves (torch.utils.checkpoint's early
-    stop), unless a norm behind it saves it.
+    These are the layer's input, if its first norm saves an fp32 copy instead; and the last matmul's output,
+    which is not recomputed: recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's
+    early stop), unless a norm after it saves it. For ``compiled`` kernels see :func:`compiled_again`.
     """
     if recompute not in ("full", "selective"):
         return 0
@@ -174,7 +174,7 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
-    """Whether a mask, which the layers with a window keep, tells them from the others."""
+    """Return whether only some layers have a sliding window, and so save a mask."""
     return (
         modules.kernels != "megatron"
         and not is_eager(architecture, modules)
@@ -184,7 +184,7 @@ def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
 
 @lru_cache(maxsize=4096)
 def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tuple[Saved, ...]:
-    """Every tensor that one decoder layer saves with ``recompute="none"``."""
+    """Return every tensor that one decoder layer saves with ``recompute="none"``."""
     if modules.kernels == "megatron":
         return tuple(megatron_layer(architecture, moe, modules))
     if modules.kernels == "liger":
@@ -201,7 +201,7 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
 
 
 def _wide_branches(arch: Architecture, modules: Modules) -> list[Saved]:
-    """What autocast makes of a quantised MLP: its products come out as wide as the norm's that they read."""
+    """Return the extra bytes of a quantized MLP under autocast: its outputs have the norm's wider dtype."""
     if not (modules.quantized and modules.autocast):
         return []
     branches = 3 if arch.gated_mlp else 1
@@ -210,9 +210,9 @@ def _wide_branches(arch: Architecture, modules: Modules) -> list[Saved]:
 
 @lru_cache(maxsize=4096)
 def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int:
-    """Bytes of the half-precision copies that autocast makes of one layer's trained matrices.
+    """Return the bytes of autocast's half-precision copies of one layer's trained matrices.
 
-    Routed experts have none; under adapters only these are in fp32.
+    Routed experts have none. With adapters, only the adapters are in fp32.
     """
     if not modules.autocast:
         return 0
@@ -226,10 +226,10 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
 
 
 def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
-    """How often those copies are there once forward is behind a layer, and how often backward finds them.
+    """Return how many sets of these copies exist after a layer's forward, and how many in backward.
 
-    Autocast's cache has them until its block ends, and autograd has those that it needs. On a CPU rank what
-    "offload" takes to the host is a second copy in the same memory.
+    Autocast's cache keeps them until its context exits, and autograd keeps those it needs. On a CPU rank,
+    "offload" to host is a second copy in the same memory.
     """
     copied = recompute == "offload" and not modules.on_gpu
     return 1 + copied, int(recompute == "none" or copied)
@@ -237,11 +237,11 @@ def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def masks_kept(architecture: Architecture, modules: Modules, recompute: str, interval: int = 1) -> int:
-    """Bytes a token leaves in the masks that recomputed layers are called with again, once for all layers.
+    """Return the bytes per token of attention masks kept as inputs of recomputed layers, once for all layers.
 
-    One for layers with a window and one for those without, if any such layer is among those that are computed
-    again (transformers/masking_utils.py): numbers where attention runs in plain operations, flags for SDPA,
-    which needs none where it is causal only.
+    One mask for layers with a window and one for those without, if any recomputed layer uses it
+    (transformers/masking_utils.py): numbers with eager attention, booleans with SDPA, which needs no mask for
+    plain causal attention.
     """
     if recompute not in ("full", "selective") or modules.kernels == "megatron":
         return 0
@@ -255,7 +255,7 @@ def masks_kept(architecture: Architecture, modules: Modules, recompute: str, int
 
 @lru_cache(maxsize=4096)
 def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut: int) -> int:
-    """Bytes a token does not leave in the first layer, for under adapters no gradient goes past it."""
+    """Return the bytes per token that the first layer does not save under adapters: no gradient passes it."""
     parts = {"tp": tp, "sequence": cut}
     return sum(
         -(-tensor.bytes_per_token // parts[tensor.cut_by])
@@ -265,7 +265,7 @@ def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut:
 
 @lru_cache(maxsize=4096)
 def edge_activations(architecture: Architecture, modules: Modules) -> int:
-    """Bytes a token leaves at the final norm, less the head's input."""
+    """Return the bytes per token saved by the final norm, without the head's input."""
     hidden = architecture.hidden_size
     if modules.kernels == "liger":
         return liger_edge(architecture, modules)
@@ -277,9 +277,9 @@ def edge_activations(architecture: Architecture, modules: Modules) -> int:
 
 
 def head_input(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
-    """Bytes a token leaves in front of the head, whole also where the sequence is split before it.
+    """Return the bytes per token of the head's saved input, never sharded by sequence parallelism.
 
-    A fused loss keeps gradients instead (memory/activations/head.py), a chunked one what it starts from.
+    A fused loss saves gradients instead (memory/activations/head.py), a chunked loss its input.
     """
     keeps = modules.trained or modules.keeps_frozen_inputs
     width = {"full": modules.compute * keeps, "chunked": modules.stream, "fused": 0}[loss]
@@ -288,14 +288,14 @@ def head_input(architecture: Architecture, modules: Modules, loss: str = "full")
 
 @lru_cache(maxsize=4096)
 def kept_by_selective(architecture: Architecture, moe: bool, modules: Modules) -> tuple[Saved, ...]:
-    """Every tensor that one decoder layer keeps with ``recompute="selective"``."""
+    """Return every tensor that one decoder layer keeps with ``recompute="selective"``."""
     if modules.kernels == "megatron":
         return tuple(megatron_selective(architecture, moe, modules))
     return tuple(selective_layer(architecture, moe, modules))
 
 
 def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """The narrow numbers between an adapter's two matrices: the second one's input."""
+    """Return the saved inputs of the adapters' second matrices, and what adapter dropout adds."""
     if modules.targets is None:
         return []
     linears = arch.layer_linears(first_layer(arch, moe))
@@ -305,15 +305,16 @@ def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Sa
 
 
 def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
-    """What dropout before adapters adds: a mask each, and inputs that they no longer share.
+    """Return the bytes per token added by dropout before adapters: masks, and inputs no longer shared.
 
-    The mask is a byte a number on a GPU, on a CPU a number. Where inputs are cast, each adapter has one of
-    its own anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy.
-    Adapters of an int8 base have an fp32 copy, dropped or not, beside what the base keeps.
+    A mask takes a byte per element on a GPU, a full number on a CPU. If inputs are cast, each adapter has its
+    own copy anyway. Tensors that a norm or the MLP would save only for adapters are replaced by the dropped
+    copy. Adapters on an int8 base have an fp32 copy, with or without dropout, in addition to the base's own
+    input.
     """
     if modules.int8_base:
         mask = modules.adapter_dropout * (1 if modules.on_gpu else FP32)
-        # In an fp32 model there is nothing to cast: only what is dropped is another tensor.
+        # An fp32 model needs no cast: only dropout creates another tensor.
         copied = FP32 * (modules.compute < FP32 or modules.adapter_dropout)
         return sum(inner for _, inner in adapted) * (copied + mask)
     if not modules.adapter_dropout:

@@ -1,4 +1,4 @@
-"""The output head of transformers' models: whole logits, logits in chunks, or inside Liger's kernel."""
+"""Memory of the output head and loss of transformers' models: full logits, chunked, or Liger's fused loss."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
 
 LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once with ``loss="chunked"`` (training/model/loss.py)."""
+"""Tokens per chunk of logits with ``loss="chunked"`` (training/model/loss.py)."""
 
 
 def loss_in_force(plan: Plan) -> str:
-    """Which loss a plan runs: the recipe's, or what its kernels bring."""
+    """Return the loss that a plan runs: the recipe's, or its kernels' default."""
     return plan.recipe.loss or ("fused" if plan.kernels == "liger" else "full")
 
 
 def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool = False) -> Logits:
-    """Bytes of head and loss in chunks that are recomputed in backward, counted in tests/runs/test_loss.py.
+    """Return the bytes of a chunked head and loss, recomputed in backward.
 
-    Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and, of
-    several chunks, the sum of the weight's gradients so far; or, between two chunks, that sum, the new
-    gradient and the new sum; or as many of the head's input. Of one chunk alone the gradient comes once,
-    beside that of the logits; autocast casts it, and has let go of the weight's copy by then. ``capped``
-    logits (Gemma 2) leave their tanh for backward.
+    Forward: one chunk's fp32 logits and log-softmax. Backward with several chunks: these, the logits'
+    gradient and the accumulated weight gradient; or, between two chunks, the old sum, the new gradient and
+    the new sum, of the weight or of the head's input. With one chunk, the weight gradient is computed once,
+    together with the logits' gradient; autocast casts it, and has freed the weight's copy by then. ``capped``
+    logits (Gemma 2) save their tanh for backward. Checked in tests/runs/test_loss.py.
     """
     chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
     several = tokens > LOSS_CHUNK_TOKENS
     weight = vocab * hidden * modules.trained
     gradient = weight * modules.compute
-    # Each chunk's slice of the head's input gives back a gradient as long as all of them, and these add up.
+    # The backward of each slice of the head's input is a gradient as long as the whole input; these are
+    # summed.
     states = several * tokens * hidden * modules.stream
     inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient + states
     once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
@@ -46,10 +47,11 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
-    """Bytes of Liger's fused linear cross-entropy (liger-kernel 0.8, ops/fused_linear_cross_entropy.py).
+    """Return the bytes of Liger's fused linear cross-entropy (liger-kernel 0.8).
 
-    Forward already makes the gradients of its input and of the head's weight, in their own types; logits
-    exist for a chunk of tokens at a time, as many bytes as the input has.
+    Source: ops/fused_linear_cross_entropy.py. Forward already computes the gradients of its input and of the
+    head's weight, in their own dtypes; logits exist for one chunk of tokens at a time, with as many bytes as
+    the input.
     """
     chunk = smallest(_next_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
     kept = hidden * modules.stream * (tokens + vocab * modules.trained)
@@ -63,9 +65,9 @@ def _next_power_of_2(number: Any) -> Any:
 def head_terms(
     plan: Plan, modules: Modules, tokens: Any, is_last: Any, vocab: Any = None
 ) -> tuple[Term, Term]:
-    """Logits and loss at the end of forward, and as backward starts: on the last pipeline stage only.
+    """Return logits and loss at the end of forward and at the start of backward; 0 but on the last stage.
 
-    ``vocab`` are the vocabulary's rows on one rank; None: a part of them over tp.
+    ``vocab``: vocabulary rows on one rank; None: divided by tp.
     """
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)

@@ -1,4 +1,4 @@
-"""The output head's own memory: logits, their fp32 copies, the loss and its gradient."""
+"""Memory of the output head: logits, their fp32 copies, the loss and its gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardscope.core.precision import FP32
 
 
 class Logits(NamedTuple):
-    """Bytes for one token at the end of forward and at the start of backward."""
+    """Bytes at the end of forward and at the start of backward."""
 
     forward: Any
     backward: Any
@@ -17,18 +17,18 @@ class Logits(NamedTuple):
 def logits_per_token(
     vocab: Any, kernels: str, compute: Any, capped: bool = False, parallel: Any = False
 ) -> Logits:
-    """Bytes that one token's row of the vocabulary takes on the rank that has the head.
+    """Return the bytes of one token's logits on the rank that has the head.
 
-    ``transformers``: the half-precision logits are upcast, the log-softmax is a second fp32 tensor; backward
-    has that and the gradients of both (``ForCausalLMLoss``, ``F.cross_entropy``), for the engine lets go of
-    the model's output. ``capped`` logits (Gemma 2) leave their tanh for backward. ``parallel`` over ranks of
-    tp (DTensor's ``loss_parallel``, tensor/parallel/loss.py) it is operators with one fp32 tensor more at
-    either end: logits less their largest; the softmax and its sum with the targets' part. ``megatron``:
-    vocab-parallel cross entropy copies the logits to fp32, turns the copy into the softmax and that into the
-    gradient in place, and casts this.
+    ``transformers``: the half-precision logits are upcast, and the log-softmax is a second fp32 tensor;
+    backward has the log-softmax and the gradients of both (``ForCausalLMLoss``, ``F.cross_entropy``), because
+    the engine frees the model's output. ``capped`` logits (Gemma 2) save their tanh for backward. With
+    ``parallel`` logits over tensor-parallel ranks (DTensor's ``loss_parallel``, tensor/parallel/loss.py),
+    each end has one more fp32 tensor: logits minus their maximum; and the softmax plus its sum with the
+    targets' part. ``megatron``: vocab-parallel cross entropy copies the logits to fp32, turns the copy into
+    softmax and gradient in place, and casts it.
     """
     if kernels == "megatron":
-        # In fp32 `.float()` copies nothing, and the gradient needs no cast.
+        # In fp32, `.float()` copies nothing, and the gradient needs no cast.
         each = vocab * (compute + FP32 if compute < FP32 else FP32)
         return Logits(each, each)
     # An fp32 model's logits need no copy: `.float()` returns them.

@@ -1,4 +1,4 @@
-"""What transformers' modules hold on one pipeline stage, from forward's end to the end of backward."""
+"""Activations of transformers' modules on one pipeline stage, from the end of forward through backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """Layers of one kind on a stage that are treated alike."""
+    """Layers of one kind on a stage, with the same recomputation."""
 
     num_layers: int
     each: LayerActivations
@@ -50,26 +50,26 @@ class Kind(NamedTuple):
 
 
 class StageStep:
-    """One stage's micro-batches, from forward to backward."""
+    """Activations of one stage's micro-batches, in forward and backward."""
 
     def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
         self.plan, self.modules, self.stage = plan, modules, stage
         degrees, recipe = plan.degrees, plan.recipe
         self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
-        """Parts of the residual stream."""
+        """Number of shards of the residual stream."""
         self.kinds = self._kinds()
         self.num_chunks, self.chunks = in_flight(plan, stage.number)
         saved = sum([kind.num_layers * kind.each.saved for kind in self.kinds])
         self.saved = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks
-        """All layers' activations, of all micro-batches in flight."""
+        """Bytes of all layers' activations, of all micro-batches in flight."""
         self.start = self.tokens * self._start_bytes()
-        """What a micro-batch leaves in front of the layers."""
+        """Bytes that a micro-batch saves before the layers."""
         self.end = stage.is_last * self.tokens * self._end_bytes()
-        """What it leaves behind them."""
+        """Bytes that a micro-batch saves after the layers."""
 
     def forward(self) -> Term:
-        """Activations at the end of forward."""
+        """Return the activations at the end of forward."""
         edges = self.start + self.end
         cast = self._autocast_copies()[0]
         num_bytes = self.saved + edges + cast + self._output()
@@ -95,11 +95,11 @@ class StageStep:
         )
 
     def logits(self) -> tuple[Term, Term]:
-        """Logits and loss at the end of forward, and as backward starts."""
+        """Return logits and loss at the end of forward and at the start of backward."""
         return head_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
 
     def backward(self, logits: Term) -> Backward:
-        """What autograd holds while backward runs on the stage."""
+        """Return the bytes that autograd holds during the stage's backward."""
         arch, stage, tokens = self.plan.architecture, self.stage, self.tokens
         return Backward(
             layers=self.saved + self.start,
@@ -124,7 +124,7 @@ class StageStep:
         dequantised, float8 = self.dequantised(), self._float8()
 
         def inside(num_bytes: Any) -> Any:
-            # tp cuts the stream only where the sequence is split.
+            # tp shards the stream only if the sequence is split.
             rest = ceil_div(num_bytes - own.stream, tp)
             return tokens * (ceil_div(own.stream, self.cut) + rest + layer.recomputed) + dequantised
 
@@ -143,15 +143,18 @@ class StageStep:
         )
 
     def _gathered(self, stream: Any, recomputed: Any) -> Any:
-        """In a layer's last product, where the stream is split: its gradient gathered, and the product's."""
+        """Return bytes at a layer's last matmul with a split sequence.
+
+        These are its all-gathered output gradient and its input's gradient.
+        """
         arch, width, tp = self.plan.architecture, self.modules.compute, self.plan.degrees.tp
         whole = arch.hidden_size * width + ceil_div(arch.intermediate_size * width, tp)
         return (self.cut > 1) * self.tokens * (ceil_div(stream, self.cut) + whole + recomputed)
 
     def offloaded(self) -> int:
-        """Host bytes of the activations that wait there, of all micro-batches in flight.
+        """Return host bytes of offloaded activations, of all micro-batches in flight.
 
-        And of autocast's copies of weights, which autograd saves as well.
+        Autocast's copies of weights, which autograd saves as well, are included.
         """
         arch, modules = self.plan.architecture, self.modules
         away = sum(kind.num_layers * kind.each.offloaded for kind in self.kinds)
@@ -163,7 +166,7 @@ class StageStep:
         return found
 
     def _kinds(self) -> list[Kind]:
-        """Layers of each kind on the stage, those that are recomputed or offloaded first.
+        """Return the layers of each kind on the stage, recomputed or offloaded ones first.
 
         Every ``recompute_interval``-th layer of the stage is recomputed, its first one included; dense layers
         come before those with experts.
@@ -182,7 +185,7 @@ class StageStep:
         return chosen + plain
 
     def layer(self, moe: bool, recompute: str) -> LayerActivations:
-        """What forward leaves of one layer of a kind."""
+        """Return the activations of one layer of a kind."""
         arch, modules = self.plan.architecture, self.modules
         of_one = partial(layer_activations, arch, moe, modules, recompute)
         in_parts = self.plan.layout.joins_attention_by_heads
@@ -191,7 +194,7 @@ class StageStep:
         return found
 
     def _fullest(self) -> LayerActivations:
-        """The layer that holds most while it goes backward, of those that the stage has."""
+        """Return the stage's layer with the most saved and recomputed activations."""
         fullest = self.kinds[0]
         for kind in self.kinds[1:]:
             more = kind.each.saved + kind.each.recomputed > fullest.each.saved + fullest.each.recomputed
@@ -199,7 +202,7 @@ class StageStep:
         return fullest.each
 
     def _float8(self) -> Any:
-        """Casts to 8 bits while one product goes backward."""
+        """Return bytes of casts to 8 bits during one matmul's backward."""
         if self.plan.recipe.precision != "fp8-mixed":
             return 0
         found: Any = 0
@@ -209,20 +212,21 @@ class StageStep:
         return found
 
     def dequantised(self) -> Any:
-        """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""
+        """Return bytes of the largest dequantized matrix, in the compute dtype (bitsandbytes, MatMul4Bit)."""
         if not self.modules.quantized:
             return 0
         return self.modules.compute * largest_matrix(self.plan.architecture, self.stage)
 
     def _start_bytes(self) -> Any:
-        """Bytes a token leaves in front of the layers: its id, less what the first one need not save.
+        """Return bytes per token saved before the layers: its id, and the masks of recomputed layers.
 
-        And the masks that layers are called with again."""
+        The tensors that the first layer need not save under adapters are subtracted.
+        """
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
             masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
             if not is_eager(arch, modules) and not family_of(arch).always_passes_mask:
-                # Flags of a window are the same for all sequences, and there once.
+                # Boolean window masks are the same for all sequences, and exist once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks
         unsaved = looked_up(
@@ -231,14 +235,14 @@ class StageStep:
         return self.stage.is_first * (8 - unsaved)
 
     def _unsaved_copies(self) -> Any:
-        """Copies of the first layer's adapters that autograd does not keep: their input gets no gradient."""
+        """Return bytes of first-layer adapter copies not kept by autograd: their input needs no gradient."""
         modules = self.modules
         if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
             return 0
         return self.stage.is_first * modules.compute * _first_adapters(self.plan.architecture, modules)
 
     def _output(self) -> Any:
-        """The final norm's output, which the model hands out, where it is no tensor that is saved anyway."""
+        """Return bytes of the final norm's output, returned by the model, unless it is saved anyway."""
         modules = self.modules
         saved = modules.trained or modules.keeps_frozen_inputs
         alive = modules.kernels != "megatron" and (modules.autocast or not saved)
@@ -246,13 +250,13 @@ class StageStep:
         return self.stage.is_last * self.tokens * alive * row
 
     def _end_bytes(self) -> Any:
-        """Bytes a token leaves behind the layers: the final norm's, and the head's input."""
+        """Return bytes per token saved after the layers: by the final norm, and the head's input."""
         arch, modules = self.plan.architecture, self.modules
         norm = ceil_div(edge_activations(arch, modules), self.cut)
         return norm + head_input(arch, modules, loss_in_force(self.plan))
 
     def _in_norm(self) -> Any:
-        """Bytes a token has in the final norm's backward, beside all that forward saved."""
+        """Return bytes per token at the final norm's backward, on top of all saved activations."""
         arch, modules, loss = self.plan.architecture, self.modules, loss_in_force(self.plan)
         whole = final_norm(arch, modules)
         if loss == "fused":
@@ -261,10 +265,10 @@ class StageStep:
         return where(self.cut > 1, ceil_div(whole, self.cut), alone)
 
     def _autocast_copies(self) -> tuple[Any, Any]:
-        """Half-precision copies of matrices at the end of forward, and as backward starts.
+        """Return bytes of half-precision matrix copies at the end of forward and the start of backward.
 
-        Autocast caches copies of trained weights until its block ends, and autograd holds all that it needs;
-        recomputation gives them up layer by layer. A frozen base is in half precision already.
+        Autocast caches copies of trained weights until its context exits, and autograd keeps those it needs;
+        recomputation frees them layer by layer. A frozen base is in half precision already.
         """
         modules = self.modules
         if not modules.autocast:
@@ -273,7 +277,7 @@ class StageStep:
         head = modules.trained * arch.embedding_parameters
         made = kept = self.stage.is_last * head * modules.compute
         present = layers_by_kind(arch, self.stage)
-        # Kinds beyond those that are recomputed are the same ones, not recomputed.
+        # The kinds after the recomputed ones are the same kinds, not recomputed.
         for kind, (moe, _) in zip(self.kinds, (*present, *present), strict=False):
             casts = kind.num_layers * cast_weights(arch, moe, modules)
             often, often_kept = casts_in_forward(modules, kind.recompute)
@@ -282,16 +286,16 @@ class StageStep:
 
 
 def _first_adapters(arch: Architecture, modules: Modules) -> int:
-    """Weights of the adapters' first matrices that read the model's embeddings."""
+    """Return the number of weights in the adapters' first matrices that read the model's embeddings."""
     adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
     return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
-    """(model chunks of a stage, chunk activations that it holds at once).
+    """Return a stage's number of model chunks, and of the chunk activations that it holds at once.
 
-    1F1B holds pp - stage micro-batches; interleaving more, in chunks of a vpp-th (Narayanan et al. 2021,
-    section 2.2; Megatron's warm-up count); GPipe all of a step's (Huang et al. 2019, section 2).
+    1F1B holds pp - stage micro-batches; interleaving more, in chunks of 1/vpp (Narayanan et al. 2021, section
+    2.2; Megatron's warm-up count); GPipe all of a step's (Huang et al. 2019, section 2).
     """
     pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
     if plan.layout.runs_all_forwards_first:

@@ -1,4 +1,4 @@
-"""The band that library buffers and the allocator leave open around a plan's peak."""
+"""Uncertainty band of a plan's peak, due to library buffers and the allocator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _BESIDE_TENSORS = ("communication", "runtime", "fragmentation")
 TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _BESIDE_TENSORS)
-"""Components that are made of tensors."""
+"""Components made of tensors."""
 
 
 def allocated_and_freed(moments: Sequence[Moment]) -> int:
-    """Bytes that one step of a stage allocates and frees: of each component what comes and goes.
+    """Return the bytes that one step of a stage allocates and frees, summed over components.
 
-    The blocks stay the allocator's when their tensors are gone, and serve others only where sizes fit: so
-    each component counts at its own fullest moment. The moments of initialisation are no part of a step.
+    The allocator keeps the blocks of freed tensors, and reuses them only for matching sizes, so each
+    component counts at its own maximum. Initialisation is not part of a step.
     """
     step = [moment.components for moment in moments if moment.phase != "initialisation"]
     if not step:
@@ -33,10 +33,10 @@ def allocated_and_freed(moments: Sequence[Moment]) -> int:
 
 
 def band(plan: Plan, stages: Iterable[tuple[Sequence[Moment], overheads.Band]]) -> tuple[int, int]:
-    """The peak if library buffers and the allocator take their least, and if they take their most.
+    """Return the peak with the smallest and with the largest library buffers and allocator loss, in bytes.
 
-    ``stages`` are each one's moments and its communicators' buffers. The least may be at another moment than
-    the peak: of backward's the point has lost something to gaps, of the optimizer's nothing.
+    ``stages`` are each stage's moments and its communicators' buffers. The minimum may be at another phase
+    than the peak: in backward, the point estimate includes fragmentation; in the optimizer step, it does not.
     """
     low = high = peak = 0
     gpu = plan.cluster.gpu

@@ -1,4 +1,4 @@
-"""What making or loading a model takes of host memory, before it is where it trains."""
+"""Host memory while a model is built or loaded, before it moves to its device."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 HOST_BUILD_BYTES = 2**30
-"""Fresh models up to this size in fp32 are made whole on every rank, with DDP's weights; of larger ones ranks
-that keep a part draw no more than that. A model with weights of its own is made whole whatever its size."""
+"""Randomly initialized models up to this fp32 size are built whole on every rank, with the same weights as
+with DDP. For larger ones, each rank that keeps a shard initializes only that shard. Checkpoints are loaded
+whole, whatever their size."""
 
 
 _PACKING_BYTES = 12
-"""Of each number of a matrix while it is packed: in fp32, scaled, and scaled within bounds or its places in
-the code (bitsandbytes 0.50, backends/default/ops.py, ``quantize_4bit``; what int8 takes is less)."""
+"""Bytes per element while a matrix is quantized: in fp32, scaled, and clamped or as code indices
+(bitsandbytes 0.50, backends/default/ops.py, ``quantize_4bit``; int8 takes less)."""
 
 
 def is_drawn_in_parts(plan: Plan) -> bool:
-    """Whether fresh weights are too many for that."""
+    """Return whether random weights are too large to be initialized whole (see ``HOST_BUILD_BYTES``)."""
     return FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES
 
 
 def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
-    """``num_parameters`` and their adapters as transformers makes them, cast tensor by tensor if at all.
+    """Return host bytes of ``num_parameters`` and their adapters in fp32, as transformers builds them.
 
-    The same where every rank loads a checkpoint, whose own pages are the file's cache and no rank's
-    (safetensors maps the file). CPU ranks train the model where they made it: nothing comes on top.
+    The same if every rank loads a checkpoint: safetensors maps the file, whose pages are page cache and no
+    rank's memory. CPU ranks train the model in place, which adds nothing.
     """
     if not plan.on_gpu:
         return no_bytes("CPU ranks train the model where they made it")
@@ -42,9 +43,9 @@ def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
 
 
 def packed(plan: Plan, where: str) -> Term:
-    """A base in few bits and its adapters, and the largest matrix as it is read or drawn, and packed.
+    """Return host bytes of a quantized base, its adapters, and the largest matrix while it is quantized.
 
-    transformers' ``from_pretrained`` with a ``BitsAndBytesConfig`` goes matrix by matrix too.
+    transformers' ``from_pretrained`` with a ``BitsAndBytesConfig`` works matrix by matrix too.
     """
     if not plan.on_gpu:
         return no_bytes("CPU ranks train the model where they made it")

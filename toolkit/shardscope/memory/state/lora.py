@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021): which projections take one, and what it adds."""
+"""Low-rank adapters (Hu et al. 2021): adapted projections and their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ...]:
-    """The adapted projections: the recipe's, or all of attention's where it leaves them open."""
+    """Return the adapted projections: the recipe's, or by default all of attention's."""
     if recipe.lora_targets:
         return recipe.lora_targets
     attention = {
@@ -23,7 +23,7 @@ def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ..
 
 
 def adapter_parameters(architecture: Architecture, recipe: Recipe) -> int:
-    """Trainable weights of all decoder layers: rank x (in + out) for each adapted projection."""
+    """Return trainable weights of all decoder layers: rank x (in + out) for each adapted projection."""
     moe_layers = architecture.num_moe_layers
     kinds = ((False, architecture.num_hidden_layers - moe_layers), (True, moe_layers))
     return sum(layers * layer_adapters(architecture, recipe, moe)[0] for moe, layers in kinds if layers)
@@ -33,9 +33,9 @@ def adapter_parameters(architecture: Architecture, recipe: Recipe) -> int:
 def layer_adapters(
     architecture: Architecture, recipe: Recipe, moe: bool, num_shards: int = 1
 ) -> tuple[int, int]:
-    """Adapter weights of one layer, and what the fullest of ``num_shards`` ranks keeps of them.
+    """Return one layer's adapter weights, and the largest shard of them over ``num_shards`` ranks.
 
-    A is (rank, in) and B is (out, rank); each is cut along its rows, rounded up.
+    A is (rank, in) and B is (out, rank); each is sharded by rows, rounded up.
     """
     targets, rank = adapter_targets(architecture, recipe), recipe.adapter_rank
     whole = part = 0
@@ -47,5 +47,5 @@ def layer_adapters(
 
 
 def first_layer(architecture: Architecture, moe: bool) -> int:
-    """Index of the first decoder layer with routed experts, or of the first without."""
+    """Return the index of the first decoder layer with (``moe``) or without routed experts."""
     return next(i for i in range(architecture.num_hidden_layers) if architecture.is_moe_layer(i) == moe)

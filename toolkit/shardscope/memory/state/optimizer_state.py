@@ -1,4 +1,4 @@
-"""The optimizer over all tensors that one rank of a stage trains: ``optimizers.py``, tensor by tensor."""
+"""Optimizer state of all tensors trained on one rank of a stage: ``optimizers.py``, summed over tensors."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ WORDS = {
 
 
 class OptimizerBytes(NamedTuple):
-    """One rank's optimizer."""
+    """Optimizer memory of one rank."""
 
     state: Term
-    """What stays on the device."""
+    """State kept on the device."""
     working: Term
-    """What an update needs beside it."""
+    """Temporaries of an update."""
     host_bytes: int
-    """Managed memory that moves to the host when the GPU is full."""
+    """Bytes of managed memory, which moves to the host when the GPU is full."""
 
 
 class _Kind(NamedTuple):
-    """Whose optimizer runs, on which tensors."""
+    """The optimizer, its library, and the bytes per trained element."""
 
     optimizer: str
     width: int
-    """Bytes of one trained number."""
+    """Bytes per trained element."""
     library: str
 
 
 class _Part(NamedTuple):
-    """Which part of a model one rank trains: plain numbers, or arrays of them."""
+    """The part of a model that one rank trains: plain numbers, or arrays of them."""
 
     tp: int
     ep: int
@@ -63,9 +63,9 @@ class _Part(NamedTuple):
 
 
 def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, library: str) -> OptimizerBytes:
-    """The optimizer of a rank that keeps a ``num_shards``-th of each tensor's rows, rounded up.
+    """Return the optimizer memory of a rank that keeps 1/``num_shards`` of each tensor's rows, rounded up.
 
-    ``width`` is the bytes of one trained number; ``library`` whose 8-bit AdamW runs on such tensors.
+    ``width`` is the bytes per trained element; ``library`` the one whose 8-bit AdamW runs on such tensors.
     """
     name, trained = plan.recipe.optimizer, stage.trainable_shard
     degrees = plan.degrees
@@ -110,16 +110,18 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
 
 
 def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Term:
-    """SGD and Lion make the decayed gradient, tensor by tensor; of plain GPU tensors SGD all at once.
+    """Return temporaries of elementwise optimizers, such as the decayed gradient of SGD and Lion.
 
-    ``torch._foreach_add`` is torch's default where tensors on a GPU ``are_plain``, no DTensors, be these of
-    one shard (``torch/optim/optimizer.py``, ``_default_to_fused_or_foreach``).
+    It exists tensor by tensor; SGD on plain GPU tensors has all at once: ``torch._foreach_add`` is the
+    default if tensors on a GPU ``are_plain``, not DTensors, even of one shard (``torch/optim/optimizer.py``,
+    ``_default_to_fused_or_foreach``).
     """
     name = plan.recipe.optimizer
     if name == "adamw":
         return no_bytes("fused AdamW updates in place")
     if name == "adamw_foreach":
-        # All matrices' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
+        # All matrices' square roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another
+        # group.
         roots = _sum(plan, part, _Kind("matrices", width, "")).state
         return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
     largest = _sum(plan, part, _Kind(name, width, "")).working
@@ -140,7 +142,7 @@ def _adapted(plan: Plan) -> Recipe | None:
 
 
 def _sum(plan: Plan, part: _Part, kind: _Kind) -> TensorState:
-    """All tensors that train on a rank of the stage."""
+    """Return the optimizer state of all tensors that train on a rank of the stage."""
     arch, adapted = plan.architecture, _adapted(plan)
     found: TensorState = looked_up(lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part)
     return found
@@ -169,7 +171,7 @@ def _layers(part: _Part) -> list[tuple[bool, int]]:
 def _layer(
     arch: Architecture, adapted: Recipe | None, moe: bool, kind: _Kind, tp: int, ep: int, num_shards: int
 ) -> TensorState:
-    """All trained tensors of one decoder layer: its own, or its adapters."""
+    """Return the optimizer state of one decoder layer's trained tensors: its own, or its adapters."""
     tensors = [_tensor(kind, ep, num_shards, shape) for shape in _layer_shapes(arch, adapted, moe, tp, ep)]
     return TensorState(
         sum(tensor.state for tensor in tensors),
@@ -181,7 +183,7 @@ def _layer(
 def _layer_shapes(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, int, int, str]]:
-    """(copies, rows, columns, group) of each trained tensor of one decoder layer, in its order."""
+    """Return (copies, rows, columns, group) of each trained tensor of one decoder layer, in order."""
     if adapted is None:
         return [
             (shape.copies, shape.rows, shape.columns, shape.group) for shape in rank_shapes(arch, moe, tp, ep)
@@ -196,12 +198,15 @@ def _layer_shapes(
 
 @lru_cache(maxsize=4096)
 def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> int:
-    """Its loop still holds the last tensor's update while it makes the next one's (``_adafactor.py``)."""
+    """Return Adafactor's temporaries: an update is still alive while the next one is computed.
+
+    Source: the loop in ``torch/optim/_adafactor.py``.
+    """
     outer = [] if adapted else outer_tensors(arch, part.tp, part.is_first, part.is_last)
     sizes = {group: kind.width * rows * columns for group, rows, columns in outer if columns > 1}
     most = 0
     for moe, layers in _layers(part):
-        # Vectors are a group of their own, after the matrices.
+        # Vectors are a separate group, after the matrices.
         inner = [
             _tensor(kind, part.ep, part.num_shards, shape).working
             for shape in _layer_shapes(arch, adapted, moe, part.tp, part.ep)
@@ -216,7 +221,7 @@ def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, 
 
 
 def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, str]) -> TensorState:
-    """One tensor's optimizer; experts are cut by their first dimension, the experts."""
+    """Return one tensor's optimizer state; experts are sharded by their first dimension, the expert index."""
     copies, rows, columns, group = shape
     if group == "experts":
         copies = ceil_div(copies, max(1, num_shards // ep))

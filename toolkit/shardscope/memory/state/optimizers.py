@@ -1,8 +1,8 @@
-"""What each optimizer keeps of one tensor, and what it needs beside that while it updates it.
+"""Optimizer state and update temporaries of one tensor, by optimizer.
 
-Read off ``torch.optim`` 2.13 (``_adafactor.py``, ``_muon.py``, ``sgd.py``), bitsandbytes 0.50
-(``optim/optimizer.py``) and torchao 0.18 (``optim/adam.py``), and counted against them in
-``tests/unit/memory/test_optimizers.py``. AdamW is the fused one, which needs nothing beside its moments.
+Read from ``torch.optim`` 2.13 (``_adafactor.py``, ``_muon.py``, ``sgd.py``), bitsandbytes 0.50
+(``optim/optimizer.py``) and torchao 0.18 (``optim/adam.py``), and tested against them in
+``tests/unit/memory/test_optimizers.py``. AdamW is the fused one, without temporaries.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from shardscope.core.arrays.arithmetic import ceil_div, smallest, where
 from shardscope.core.precision import FP32, HALF
 
 EIGHT_BIT_BLOCK = 256
-"""Numbers that share a scale in 8-bit moments (bitsandbytes ``blocksize``, torchao ``block_size``)."""
+"""Elements that share a scale in 8-bit moments (bitsandbytes ``blocksize``, torchao ``block_size``)."""
 MIN_EIGHT_BIT = 4096
-"""Smaller tensors keep moments of their full width (bitsandbytes ``min_8bit_size``, torchao the same)."""
+"""Smaller tensors keep full-width moments (bitsandbytes ``min_8bit_size``, torchao the same)."""
 MIN_PAGED = 100_000
 """Smaller tensors' moments are never paged (bitsandbytes ``get_state_buffer``)."""
 QUANTILE_MAP = 256 * FP32
-"""The 256 numbers that 8 bits stand for."""
+"""Bytes of the 256 values of the 8-bit code."""
 
 ELEMENTWISE: dict[str, int] = {"adamw": 2, "adamw_foreach": 2, "sgd": 1, "lion": 1}
-"""Optimizers that keep so many numbers a weight in the weight's own type, whatever the tensor's shape."""
+"""State elements per weight, in the weight's dtype, of optimizers that do not depend on tensor shapes."""
 
 
 class TensorState(NamedTuple):
-    """Bytes of one tensor's optimizer."""
+    """Optimizer bytes of one tensor."""
 
     state: Any
-    """What stays on the device between steps."""
+    """State kept on the device between steps."""
     paged: Any = 0
-    """What stays in managed memory, which the driver moves to the host when the GPU is full."""
+    """State in managed memory, which the driver moves to the host when the GPU is full."""
     working: Any = 0
-    """What exists only while this tensor is updated."""
+    """Temporaries of this tensor's update."""
 
 
 def tensor_state(
@@ -47,11 +47,11 @@ def tensor_state(
     embedding: bool = False,
     library: str = "bitsandbytes",
 ) -> TensorState:
-    """The optimizer of one tensor of ``copies`` x ``rows`` x ``columns`` numbers of ``width`` bytes each.
+    """Return the optimizer bytes of a tensor of ``copies`` x ``rows`` x ``columns``, ``width`` bytes each.
 
-    ``copies`` are experts in one tensor; a vector has one column. ``hidden`` matrices are those that Muon
-    takes; ``embedding`` ones keep 32-bit moments under bitsandbytes, as its authors ask for (Dettmers et al.
-    2022, section 2.3) and transformers' Trainer sets. ``library`` is whose 8-bit AdamW runs.
+    ``copies`` are experts in one tensor; a vector has one column. ``hidden`` matrices are updated by Muon.
+    ``embedding`` matrices keep 32-bit moments under bitsandbytes, as its authors recommend (Dettmers et al.
+    2022, section 2.3) and transformers' Trainer sets. ``library`` is the one whose 8-bit AdamW runs.
     """
     numel = copies * rows * columns
     if optimizer in ELEMENTWISE:
@@ -69,21 +69,21 @@ def tensor_state(
     if not optimizer.startswith("paged"):
         return TensorState(moments + scales)
     is_paged = numel >= MIN_PAGED
-    # What is updated is fetched to the GPU.
+    # Paged moments are fetched to the GPU for the update.
     return TensorState(
         where(is_paged, 0, moments) + scales, where(is_paged, moments, 0), where(is_paged, moments, 0)
     )
 
 
 def constant_state(optimizer: str, library: str) -> int:
-    """Bytes that all tensors share: bitsandbytes' two quantile maps."""
+    """Return bytes shared by all tensors: bitsandbytes' two quantile maps."""
     return 2 * QUANTILE_MAP if optimizer.endswith("8bit") and library == "bitsandbytes" else 0
 
 
 def flat_state(optimizer: str, numel: Any) -> Any:
-    """Bytes over a flat fp32 buffer of ``numel`` numbers, which has neither rows nor embeddings.
+    """Return state bytes of a flat fp32 buffer of ``numel`` elements, without rows or embeddings.
 
-    Adafactor keeps a whole second moment of it, for it is a vector.
+    Adafactor keeps a full second moment of it, as of any vector.
     """
     if optimizer in ELEMENTWISE:
         return ELEMENTWISE[optimizer] * FP32 * numel
@@ -91,7 +91,7 @@ def flat_state(optimizer: str, numel: Any) -> Any:
 
 
 def flat_working(optimizer: str, numel: Any) -> Any:
-    """Bytes beside that and the gradient while such a buffer is updated.
+    """Return temporary bytes while such a buffer is updated, besides its state and gradient.
 
     Adafactor squares a vector's gradient, and copies its second moment (``_adafactor.py``).
     """
@@ -99,19 +99,19 @@ def flat_working(optimizer: str, numel: Any) -> Any:
 
 
 def _adafactor(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:
-    """A row's and a column's second moments, whose product exists during the update (``_adafactor.py``).
+    """Return second moments of rows and columns, and their product as temporary (``_adafactor.py``).
 
-    Vectors keep all of theirs.
+    Vectors keep a full second moment.
     """
     factors = copies * where(columns == 1, rows, rows + columns)
     return TensorState(width * factors, working=width * copies * rows * columns)
 
 
 def _muon(rows: Any, columns: Any, width: int) -> TensorState:
-    """One momentum; during the update five Newton-Schulz rounds in bf16 (``_muon.py``).
+    """Return one momentum, and temporaries of five Newton-Schulz iterations in bf16 (``_muon.py``).
 
-    At once: the update in the weight's type, the round's matrix before and after, its Gram matrix and the
-    polynomial of that. A bf16 update is itself the first round's matrix, and stays.
+    Alive at once: the update in the weight's dtype, the iteration's matrix before and after, its Gram matrix
+    and the polynomial of that. A bf16 update is itself the first iteration's matrix, and stays alive.
     """
     numel, short = rows * columns, smallest(rows, columns)
     return TensorState(width * numel, working=(width + 2 * HALF) * numel + 2 * HALF * short * short)
@@ -122,5 +122,5 @@ def _torchao_fits(numel: Any) -> Any:
 
 
 def _torchao(numel: Any) -> Any:
-    """Codes, a scale a block and a quantile map of its own, twice (``optim/subclass_8bit.py``)."""
+    """Return bytes of two moments: codes, block scales and a quantile map (``optim/subclass_8bit.py``)."""
     return 2 * (numel + FP32 * (numel // EIGHT_BIT_BLOCK) + QUANTILE_MAP)

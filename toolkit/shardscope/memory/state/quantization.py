@@ -1,8 +1,8 @@
-"""A frozen base in NF4 or int8 under adapters, as bitsandbytes and peft keep it.
+"""Frozen NF4 or int8 base under adapters, as stored by bitsandbytes and peft.
 
 NF4 is Dettmers et al. 2023, section 3; int8 Dettmers et al. 2022 (LLM.int8). Every Linear inside the layers
-is quantised; embeddings, norms, the head, routers and fused experts are not. Read off bitsandbytes 0.50
-(``nn.Params4bit``, ``nn.Int8Params``, ``functional.quantize_4bit``, ``int8_vectorwise_quant``) and counted
+is quantized; embeddings, norms, the head, routers and fused experts are not. Read from bitsandbytes 0.50
+(``nn.Params4bit``, ``nn.Int8Params``, ``functional.quantize_4bit``, ``int8_vectorwise_quant``) and tested
 against it in ``tests/unit/memory/test_quantization.py``.
 """
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 BLOCK = 64
 """Weights that share a scale."""
 SCALE_BLOCK = 256
-"""Scales that share a scale of their own, where they are quantised too."""
+"""Scales that share a second-level scale, with double quantization."""
 CODES = 16 * FP32
-"""The sixteen numbers that four bits stand for, once a tensor."""
+"""Bytes of the 16 values of the 4-bit code, once per tensor."""
 
 
 def nf4_bytes(numel: Any, double: bool) -> Any:
-    """Bytes of one matrix of ``numel`` weights: 4 bits each, and a scale a block.
+    """Return bytes of one matrix of ``numel`` weights: 4 bits each, and one scale per block.
 
-    ``double``: the scales are 8 bits each, with an fp32 scale of their own a block, one offset and a map of
-    the 256 numbers that 8 bits stand for.
+    ``double``: scales are 8 bits each, with an fp32 scale per block of scales, one offset and a map of the
+    256 values of the 8-bit code.
     """
     blocks = ceil_div(numel, BLOCK)
     double_scales = blocks + FP32 * (ceil_div(blocks, SCALE_BLOCK) + 1 + 256)
@@ -44,7 +44,7 @@ def nf4_bytes(numel: Any, double: bool) -> Any:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Refuse modules whose layers were never counted over a quantised base."""
+    """Raise ``ValueError`` for kernels whose layers were not measured over a quantized base."""
     counted = ("transformers",) if recipe.base_quantization == "int8" else ("transformers", "liger")
     if recipe.base_quantization is not None and recipe.kernels not in (None, *counted):
         refuse(
@@ -56,15 +56,15 @@ def check_kernels(recipe: Recipe) -> None:
 
 
 def int8_bytes(rows: Any, columns: Any) -> Any:
-    """Bytes of one matrix in int8: a byte a weight, and an fp32 scale a row."""
+    """Return bytes of one int8 matrix: a byte per weight, and an fp32 scale per row."""
     return rows * columns + FP32 * rows
 
 
 @lru_cache(maxsize=1024)
 def layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int, int, int]:
-    """(weights, bytes once quantised, weights of the largest) of the Linears of one layer.
+    """Return (weights, quantized bytes, weights of the largest matrix) of one layer's Linears.
 
-    ``kind`` is "int8", "nf4", or "nf4_double" with scales that are quantised too.
+    ``kind`` is "int8", "nf4", or "nf4_double" with scales that are quantized too.
     """
     shapes = [shape for _, shape in architecture.layer_linears(first_layer(architecture, moe))]
     sizes = [out * inner for out, inner in shapes]
@@ -76,7 +76,7 @@ def layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int
 
 
 def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
-    """Bytes of a stage's frozen weights: quantised Linears, and the rest at ``width`` bytes each."""
+    """Return bytes of a stage's frozen weights: quantized Linears, and the rest at ``width`` bytes each."""
     kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
     quantised = saved = 0
     for moe, layers in layers_by_kind(plan.architecture, stage):
@@ -87,7 +87,7 @@ def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
 
 
 def largest_matrix(architecture: Architecture, stage: Stage) -> int:
-    """Weights of the largest quantised matrix, which a product makes whole for as long as it takes."""
+    """Return the number of weights of the largest quantized matrix, dequantized during its matmul."""
     found: int = largest(*(
         (layers > 0) * layer_linears(architecture, moe, "nf4")[2]
         for moe, layers in layers_by_kind(architecture, stage)

@@ -1,4 +1,4 @@
-"""Which weights one rank of each pipeline stage is responsible for, once tp and ep have cut them."""
+"""Weights of one rank of each pipeline stage, after tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
 
-# Small matrices that every tensor-parallel rank keeps whole: latent attention's down projections
+# Small matrices that are replicated on every tensor-parallel rank: latent attention's down projections
 # (DeepSeek-V2, section 2.1), the router, and the gate of Qwen's shared expert.
 _WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate"})
-# Column-parallel projections; their biases are cut with them (Shoeybi et al. 2019, section 3).
+# Column-parallel projections; their biases are sharded with them (Shoeybi et al. 2019, section 3).
 _COLUMN = frozenset({
     "q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "q_b_proj", "kv_b_proj",
     "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h",
 })  # fmt: skip
-# Row-parallel projections are cut along their inputs, the second dimension.
+# Row-parallel projections are sharded along their inputs, the second dimension.
 _ROW = frozenset({"o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2"})
 
 
 class Shard(NamedTuple):
-    """Weights of one kind of decoder layer on one rank, and how much of them a sharding rank keeps."""
+    """Number of weights of one decoder layer on one rank, before and after data-parallel sharding."""
 
     dense: int
-    """Everything but routed experts, after tp."""
+    """All but routed experts, after tp."""
     experts: int
     """Routed experts, after ep and tp."""
     dense_padded: int
-    """One sharding rank's part of ``dense``: each tensor is cut along its first dimension, rounded up."""
+    """One data-parallel shard of ``dense``: each tensor is sharded along its first dimension, rounded up."""
     experts_padded: int
-    """One sharding rank's part of ``experts``."""
+    """One data-parallel shard of ``experts``."""
 
 
 class Stage(NamedTuple):
-    """One pipeline stage's weights on one rank. Counts, not bytes; arrays where many plans are asked."""
+    """One pipeline stage's weights on one rank. Counts, not bytes; arrays for many plans."""
 
     number: int
-    """From 0, first to last."""
+    """Index of the stage, from 0."""
     num_layers: int
     num_moe_layers: int
-    """Decoder layers with routed experts among them."""
+    """Number of decoder layers with routed experts."""
     is_first: bool
     is_last: bool
     layers: int
-    """All decoder layers but their routed experts."""
+    """Weights of all decoder layers without routed experts."""
     experts: int
-    """Routed experts of all decoder layers."""
+    """Weights of the routed experts of all decoder layers."""
     edges: int
     """Embeddings on the first stage; final norm and output head on the last."""
     head: int
-    """The output head among them: its gradient is there from the start of backward."""
+    """The output head's part of ``edges``: its gradient exists from the start of backward."""
     shard: int
-    """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
+    """One rank's shard of layers, experts and edges, rounded up tensor by tensor."""
     edge_shard: int
-    """What it keeps of edges."""
+    """One rank's shard of ``edges``."""
     largest_layer: int
-    """The largest decoder layer, experts included: what a gather moves."""
+    """Weights of the largest decoder layer, experts included: the size of one all-gather."""
     largest_shard: int
-    """What one sharding rank keeps of the largest."""
+    """One rank's shard of the largest layer."""
     trainable: int
-    """Weights that get gradients: all of them, or the adapters."""
+    """Weights with gradients: all of them, or the adapters."""
     trainable_shard: int
-    """What one sharding rank keeps of ``trainable``."""
+    """One rank's shard of ``trainable``."""
     adapters: int
     """LoRA weights on top of the base model (0 in full training)."""
 
@@ -80,7 +80,7 @@ class Stage(NamedTuple):
 
 
 def layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
-    """(with routed experts, layers of that kind on the stage), for the kinds that the model has."""
+    """Return (has routed experts, number of layers on the stage) for each kind of layer in the model."""
     return _by_kind(arch, stage.num_layers, stage.num_moe_layers)
 
 
@@ -93,10 +93,10 @@ def _by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple
 
 
 class StageShape(NamedTuple):
-    """What makes one pipeline stage other than the next, before any weight is counted."""
+    """Properties that distinguish one pipeline stage from the next, before weights are counted."""
 
     number: int
-    """From 0, first to last."""
+    """Index of the stage, from 0."""
     is_first: bool
     is_last: bool
     num_layers: int
@@ -104,21 +104,22 @@ class StageShape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """A pipeline's stages. Of a long one most are alike: what they hold is told once."""
+    """A pipeline's stages, deduplicated: most stages of a long pipeline are identical."""
 
     kinds: tuple[StageShape, ...]
-    """The first stage of each kind: with most micro-batches in flight, all else being equal."""
+    """The first stage of each kind: it has the most micro-batches in flight of that kind."""
     kind_of: tuple[int, ...]
-    """Which of these each stage is like, first to last."""
+    """Index into ``kinds`` of each stage, first to last."""
 
 
 @lru_cache(maxsize=4096)
 def shapes_of(
     architecture: Architecture, stage_layers: tuple[int, ...], moe_layers: tuple[int, ...] | None = None
 ) -> Shapes:
-    """The stages of so many layers each.
+    """Return the stages with these numbers of layers.
 
-    ``moe_layers`` are those with routed experts on each, where a stage is not simply the next so many layers.
+    ``moe_layers`` is the number of layers with routed experts on each stage, if stages are not consecutive
+    layers.
     """
     if moe_layers is None:
         before = _moe_layers_before(architecture)
@@ -137,7 +138,7 @@ def shapes_of(
 
 
 def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
-    """The weights of one stage on one rank.
+    """Return the weights of one stage on one rank.
 
     ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
     """
@@ -164,7 +165,7 @@ def _whole(
     num_layers: Any,
     moe_layers: Any,
 ) -> Stage:
-    """A stage all of whose weights are trained; what memory and time ask of it, and plans have in common."""
+    """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
     layers = experts = edges = shard = edge_shard = most = largest_shard = 0
     for moe, count in _by_kind(arch, num_layers, moe_layers):
         one = looked_up(partial(layer_shard, arch, moe), tp, ep, num_shards)
@@ -199,7 +200,7 @@ def _whole(
 
 
 def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
-    """Adapter weights of a stage, and what one sharding rank keeps of them."""
+    """Return adapter weights of a stage, and one rank's shard of them."""
     arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
     whole = part = 0
     for moe, layers in kinds:
@@ -210,7 +211,7 @@ def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tup
 
 
 def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
-    """Rows of the embedding or head on one tensor-parallel rank, padding included."""
+    """Return rows of the embedding or head on one tensor-parallel rank, padding included."""
     rows: int = _rows(plan.architecture, plan.degrees.tp, vocab_multiple)
     return rows
 
@@ -226,9 +227,9 @@ INPUTS = ("embedding", "positions")
 def outer_tensors(
     arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
 ) -> list[tuple[str, int, int]]:
-    """(group, rows, columns) of each tensor outside the layers on one rank of a stage.
+    """Return (group, rows, columns) of each tensor outside the layers on one rank of a stage.
 
-    Of arrays of plans those that lack a tensor have no rows of it.
+    For arrays of plans, plans without a tensor have 0 rows of it.
     """
     rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
     found: list[tuple[str, int, int]] = []
@@ -254,18 +255,18 @@ def _any(condition: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _moe_layers_before(architecture: Architecture) -> tuple[int, ...]:
-    """MoE layers among the first 0, 1, 2, ... decoder layers."""
+    """Return the number of MoE layers among the first 0, 1, 2, ... decoder layers."""
     flags = (architecture.is_moe_layer(index) for index in range(architecture.num_hidden_layers))
     return (0, *accumulate(flags))
 
 
 @lru_cache(maxsize=4096)
 def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> Shard:
-    """One decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
+    """Return one decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
     dense = experts = dense_padded = experts_padded = 0
     for group, _, copies, rows, columns in rank_shapes(architecture, moe, tp, ep):
         if group == "experts":
-            # One row is one expert, so a rank may keep a whole expert, or none.
+            # One row is one expert, so a rank keeps whole experts, or none.
             experts += copies * rows * columns
             experts_padded += ceil_div(copies, max(1, num_shards // ep)) * rows * columns
             continue
@@ -280,7 +281,7 @@ class RankShape(NamedTuple):
     group: str
     name: str
     copies: int
-    """Experts in it; 1 for others."""
+    """Number of experts in it; 1 for other tensors."""
     rows: int
     columns: int
     """1 for vectors."""
@@ -288,14 +289,14 @@ class RankShape(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
-    """Every tensor of one decoder layer on one rank."""
+    """Return every tensor of one decoder layer on one rank."""
     found = []
     for group, name, shape in architecture.layer_shapes(first_layer(architecture, moe)):
         numel = 1
         for size in shape:
             numel *= size
         if group == "experts":
-            # tp cuts each expert's inner width; which side that is does not change the count.
+            # tp shards each expert's intermediate size; which side that is does not change the count.
             rows = shape[1] if len(shape) > 2 else 1
             columns = numel // shape[0] // rows
             if not name.endswith("down_proj_bias"):  # added once the ranks' parts are summed
@@ -321,5 +322,5 @@ def _is_cut(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _module(name: str) -> str:
-    """Whose parameter it is: "o_proj" of "self_attn.o_proj.weight"."""
+    """Return the parameter's module: "o_proj" for "self_attn.o_proj.weight"."""
     return name.split(".")[-2]

@@ -1,4 +1,4 @@
-"""What a framework's own memory model answers for one pipeline stage."""
+"""Training state of one pipeline stage: the result of a framework's memory model."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ _NOTHING: Mapping[Component, Term] = MappingProxyType({})
 
 
 class TrainingState(NamedTuple):
-    """Bytes of one rank's training state, as one framework keeps it."""
+    """Bytes of one rank's training state in one framework."""
 
     parameters: Term
-    """What the module holds throughout the step."""
+    """Parameters held throughout the step."""
     gradients: Term
-    """What is held once backward has passed, until the optimizer has used it."""
+    """Gradients after backward, until the optimizer has used them."""
     optimizer: Term
-    """Moments, and the fp32 main copies that the framework keeps beside the module."""
+    """Moments, and the fp32 main copies that the framework keeps besides the module."""
     gather_forward: Term = no_bytes("nothing is gathered")
-    """Gathered parameters and staging at the end of forward, when activations are fullest."""
+    """All-gathered parameters and staging buffers at the end of forward, when activations are largest."""
     optimizer_working: Term = no_bytes("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False
-    """The gradients' buffer is never freed: it is there at rest and in forward too."""
+    """Whether the gradient buffer is never freed, and so exists at rest and in forward too."""
     gradients_rest: Term | None = None
-    """Those at rest, and in the forward of a step's only micro-batch, where that is a part of them."""
+    """Gradients at rest, and in forward of a step with one micro-batch, if that is a part of them."""
     gradients_reduced: Term | None = None
-    """What is left of the gradients when the optimizer begins; None: all of them."""
+    """Gradients left when the optimizer step starts; None: all of them."""
     gather_rest: Term | None = None
-    """Staging that is allocated once and kept: there at rest and while the optimizer runs."""
+    """Staging buffers that are allocated once: present at rest and during the optimizer step."""
     gather_update: Term | None = None
-    """Staging while the optimizer runs, where it is not ``gather_rest``."""
+    """Staging buffers during the optimizer step, if different from ``gather_rest``."""
     initialisation: Mapping[Component, Term] = _NOTHING
-    """What the framework's own set-up holds at its peak, where it is not just the parameters."""
+    """Terms at the peak of the framework's own set-up, if more than the parameters."""
     group_sizes: tuple[int, ...] = ()
-    """Ranks in each communicator that a rank takes part in."""
+    """Number of ranks in each of a rank's communicators."""
     host_bytes: int = 0
-    """Host memory of one rank when offloading."""
+    """Host memory per rank with offloading."""
     nvme_bytes: int = 0
-    """Bytes of one rank on NVMe when offloading."""
+    """NVMe bytes per rank with offloading."""
     find_peaks: Callable[[Stage, Modules], list[Peak]] | None = None
-    """The instants of forward and backward, where the framework's own modules and schedule decide all."""
+    """Returns the peak candidates of forward and backward, if the framework has its own modules and
+    schedule."""
     find_backward: Callable[[Backward], list[Peak]] | None = None
-    """Otherwise: the instants of backward, in which its collectives meet what transformers' modules hold."""
+    """Otherwise: returns the peak candidates of backward for transformers' modules, from the framework's
+    collectives."""
     find_logits: Callable[[StageStep], tuple[Term, Term]] | None = None
-    """Logits at the end of forward and as backward starts, where a framework cuts the head itself."""
+    """Returns logits at the end of forward and the start of backward, if the framework shards the head
+    itself."""
     gradients_waiting: Term | None = None
-    """What earlier micro-batches have left while later ones run; None: ``gradients``."""
+    """Gradients of earlier micro-batches while later ones run; None: ``gradients``."""

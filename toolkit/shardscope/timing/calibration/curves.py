@@ -1,7 +1,7 @@
-"""Curves that were measured on a machine itself, and the rates that a prediction takes from them.
+"""Curves measured on a machine, and the rates that a prediction takes from them.
 
-``ss.calibrate()`` measures them (``runs/calibrate/``), ``store.py`` keeps them, :func:`rates_for` finds those
-that fit a cluster.
+``ss.calibrate()`` measures them (``runs/calibrate/``), ``store.py`` stores them, :func:`rates_for` selects
+those that match a cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DIRECTIONS = ("to_gpu", "to_host")
 MAX_SECONDS = 3_600.0
-"""No single measured call takes longer."""
+"""Maximum time of one measured call."""
 MAX_BYTES = 2**45
 MAX_POINTS = 1_000
 MAX_RANKS = 1_024
@@ -38,7 +38,7 @@ def _seconds(owner: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixProduct(JsonNoun):
-    """One product of a ``rows`` x ``inner`` by an ``inner`` x ``columns`` matrix."""
+    """Measured matmul of a ``rows`` x ``inner`` by an ``inner`` x ``columns`` matrix."""
 
     precision: str
     """"fp32", "tf32", "bf16" or "fp16"."""
@@ -46,7 +46,7 @@ class MatrixProduct(JsonNoun):
     inner: int
     columns: int
     seconds: float
-    """Of one product, while all ranks multiply: a third of a forward's and its backward's two."""
+    """Seconds of one matmul, while all ranks multiply: a third of one forward matmul and backward's two."""
 
     def __post_init__(self) -> None:
         one_of("MatrixProduct.precision", self.precision, PRECISIONS)
@@ -56,18 +56,18 @@ class MatrixProduct(JsonNoun):
 
     @property
     def flops_per_second(self) -> float:
-        """2 x rows x inner x columns FLOPs in these seconds."""
+        """FLOP/s, with 2 x rows x inner x columns FLOPs per matmul."""
         return 2.0 * self.rows * self.inner * self.columns / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPass(JsonNoun):
-    """Causal attention of one precision, forward and backward, by torch's scaled_dot_product_attention."""
+    """Measured causal attention in one precision, forward and backward (scaled_dot_product_attention)."""
 
     precision: str
     seq_len: int
     num_heads: int
-    """Heads of all sequences of the batch together."""
+    """Heads, summed over all sequences of the batch."""
     head_dim: int
     forward_seconds: float
     backward_seconds: float
@@ -81,23 +81,23 @@ class AttentionPass(JsonNoun):
 
     @property
     def flops_forward(self) -> float:
-        """Two products, of which causal attention needs one half (Dao 2023, section 4.1)."""
+        """FLOPs of two matmuls, of which causal attention needs one half (Dao 2023, section 4.1)."""
         return 2.0 * self.num_heads * self.seq_len**2 * self.head_dim
 
     @property
     def flops_backward(self) -> float:
-        """Five products (Dao 2023: 2.5 times the forward's)."""
+        """FLOPs of five matmuls (Dao 2023: 2.5 times the forward's)."""
         return 2.5 * self.flops_forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPass(JsonNoun):
-    """One operator that only reads and writes: a sum of two tensors."""
+    """Measured memory-bound operator: a sum of two tensors."""
 
     num_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     seconds: float
-    """While all ranks do the same."""
+    """Seconds while all ranks do the same."""
 
     def __post_init__(self) -> None:
         whole_number("MemoryPass.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
@@ -106,7 +106,7 @@ class MemoryPass(JsonNoun):
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy(JsonNoun):
-    """One copy between pinned host memory and a GPU, while all GPUs copy."""
+    """Measured copy between pinned host memory and a GPU, while all GPUs copy."""
 
     direction: str
     """"to_gpu" or "to_host"."""
@@ -121,11 +121,11 @@ class HostCopy(JsonNoun):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall(JsonNoun):
-    """One collective over all ranks of the calibration; "send" is one message from rank to neighbour."""
+    """Measured collective over all ranks of the calibration; "send" is one message to the next rank."""
 
     collective: Collective
     num_bytes: int
-    """The whole vector: what each rank has after a gather, or before a reduction."""
+    """Bytes of the full vector: each rank's output of an all-gather, or its input to a reduction."""
     seconds: float
 
     def __post_init__(self) -> None:
@@ -145,38 +145,39 @@ _curves: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(JsonNoun):
-    """What one machine's ranks were measured to do, how, and when. Raises ``ValueError`` for bad values.
+    """Measurements of one machine's ranks, with their conditions. Raises ``ValueError`` for bad values.
 
     Each time is the first quartile of several calls, on the slowest rank, while all ranks do the same: what a
-    synchronous step waits for on a machine that nothing else keeps busy. Of what CPU ranks compute it is the
-    processor's time; of collectives, the fastest call.
+    synchronous step takes on an otherwise idle machine. Computation on CPU ranks is measured in CPU time; for
+    collectives, the fastest call counts.
     """
 
     machine: str
-    """The host's name."""
+    """Host name."""
     processor: str
-    """The host's processor, as the system names it."""
+    """Host processor, as named by the system."""
     num_cores: int
-    """Cores that the ranks could use together."""
+    """Number of cores available to all ranks together."""
     gpu: str
-    """The GPU type's name; "cpu" for CPU ranks."""
+    """Name of the GPU type; "cpu" for CPU ranks."""
     num_ranks: int
-    """Ranks that measured at the same time."""
+    """Number of ranks that measured at the same time."""
     threads_per_rank: int
-    """Threads that torch's operators used on each rank's host side."""
+    """Number of intra-op CPU threads of torch per rank."""
     backend: str
-    """What carried the collectives: "gloo" or "nccl"."""
+    """Backend of the collectives: "gloo" or "nccl"."""
     torch_version: str
     measured_at: str
-    """When it began: ISO 8601, with its offset from UTC."""
+    """Start time: ISO 8601, with the offset from UTC."""
     measuring_seconds: float
-    """How long it took, the start of its processes included."""
+    """Duration, process start included."""
     load: float
-    """Runnable processes for each core in the minute before: well above 0, others disturbed the measuring."""
+    """Runnable processes per core in the minute before: well above 0, other processes disturbed the
+    measurement."""
     kernel_seconds: float
-    """What one operator of a transformers layer takes to be started, its modules' Python included."""
+    """Host time to launch one operator of a transformers layer, the Python code of its modules included."""
     host_updates_per_second: float
-    """Parameters that torch's fused AdamW updates in host memory in a second, all ranks together."""
+    """Parameters updated per second by torch's fused AdamW in host memory, all ranks together."""
     matrix_products: tuple[MatrixProduct, ...]
     attention: tuple[AttentionPass, ...]
     memory_passes: tuple[MemoryPass, ...]
@@ -208,7 +209,7 @@ class Calibration(JsonNoun):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The calibration that ``to_dict`` described. Raises ``ValueError`` for unknown or bad values."""
+        """Return the calibration from its ``to_dict``. Raise ``ValueError`` for unknown or bad values."""
         given = dict(data)
         for name, point in _curves.items():
             points = given.get(name, [])
@@ -219,20 +220,20 @@ class Calibration(JsonNoun):
 
     @property
     def source(self) -> str:
-        """Where rates of this calibration come from, in words."""
+        """Source of the rates of this calibration, as text for the user."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} of {self.gpu}"
         day = datetime.fromisoformat(self.measured_at).strftime("%Y-%m-%d %H:%M %Z")
         busy = f"; the machine was busy, load {self.load:.1f} a core" if self.load > BUSY_LOAD else ""
         return f"the calibration of {self.machine} ({ranks}, {self.backend}) of {day}{busy}"
 
     def rates(self, cluster: Cluster) -> Rates:
-        """The speeds of ``cluster`` as far as they were measured; the catalogue's for what was not."""
+        """Return the measured speeds of ``cluster``, and the catalogue's for what was not measured."""
         from shardscope.timing.calibration.fit import fitted
 
         return fitted(self, cluster)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a measured point: what, its size, its seconds."""
+        """Return one row per measured point: curve, size, seconds."""
         import pandas as pd
 
         rows = []
@@ -250,14 +251,14 @@ class Calibration(JsonNoun):
 
 
 BUSY_LOAD = 0.5
-"""Runnable processes a core above which the measured curves are said to be disturbed."""
+"""Runnable processes per core above which measured curves are reported as disturbed."""
 
 
 def rates_for(cluster: Cluster) -> Rates:
-    """The speeds of ``cluster``: as this machine was calibrated if it has such GPUs, or the catalogue's.
+    """Return the speeds of ``cluster``: this machine's calibration if it matches, else the catalogue's.
 
-    Cheap enough for every step: files are read when they changed. Raises ``ValueError`` for a stored
-    calibration that is damaged, naming its file.
+    Cheap enough to call on every step: files are read only when they change. Raises ``ValueError`` for a
+    damaged stored calibration, naming its file.
     """
     from shardscope.timing.calibration.store import stored_rates
     from shardscope.timing.rates import rates_of

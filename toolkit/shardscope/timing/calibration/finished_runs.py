@@ -1,6 +1,6 @@
-"""What finished runs really took for a step, kept beside the calibration of their machine.
+"""Measured step times of finished runs, stored with their machine's calibration.
 
-A prediction is never corrected by them: its report says how far such runs were from theirs, as a ratio.
+They never correct a prediction: its report shows the ratio of measured to predicted time of such runs.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MAX_RUNS = 64
-"""Measured steps that are kept for one machine and GPU type; an older one gives way."""
+"""Maximum number of measured steps stored per machine and GPU type; the oldest is dropped."""
 SKIPPED_STEPS = 3
-"""Of a run, its first: they allocate what later ones reuse."""
+"""Number of skipped first steps of a run: they allocate memory that later ones reuse."""
 MIN_STEPS = 5
-"""Steps that must be left for a median to be kept."""
+"""Minimum number of remaining steps for a median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep(JsonNoun):
-    """One finished run: its plan, what its steps took, what was predicted."""
+    """One finished run: its plan, its measured and its predicted step time."""
 
     run: str
-    """The run's name."""
+    """Name of the run."""
     finished_at: str
-    """ISO 8601, with its offset from UTC."""
+    """End time: ISO 8601, with the offset from UTC."""
     plan: Mapping[str, Any]
-    """What ``Plan.to_dict`` gives."""
+    """The plan as ``Plan.to_dict``."""
     num_steps: int
-    """Steps that the median is of."""
+    """Number of steps in the median."""
     seconds: float
-    """Median seconds of one step, all ranks' steps together."""
+    """Median seconds per step, over all steps of all ranks."""
     predicted_seconds: float | None
-    """What ``plan.step()`` said when the run was launched; None where it could not."""
+    """Result of ``plan.step()`` at launch; None if it failed."""
     predicted_from: str | None
-    """Which constants that came from."""
+    """Source of the prediction's constants."""
     load: float = 0.0
-    """Runnable processes for each core in its last minute, its own ranks apart."""
+    """Runnable processes per core in the run's last minute, its own ranks excluded."""
 
     def __post_init__(self) -> None:
         for name in ("run", "finished_at"):
@@ -65,24 +65,24 @@ class MeasuredStep(JsonNoun):
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured over predicted; None without a prediction."""
         return None if self.predicted_seconds is None else self.seconds / self.predicted_seconds
 
 
 class Residual(NamedTuple):
-    """How far runs of one architecture and framework on one machine were from their predictions."""
+    """Ratios of measured to predicted step time for one architecture and framework on one machine."""
 
     num_runs: int
     median: float
-    """Measured over predicted."""
+    """Median of measured over predicted."""
     low: float
     high: float
     num_busy: int = 0
-    """Runs beside which others kept the machine busy."""
+    """Number of runs during which other processes kept the machine busy."""
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Text for the user."""
         runs = "one finished run" if self.num_runs == 1 else f"{self.num_runs} finished runs"
         alone = self.num_runs == 1
         then = "the machine was busy then" if alone else f"{self.num_busy} of them while it was busy"
@@ -95,10 +95,10 @@ class Residual(NamedTuple):
 
 
 def residual(plan: Plan) -> Residual | None:
-    """What finished runs of this machine say of predictions like that of ``plan``; None where there are none.
+    """Return the residual of this machine's finished runs with comparable predictions; None without any.
 
-    Counted are runs of the same architecture and framework on such GPUs of this machine, predicted from the
-    same constants as ``plan`` would be now. Raises ``ValueError`` for a stored file that is damaged.
+    Counted are runs of the same architecture and framework on this machine's GPUs of the same type, predicted
+    from the same constants as ``plan`` would be now. Raises ``ValueError`` for a damaged stored file.
     """
     from shardscope.timing.calibration.curves import BUSY_LOAD, rates_for
     from shardscope.timing.calibration.store import data_folder, file_for, stored
@@ -124,9 +124,9 @@ def residual(plan: Plan) -> Residual | None:
 
 
 def median_step(metrics: Iterable[Mapping[str, Any]]) -> tuple[int, float] | None:
-    """(steps, median seconds) of a run's metrics as ranks logged them; None where there are too few.
+    """Return (number of steps, median seconds) of a run's logged metrics; None if there are too few steps.
 
-    Steps are synchronous, so that the ranks' own times differ by waiting only: all of them count.
+    Steps are synchronous, so the ranks' times differ only by waiting: all of them count.
     """
     seconds: dict[int, list[float]] = {}
     for line in metrics:

@@ -1,7 +1,7 @@
-"""From measured curves to the few rates that the step's formulas read.
+"""Fit of measured curves to the rates of the step-time formulas.
 
-Every fit is least squares of relative errors, so that small calls count as much as large ones, over the very
-formula that the prediction then uses (``MatrixRate.seconds``, ``collectives.seconds``).
+Every fit is least squares of relative errors, so that small calls count as much as large ones, with the same
+formulas that predictions use (``MatrixRate.seconds``, ``collectives.seconds``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     )
 
 WORTH_SECONDS = 50e-6
-"""A product that takes less says more about being started than about multiplying."""
+"""Minimum time of a fitted matmul: shorter ones are dominated by launch time."""
 
 
 class Term(NamedTuple):
-    """One measured time and what it is taken to be a sum of: ``first * x + second * y``."""
+    """One measured time, modelled as ``first * x + second * y``."""
 
     x: float
     y: float
@@ -40,7 +40,7 @@ class Term(NamedTuple):
 
 
 def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
-    """The catalogue's rates of ``cluster`` with everything replaced that ``calibration`` measured."""
+    """Return the catalogue's rates of ``cluster``, with everything that was measured replaced."""
     known = rates_of(cluster)
     matrices = dict(known.matrices)
     precisions = {product.precision for product in calibration.matrix_products}
@@ -67,11 +67,11 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
 
 
 STATE = ("all_reduce", "all_gather", "reduce_scatter")
-"""What training state travels by; a link's rate is fitted on these together."""
+"""Collectives of the training state; a link's rate is fitted to these together."""
 
 
 def fitted_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRate:
-    """The rate and the half size of products of one precision."""
+    """Return the speed and the half size of matmuls in one precision."""
     worth = [one for one in products if one.seconds >= WORTH_SECONDS] or products
     terms = []
     for one in worth:
@@ -80,16 +80,16 @@ def fitted_matrices(products: list[MatrixProduct], peak: float | None) -> Matrix
         terms.append(Term(2 * multiplied, 2.0 * moved, one.seconds))
     per_flop, per_moved = two_terms(terms)
     if not per_flop:
-        # Nothing measured was large enough to be bound by multiplying.
+        # No measured matmul was large enough to be compute-bound.
         return MatrixRate(max(one.flops_per_second for one in worth), 0.0, peak)
     return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
 
 
 def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
-    """Bandwidth and latency with which the formula of collectives comes nearest to ``calls`` over one node.
+    """Return the bandwidth and latency for which the collectives' formula best fits ``calls`` on one node.
 
-    The formula is asked, not turned around: whatever it does with the two is thus in the fit. They are moved
-    in turn, by ever smaller factors, while that makes the squares of the logarithms' differences less.
+    The formula is evaluated, not inverted, so the fit includes all of its effects. Coordinate search: each
+    figure is scaled by decreasing factors while that reduces the squared log errors.
     """
     largest = max(calls, key=lambda call: call.num_bytes)
     smallest = min(calls, key=lambda call: call.num_bytes)
@@ -110,7 +110,7 @@ def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRa
 
 
 def measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, MeasuredCalls]:
-    """By collective, the measured curve; a smaller call is never said to take longer than a larger one."""
+    """Return the measured curve by collective; smaller calls never take longer than larger ones."""
     by_name: dict[str, list[CollectiveCall]] = {}
     for call in calls:
         by_name.setdefault(call.collective, []).append(call)
@@ -124,7 +124,7 @@ def measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, Mea
 
 
 FINEST = 1.001
-"""The last factor by which a link's figures are moved: finer than any of them is known."""
+"""Last factor of the link search: finer than the precision of any figure."""
 
 
 def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
@@ -137,7 +137,7 @@ def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: 
 
 
 def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
-    """The ``first`` and ``second``, neither below 0, that make the relative errors' squares least."""
+    """Return the non-negative ``first`` and ``second`` that minimize the squared relative errors."""
     scaled = [(x / t, y / t) for x, y, t in terms]
     xx = sum(x * x for x, _ in scaled)
     yy = sum(y * y for _, y in scaled)
@@ -148,27 +148,27 @@ def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
         first, second = (x1 * yy - y1 * xy) / determinant, (y1 * xx - x1 * xy) / determinant
         if first >= 0 and second >= 0:
             return first, second
-    # On the edge of what is allowed one of them is 0: the better of the two.
+    # On the boundary one of them is 0: take the better of the two.
     edges = [(x1 / xx, 0.0)] if xx else []
     edges += [(0.0, y1 / yy)] if yy else []
     return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
 
 
 def fitted_memory(passes: Iterable[MemoryPass]) -> float:
-    """Bytes a second of passes through more than caches hold; of the largest one where none is as large."""
+    """Return the bandwidth of passes larger than caches, or of the largest pass if none is."""
     measured = sorted(passes, key=lambda one: one.num_bytes)
     large = [one for one in measured if one.num_bytes >= PAST_CACHES] or measured[-1:]
     return median(one.num_bytes / one.seconds for one in large)
 
 
 PAST_CACHES = 128 * 2**20
-"""More than a GPU's, and than a CPU rank's part of its host's."""
+"""More than a GPU's cache, and than a CPU rank's share of its host's."""
 
 
 def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
-    """By precision: the rates forward and backward, and the tokens at which half of both is reached.
+    """Return the forward and backward speeds and the half-speed sequence length, by precision.
 
-    Those tokens are tried out; with each of them the best rates are geometric means.
+    Sequence lengths are tried one by one; the best speeds for each are geometric means.
     """
     by_precision: dict[str, list[AttentionPass]] = {}
     for one in passes:
@@ -180,11 +180,11 @@ def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate
 
 
 HALF_KEYS = (0.0, *(2.0 ** (power / 2) for power in range(29)))
-"""Tokens, up to 16,384."""
+"""Candidate sequence lengths in tokens, up to 16,384."""
 
 
 def _attention(passes: list[AttentionPass], half_keys: float) -> tuple[float, AttentionRate]:
-    """Squares of the logarithms' differences, and the rates."""
+    """Return the squared log errors, and the rates."""
     forward, backward = [], []
     for one in passes:
         slower = 1 + half_keys / one.seq_len
@@ -195,7 +195,7 @@ def _attention(passes: list[AttentionPass], half_keys: float) -> tuple[float, At
 
 
 def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
-    """The slower direction of copies between GPU and host; of CPU ranks a copy in memory."""
+    """Return the slower direction of host copies; for CPU ranks, a copy in memory."""
     if calibration.gpu == "cpu":
         return LinkRate(known.name, memory / 2, calibration.kernel_seconds)
     slowest = known

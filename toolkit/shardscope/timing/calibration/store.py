@@ -1,7 +1,8 @@
-"""Where calibrations and measured steps of finished runs are kept: one file for a machine and its GPU type.
+"""Storage of calibrations and of finished runs' measured steps: one file per machine and GPU type.
 
 The folder is ``$SHARDSCOPE_DATA_HOME``, or else ``shardscope`` in the user's data folder by the XDG Base
-Directory Specification 0.8 (``$XDG_DATA_HOME``, ``~/.local/share``). Files are 0600, replaced as a whole.
+Directory Specification 0.8 (``$XDG_DATA_HOME``, ``~/.local/share``). Files have mode 0600 and are replaced
+atomically.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "SHARDSCOPE_DATA_HOME"
 MAX_FILE_BYTES = 32 * 2**20
-"""More than the most that is ever written."""
+"""Maximum file size: more than is ever written."""
 MAX_CALIBRATIONS = 16
-"""Of one machine and GPU type: one for each number of ranks."""
+"""Maximum per machine and GPU type: one for each number of ranks."""
 
 
 class NotStoredError(OSError):
-    """A calibration or a measured step could not be written; the message names the folder and what to do."""
+    """Failure to write a calibration or a measured step; the message names the folder and a fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRecord(JsonNoun):
-    """All that is known of one machine's GPUs of one type. Raises ``ValueError`` for bad values."""
+    """Calibrations and measured steps of one machine's GPUs of one type.
+
+    Raises ``ValueError`` for bad values.
+    """
 
     machine: str
     gpu: str
     calibrations: tuple[Calibration, ...] = ()
     """At most one for each number of ranks; the newest last."""
     steps: tuple[MeasuredStep, ...] = ()
-    """Of finished runs, the newest last."""
+    """Measured steps of finished runs; the newest last."""
 
     def __post_init__(self) -> None:
         for name, noun in (("calibrations", Calibration), ("steps", MeasuredStep)):
@@ -56,7 +60,7 @@ class MachineRecord(JsonNoun):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The record that ``to_dict`` described. Raises ``ValueError`` for unknown or bad values."""
+        """Return the record from its ``to_dict``. Raise ``ValueError`` for unknown or bad values."""
         given = dict(data)
         for name, noun in (("calibrations", Calibration), ("steps", MeasuredStep)):
             found = given.get(name, [])
@@ -66,19 +70,19 @@ class MachineRecord(JsonNoun):
         return super().from_dict(given)
 
     def with_calibration(self, calibration: Calibration) -> MachineRecord:
-        """The same with ``calibration`` in place of an earlier one of as many ranks."""
+        """Return a copy with ``calibration`` instead of an earlier one with as many ranks."""
         others = [one for one in self.calibrations if one.num_ranks != calibration.num_ranks]
         kept = (*others, calibration)[-MAX_CALIBRATIONS:]
         return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=kept, steps=self.steps)
 
     def with_step(self, step: MeasuredStep) -> MachineRecord:
-        """The same with one more measured step; the oldest gives way."""
+        """Return a copy with one more measured step; the oldest is dropped beyond ``MAX_RUNS``."""
         kept = (*self.steps, step)[-MAX_RUNS:]
         return MachineRecord(machine=self.machine, gpu=self.gpu, calibrations=self.calibrations, steps=kept)
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """``folder``, or where this user's measurements are kept. Raises ``ValueError`` for what is no path."""
+    """Return ``folder``, or the user's default data folder. Raise ``ValueError`` for an invalid path."""
     if folder is not None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
         if not isinstance(text, str) or not text or "\0" in text:
@@ -87,26 +91,26 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named).expanduser().absolute()
     base = os.environ.get("XDG_DATA_HOME", "")
-    # The specification: a relative path there is invalid, and ignored.
+    # The specification: a relative path is invalid, and ignored.
     home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "share"
     return home / "shardscope"
 
 
 def file_for(gpu: str, folder: Path, machine: str | None = None) -> Path:
-    """The file of ``machine`` (this one by default) and ``gpu``."""
+    """Return the file of ``machine`` (this one by default) and ``gpu``."""
     return folder / "calibration" / _file_name(machine or machine_name(), gpu)
 
 
 @lru_cache(maxsize=1)
 def machine_name() -> str:
-    """This host's name, as files and reports call it."""
+    """Return this host's name as used in files and reports."""
     return _plain(socket.gethostname()) or "unnamed"
 
 
 def stored_rates(cluster: Cluster) -> Rates | None:
-    """Rates of the stored calibration that fits ``cluster``, or None. Microseconds, while nothing changed.
+    """Return the rates of the stored calibration that matches ``cluster``, or None.
 
-    Raises as :func:`stored` does.
+    Takes microseconds if no file has changed. Raises as :func:`stored` does.
     """
     folder = _calibrations(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
     every = _stamp(folder)
@@ -114,7 +118,7 @@ def stored_rates(cluster: Cluster) -> Rates | None:
         return None
     gpu = cluster.gpu.name
     own = _stamp(f"{folder}/{_file_name(machine_name(), gpu)}")
-    # Those of other hosts in the same folder count only where this one has none.
+    # Calibrations of other hosts in the same folder count only if this one has none.
     others = None if own or gpu == "cpu" else every
     if own is None and others is None:
         return None
@@ -122,10 +126,11 @@ def stored_rates(cluster: Cluster) -> Rates | None:
 
 
 def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
-    """The stored calibration that fits ``cluster``: of such GPUs here, or on another host of the folder.
+    """Return the stored calibration that matches ``cluster``: of this host, or of another one in the folder.
 
-    CPU ranks share their host's cores, so theirs must be of this host, with as many ranks and cores as then.
-    Of GPUs that of as many in a node is taken, or else the one of most. Raises as :func:`stored` does.
+    CPU ranks share their host's cores, so theirs must be of this host, with the same numbers of ranks and
+    cores. For GPUs, one with as many ranks as GPUs per node is preferred, else the one with the most. Raises
+    as :func:`stored` does.
     """
     place = data_folder(folder)
     record = stored(file_for(cluster.gpu.name, place))
@@ -142,18 +147,18 @@ def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = No
 
 
 def stored(path: Path) -> MachineRecord | None:
-    """What ``path`` holds, read when it changed; None if there is no such file.
+    """Return the record in ``path``, cached until the file changes; None if there is no such file.
 
-    Raises ``ValueError`` naming the file and what is wrong with it.
+    Raises ``ValueError`` naming the file and the problem.
     """
     stamp = _stamp(str(path))
     return None if stamp is None else _read(path, *stamp)
 
 
 def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Keep ``calibration`` in place of an earlier one of as many ranks; the file's path.
+    """Store ``calibration`` instead of an earlier one with as many ranks. Return the file's path.
 
-    A damaged file is put aside, for a new calibration is what mends it. Raises :class:`NotStoredError`.
+    A damaged file is renamed, because a new calibration is its fix. Raises :class:`NotStoredError`.
     """
     path = file_for(calibration.gpu, data_folder(folder), calibration.machine)
     with locked(path):
@@ -168,7 +173,10 @@ def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] |
 
 
 def store_step(step: MeasuredStep, gpu: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Keep a finished run's step; the file's path. Raises :class:`NotStoredError` and ``ValueError``."""
+    """Store a finished run's step. Return the file's path.
+
+    Raises :class:`NotStoredError`, and ``ValueError`` for a damaged file.
+    """
     path = file_for(gpu, data_folder(folder))
     with locked(path):
         record = stored(path) or MachineRecord(machine=machine_name(), gpu=gpu)
@@ -177,7 +185,7 @@ def store_step(step: MeasuredStep, gpu: str, folder: str | os.PathLike[str] | No
 
 
 def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
-    """Raise :class:`NotStoredError` before a minute is spent on what could then not be kept."""
+    """Raise :class:`NotStoredError` early, before a minute of measurements that could not be stored."""
     place = data_folder(folder) / "calibration"
     with _in_words(place):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -188,7 +196,10 @@ def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock beside ``path``, which ends with this process. ``BlockingIOError`` without ``wait``."""
+    """Hold the lock file of ``path``; it is released if the process ends.
+
+    Raises ``BlockingIOError`` without ``wait`` if it is held elsewhere.
+    """
     import fcntl
 
     lock = path.with_name(f".{path.name}.lock")
@@ -230,7 +241,7 @@ def _file_name(machine: str, gpu: str) -> str:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What tells whether a file or a folder is another than at the last look."""
+    """Return modification time, size and inode of a file or folder, to detect changes."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a Path takes longer to make than to ask
     except OSError:
@@ -239,7 +250,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _of_other_hosts(gpu: str, folder: Path) -> tuple[Calibration, ...]:
-    """Of a folder that several hosts share: the calibrations of the one that was measured last."""
+    """Return the most recently measured host's calibrations in a folder shared by several hosts."""
     place = folder / "calibration"
     try:
         modified = place.stat().st_mtime_ns
@@ -279,5 +290,5 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 
 def _plain(name: str) -> str:
-    """``name`` as a part of a file's name."""
+    """Return ``name`` with only characters that are safe in a file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100]

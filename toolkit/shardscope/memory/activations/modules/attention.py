@@ -1,4 +1,4 @@
-"""What the attention kernel itself saves: fused (flash, memory-efficient), masked, eager, plain math."""
+"""Tensors saved by attention kernels: fused (flash, memory-efficient), masked, eager, SDPA's math backend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def is_eager(arch: Architecture, modules: Modules) -> bool:
-    """Whether attention runs in plain operations."""
+    """Return whether attention runs as separate PyTorch operators (``attn_implementation="eager"``)."""
     return not family_of(arch).has_sdpa or modules.attention == "eager"
 
 
 class Widths(NamedTuple):
-    """Numbers a token has on each side of the attention kernel."""
+    """Elements per token of each operand of the attention kernel."""
 
     query: int
     key: int
@@ -29,12 +29,12 @@ class Widths(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Query, key and value."""
+        """Elements of query, key and value together."""
         return self.query + self.key + self.value
 
 
 def widths(arch: Architecture) -> Widths:
-    """Numbers of a token in the kernel's operands; with grouped queries keys and values are narrower."""
+    """Return elements per token of the kernel's operands; grouped keys and values are narrower."""
     heads, latent = arch.num_attention_heads, arch.latent_attention
     if latent is not None:
         # DeepSeek-V2, section 2.1: training expands keys and values to all heads.
@@ -46,7 +46,7 @@ def widths(arch: Architecture) -> Widths:
 
 @lru_cache(maxsize=1024)
 def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: those that attend to everything lie evenly between them."""
+    """Return which layers have a sliding window: full-attention layers are spaced evenly between them."""
     full = num_layers - num_sliding
     return tuple(
         (index + 1) * full // num_layers == index * full // num_layers for index in range(num_layers)
@@ -54,29 +54,32 @@ def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
 
 
 def masked(arch: Architecture, modules: Modules) -> bool:
-    """Whether transformers passes a mask, which the kernel keeps: always, or for a window in force."""
+    """Return whether transformers passes a mask, which the kernel saves.
+
+    Some families always pass one; others only for a sliding window shorter than the sequence.
+    """
     if family_of(arch).always_passes_mask:
         return True
     if modules.attention == "flash":
-        # FlashAttention knows windows, and documents that were packed, by numbers of its own.
+        # FlashAttention takes windows and packed documents as integer arguments, without a mask.
         return False
     windowed = bool(arch.sliding_window_layers) if modules.windowed is None else modules.windowed
     return bool(windowed and arch.sliding_window and modules.seq_len >= arch.sliding_window)
 
 
 def scores_per_token(arch: Architecture, modules: Modules) -> int:
-    """Bytes of attention scores that one query keeps, over all heads and keys; 0 with a fused kernel."""
+    """Return bytes of saved attention scores per query over all heads and keys; 0 with a fused kernel."""
     heads = arch.num_attention_heads
     each_key = heads * modules.seq_len
     if modules.kernels == "megatron":
         return 0
     cast = modules.compute if modules.compute < FP32 else 0
     if family_of(arch).has_attention_sinks:
-        # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
+        # The softmax over keys and sink, the index of each row's maximum, and autocast's copy.
         softmax = heads * (modules.seq_len + 1) * modules.stream
         return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
     if is_eager(arch, modules):
-        # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
+        # The soft cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
         tanh = modules.compute if family_of(arch).has_softcapping else 0
         return each_key * (tanh + FP32 + cast)
     if in_plain_math(arch, modules):
@@ -86,7 +89,7 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
 
 
 def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str = "o_proj") -> list[Saved]:
-    """The kernel's operands, statistics and output, and the output projection's input where it is a copy."""
+    """Return the kernel's operands, statistics and output, and the output projection's input if copied."""
     c, heads, width = modules.compute, arch.num_attention_heads, widths(arch)
     scores = scores_per_token(arch, modules)
     if scores:
@@ -98,13 +101,13 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     if family_of(arch).expands_key_heads:
         key, value = _expanded_operands(arch, modules)
     elif has_mask and width.key < width.query:
-        # With a mask SDPA wants as many keys as queries.
+        # With a mask, SDPA needs as many key heads as query heads.
         key = value = width.query
     elif family_of(arch).values_are_views and not (modules.quantized and modules.normed > c):
-        # A base in few bits puts out the type of its input, of which autocast makes copies.
+        # A quantized base returns its input's dtype, which autocast then copies.
         value = width.query + 2 * width.key
     if has_mask:
-        # The kernel keeps the mask in the operands' type.
+        # The kernel saves the mask in the operands' dtype.
         tensors.append(Saved("attention", modules.seq_len * c, "whole"))
     latent = arch.latent_attention
     if latent is not None:
@@ -119,7 +122,10 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
 
 
 def _plain_operands(arch: Architecture, modules: Modules) -> int:
-    """Query, key and value where the scores are a tensor: repeated to all heads; upcast in plain math."""
+    """Return bytes of query, key and value of unfused attention.
+
+    They are repeated to all heads (eager), or upcast to fp32 (SDPA's math backend).
+    """
     width, c = widths(arch), modules.compute
     if is_eager(arch, modules):
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
@@ -134,10 +140,10 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
 
 
 def _expanded_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
-    """Numbers that key and value keep: newer Falcons repeat both to all heads, older ones' are views.
+    """Return elements of saved key and value: repeated to all heads in newer Falcons, views in older ones.
 
-    Values are a view of the fused output; biases in fp32 make that fp32 under autocast, and the kernel has a
-    copy.
+    Values are a view of the fused output. With fp32 biases that is fp32 under autocast, and the kernel saves
+    a copy.
     """
     query = widths(arch).query
     repeated = arch.new_decoder_architecture or (modules.stream > modules.compute and arch.attention_bias)
@@ -145,10 +151,11 @@ def _expanded_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
 
 
 def in_plain_math(arch: Architecture, modules: Modules) -> bool:
-    """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
+    """Return whether SDPA falls back to its math backend.
 
-    On a GPU also what :func:`only_plain_math` says. On CPU ranks also with dropout in attention, and where
-    values are narrower than keys.
+    It does for a single key head that SDPA must broadcast (Falcon-7B). On a GPU, also if
+    :func:`only_plain_math` is true; on CPU ranks, also with attention dropout, and if values are narrower
+    than keys.
     """
     if has_one_key_head(arch):
         return True
@@ -159,25 +166,26 @@ def in_plain_math(arch: Architecture, modules: Modules) -> bool:
 
 
 def has_one_key_head(arch: Architecture) -> bool:
-    """Whether SDPA is to broadcast a lone key head, which only plain math does (older Falcons)."""
+    """Return whether SDPA must broadcast a single key head: only its math backend can (older Falcons)."""
     broadcasts = family_of(arch).expands_key_heads and not arch.new_decoder_architecture
     return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 
 
 def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
-    """Whether products with a lone key head read it where it is: ``expand`` copies only between sequences.
+    """Return whether matmuls read a single key head in place, which needs micro-batch size 1.
 
-    ``torch.matmul`` folds heads into the batch, which strides allow for a batch of one.
+    ``torch.matmul`` folds heads into the batch. The strides of ``expand`` allow that without a copy only for
+    one sequence.
     """
     return has_one_key_head(arch) and micro_batch_size == 1
 
 
 def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
-    """Whether the output must be made contiguous for the projection.
+    """Return whether the output is copied to be contiguous for the projection.
 
-    Flash attention lays its output out as the query is. Families that put the query together with ``cat``
-    have it by heads, where the projection wants it by tokens; the memory-efficient kernel, which takes what
-    has a mask or is in fp32, lays it by tokens.
+    Flash attention lays out its output like the query. Families that build the query with ``cat`` have it
+    head-major, while the projection needs token-major. The memory-efficient kernel, used with a mask or in
+    fp32, returns token-major.
     """
     latent = arch.latent_attention
     if latent is not None:
@@ -190,10 +198,11 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
 
 
 def fused_attention(plan: Plan) -> str:
-    """What :attr:`Modules.fused_attention` says.
+    """Return the value of :attr:`Modules.fused_attention`: ``flash``, ``efficient`` or ``none``.
 
-    Flash attention is half precision, from Ampere on; before that the memory-efficient kernel takes fp16 and
-    fp32 (torch's ``sdp_utils.cpp``: ``check_sm_version``, ``less_than_sm80_mem_efficient_dtypes``).
+    Flash attention needs half precision and Ampere or later; before that, the memory-efficient kernel
+    supports fp16 and fp32 (torch's ``sdp_utils.cpp``: ``check_sm_version``,
+    ``less_than_sm80_mem_efficient_dtypes``).
     """
     if not plan.on_gpu or plan.cluster.gpu.has_flash_attention:
         return "flash"
@@ -201,11 +210,11 @@ def fused_attention(plan: Plan) -> str:
 
 
 def only_plain_math(arch: Architecture, modules: Modules) -> bool:
-    """Whether CUDA has no fused kernel for this attention: grouped queries without a mask, in fp32 or before
-    Ampere; or bf16 before Ampere.
+    """Return whether CUDA has no fused kernel for this attention.
 
-    Flash attention is half precision; the memory-efficient kernel has no grouped queries (torch's
-    ``sdp_utils.cpp``, ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
+    That is bf16 before Ampere; and grouped queries without a mask, in fp32 or before Ampere: flash attention
+    is half precision, and the memory-efficient kernel has no grouped queries (torch's ``sdp_utils.cpp``,
+    ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
     """
     if not family_of(arch).has_sdpa:
         return False

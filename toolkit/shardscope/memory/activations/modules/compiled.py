@@ -1,10 +1,10 @@
-"""transformers' decoder layers, each of them compiled by itself (``layer.compile()``, as torchtitan does).
+"""Saved tensors of transformers' decoder layers compiled one by one (``layer.compile()``, as in torchtitan).
 
-What a compiled layer keeps is decided by a minimum cut between its forward and its backward
-(``torch/_functorch/partitioners.py``, ``min_cut_rematerialization_partition``): what a matrix product or
-attention reads or makes stays; chains of pointwise operators between them are computed again inside
-backward's own kernels, and so is a norm, but for its row statistics. Read off graphs that inductor itself
-cut, with CUDA's operators too (tests/runs/test_compiled_layers.py).
+A minimum cut between forward and backward decides what a compiled layer saves
+(``torch/_functorch/partitioners.py``, ``min_cut_rematerialization_partition``): inputs and outputs of matmuls
+and attention are saved; chains of pointwise operators between them are recomputed inside backward's fused
+kernels, and so are norms, except their row statistics. Read from graphs partitioned by inductor, with CUDA's
+operators too (tests/runs/test_compiled_layers.py).
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 COMPILED_FAMILIES = families_with("compiled_layers")
-"""Families whose compiled layers were counted: RMSNorm, a gated MLP, SDPA.
+"""Families whose compiled layers were measured: RMSNorm, a gated MLP, SDPA.
 
-Not Phi-3: it depends on how much of a head is rotated, which an ``Architecture`` does not say, for without a
-rest the ``cat`` behind it is compiled away.
-"""
+Phi-3 is excluded: its saved tensors depend on the rotated part of a head, which an ``Architecture`` does not
+have: with full rotation, the ``cat`` after it is compiled away."""
 
 
 def compiled_layer(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves."""
+    """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     return [
         Saved("norms", _norms(arch, modules), "sequence"),
         *kernel_tensors(arch, modules),
         *_query_key_norms(arch, modules),
-        # What attention puts out: with the layer's input it makes the stream that the MLP's norm reads.
+        # Attention's output: with the layer's input it gives the residual stream, the input of the MLP's
+        # norm.
         Saved("norms", hidden * c, "sequence"),
-        # Both branches and, for the last projection, their product.
+        # Both branches and, for the down projection, their product.
         Saved("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
     ]
 
 
 def _norms(arch: Architecture, modules: Modules) -> int:
-    """The layer's input, 1/rms of each norm, and its output once for all projections that read it.
+    """Return bytes of the layer's input, each norm's 1/rms, and its output, shared by all projections.
 
-    Norms behind the MLP read what it puts out. OLMo 2 has no others: its projections read the stream.
+    Norms after the MLP read its output. OLMo 2 has only such norms: its projections read the residual stream.
     """
     c, hidden = modules.compute, arch.hidden_size
     attention, mlp = (any(map(modules.feeds, readers)) for readers in stream_readers(arch))
@@ -57,7 +57,7 @@ def _norms(arch: Architecture, modules: Modules) -> int:
 
 
 def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
-    """What the projections put out, and 1/rms of each head; OLMo 2 normalises all heads together."""
+    """Return the projections' outputs and 1/rms per head (OLMo 2: over all heads together)."""
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
@@ -66,9 +66,10 @@ def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int:
-    """Bytes a token does not leave in the first layer under adapters, whose input needs no gradient.
+    """Return bytes per token not saved in the first layer under adapters, whose input needs no gradient.
 
-    Without norms behind, the stream between attention and the MLP stays instead of attention's output.
+    Without norms after the blocks, the residual stream between attention and MLP is saved instead of
+    attention's output.
     """
     if family_of(arch).is_post_norm:
         return 0
@@ -76,9 +77,9 @@ def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int
 
 
 def compiled_again(arch: Architecture, modules: Modules) -> int:
-    """Bytes a token takes in a layer that its backward computes again, beside all that it would have kept.
+    """Return bytes per token of a recomputed layer's backward, on top of its saved tensors.
 
-    One kernel then makes the product and both branches' gradients from the branches, each read twice, so that
-    none is written over: two inner widths more than a layer needs that kept its own.
+    One kernel then computes the product and both branches' gradients from the branches. Each branch is read
+    twice, so none is overwritten: two intermediate-size tensors more than without recomputation.
     """
     return 2 * arch.intermediate_size * modules.compute * modules.feeds("down_proj")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves."""
+    """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     attention_readers, mlp_readers = stream_readers(arch)
     tensors = [
@@ -34,25 +34,28 @@ def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved
 
 
 def mlp_copies(arch: Architecture, modules: Modules) -> int:
-    """Inner widths that the MLP keeps: gate, silu(gate), up, or the activation's input; and the product."""
+    """Return how many intermediate-size tensors the MLP saves.
+
+    Gate, silu(gate) and up, or the activation's input; and the product.
+    """
     return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
 
 
 def _norms(arch: Architecture, modules: Modules) -> int:
-    """RMSNorm upcasts: fp32 input, 1/rms (one number) and, for the weight's gradient, normalised input."""
+    """Return bytes saved by RMSNorms: fp32 input, 1/rms and, for the weight's gradient, normalized input."""
     hidden, count = arch.hidden_size, arch.norms_per_layer
     saved = count * (hidden * FP32 + FP32)
     if not modules.trained:
         return saved
     if family_of(arch).scales_before_cast:
         return saved + count * hidden * FP32
-    # Norms behind a projection (GLM-4) cast back to what it puts out.
+    # Norms after a projection (GLM-4) cast back to its output's dtype.
     behind = count - 2 if count > 2 else 0
     return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
 
 
 def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Norms of queries and keys, where the family has them."""
+    """Return the tensors saved by query and key norms, if the family has them."""
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
@@ -63,7 +66,7 @@ def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
-    """DeepSeek's compressed query and key-value: each normalised, then projected up."""
+    """Return DeepSeek's compressed query and key-value: each normalized, then projected up."""
     if arch.latent_attention is None:
         return []
     c, saved = modules.compute, 0

@@ -1,4 +1,4 @@
-"""A dropless mixture in transformers 5: every token goes through its experts and the shared ones."""
+"""Saved tensors of a dropless mixture of experts in transformers 5, with routed and shared experts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
-    """What the router, the routed and the shared experts save, with tokens evenly routed."""
+    """Return the tensors saved by router, routed and shared experts, with evenly routed tokens."""
     experts = arch.mixture_of_experts
     if experts is None:
         raise AssertionError("an expert layer of an architecture without experts")
     c, hidden, top_k = modules.compute, arch.hidden_size, experts.num_experts_per_tok
     shared = experts.shared_expert_intermediate_size
-    # Grouped products are not autocast: they run in the weights' own type, as the stream does.
+    # Grouped matmuls are not autocast: they run in the weights' dtype, like the residual stream.
     width = modules.stream
-    # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
+    # Frozen experts need no inputs; the unweighted output is saved for the router weights' gradient.
     routed = 2 * hidden * width if modules.trained else hidden * width
-    # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.
+    # gpt-oss clamps its gate, and multiplies it by its sigmoid in separate operators.
     copies = (6 if family_of(arch).has_clamped_experts else 3) + modules.trained
     inner = copies * experts.moe_intermediate_size * width
     readers = ("router",) + (("gate_proj", "up_proj") if shared else ())
@@ -39,20 +39,20 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
         copies = 3 + modules.inner_copies("down_proj")
         tensors.append(Saved("mlp", copies * shared * c, "tp"))
     if gated:
-        # What the shared expert puts out, and how much of it its gate lets through.
+        # The shared expert's output and its sigmoid gate.
         tensors.append(Saved("experts", (hidden + 1) * c, "sequence"))
     return tensors
 
 
 def _router(arch: Architecture, modules: Modules) -> int:
-    """Scores of all experts, weights and places of the chosen ones, and the sort that groups tokens."""
+    """Return bytes of expert scores, top-k weights and indices, and the sort of tokens by expert."""
     experts = arch.mixture_of_experts
     assert experts is not None
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     places = 4 * INT64 * top_k
     reads, router = modules.feeds("router"), family_of(arch).router
     if router == "softmax_of_top_k":
-        # Experts in sorted order choose the biases that get gradients.
+        # The sorted expert indices gather the biases, which get gradients.
         return 2 * top_k * c + places + INT64 * top_k * modules.trained
     if router == "softmax_upcast":
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0

@@ -1,7 +1,7 @@
-"""What the very first layer does not save under adapters: no gradient reaches its input.
+"""Tensors that the first layer does not save under adapters, because no gradient reaches its input.
 
-Embeddings are frozen, so the first norm needs no gradient of its input, nor does anything up to the first
-adapter. Where attention and MLP stand side by side, neither does that layer's MLP.
+Embeddings are frozen, so neither the first norm nor anything before the first adapter needs a gradient of its
+input. With parallel attention and MLP, this includes the first layer's MLP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved, ...]:
-    """The tensors of a layer's list that the first layer lacks."""
+    """Return the tensors of a layer's list that the first layer does not save."""
     if modules.kernels == "compiled" and not modules.trained:
         return (Saved("norms", unsaved_in_first_compiled_layer(arch, modules), "sequence"),)
     other_modules = modules.kernels != "transformers"
@@ -55,7 +55,7 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
 
 
 def _masks(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Of dropout before adapters, where what is dropped has no gradient; over int8 in fp32 its input too."""
+    """Return masks of adapter dropout whose input has no gradient; over fp32 int8 bases, also the input."""
     adapted, width = _first_adapted(arch, modules)
     mask = 1 if modules.on_gpu else FP32 if modules.autocast or modules.int8_base else modules.compute
     masks = adapted * width * mask
@@ -65,7 +65,7 @@ def _masks(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def _first_adapted(arch: Architecture, modules: Modules) -> tuple[int, int]:
-    """How many adapters read the first input that any reads, and the numbers of a token in it."""
+    """Return how many adapters read the first adapted input, and its elements per token."""
     for readers, width in _inputs(arch):
         adapted = len(set(readers).intersection(modules.targets or ()))
         if adapted:
@@ -74,7 +74,7 @@ def _first_adapted(arch: Architecture, modules: Modules) -> tuple[int, int]:
 
 
 def _inputs(arch: Architecture) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Projections that read one tensor, in the order of forward, and the numbers of a token in it."""
+    """Return the projections that read each tensor, in forward order, and its elements per token."""
     names, hidden = names_of(arch), arch.hidden_size
     return (
         (attention_inputs(arch), hidden),
@@ -85,14 +85,14 @@ def _inputs(arch: Architecture) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _inputs_of_frozen(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Inputs that frozen projections keep where these have a gradient, as far as the first adapter's."""
+    """Return inputs that frozen projections save if these have a gradient, up to the first adapter's."""
     targets = set(modules.targets or ())
     unsaved = 0
     for readers, width in _inputs(arch):
-        # What attention puts out is saved as that.
+        # Attention's output is already counted as the kernel's output.
         own = 0 if readers == (names_of(arch).output,) else width * modules.compute
         if targets.intersection(readers):
-            # The adapter keeps the same tensor, unless it was dropped before.
+            # The adapter saves the same tensor, unless dropout has copied it.
             unsaved += modules.adapter_dropout * own
             break
         unsaved += own
@@ -100,9 +100,9 @@ def _inputs_of_frozen(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:
-    """What a product over int8 keeps where its input has a gradient (``MatMul8bitLt``), and here it has none.
+    """Return the inputs of int8 matmuls (``MatMul8bitLt``) that are not saved here, for lack of a gradient.
 
-    Adapters keep their own fp32 copies; of an fp32 model they keep the same tensor.
+    Adapters save their own fp32 copies; in an fp32 model they save the same tensor.
     """
     readers, targets = attention_inputs(arch), set(modules.targets or ())
     shared = modules.compute == FP32 and targets.intersection(readers)
@@ -113,7 +113,7 @@ def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved) -> list[Saved]:
-    """Attention, and the feed-forward's norm and branches, where nothing before them is adapted."""
+    """Return attention's tensors, and the feed-forward's norm and branches, if nothing before is adapted."""
     c, width, output = modules.compute, widths(arch), names_of(arch).output
     attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
     if any(modules.feeds(name) for name in attention - {output}):
@@ -128,7 +128,7 @@ def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved)
     if modules.feeds(output) or arch.is_moe_layer(0) or arch.norms_per_layer > 2:
         return unsaved
     unsaved.append(norm)
-    # The gate needs its own output and the other branch; that needs the activation.
+    # The gate's gradient needs its own output and the up branch; the up branch's needs the activation.
     gate, up = (modules.feeds(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
     branches = (0 if gate else 2) + (0 if up else 1)
     unsaved.append(Saved("mlp", branches * arch.intermediate_size * c, "tp"))
@@ -136,7 +136,10 @@ def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved)
 
 
 def _under_values_alone(arch: Architecture, modules: Modules, inputs: set[str]) -> list[Saved]:
-    """Queries' and keys' norms; in plain operations values need the probabilities only, no other operand."""
+    """Return unsaved tensors if only ``v_proj`` is adapted: query and key norms.
+
+    With eager attention, values need only the probabilities, so the other operands are not saved either.
+    """
     if inputs.intersection(modules.targets or ()) != {"v_proj"}:
         return []
     if not is_eager(arch, modules):

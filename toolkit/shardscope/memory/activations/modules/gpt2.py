@@ -1,4 +1,4 @@
-"""GPT-2's layer in transformers: LayerNorm, one qkv projection, dropout, gelu in plain operations."""
+"""Saved tensors of GPT-2's layer in transformers: LayerNorm, fused qkv projection, dropout, unfused gelu."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves. Dropout's mask is a byte a number on a GPU, a number on a CPU."""
+    """Return every tensor that the layer saves.
+
+    Dropout's mask has a byte per element on a GPU, a full number on a CPU.
+    """
     c, hidden = modules.compute, arch.hidden_size
     mask = (1 if modules.on_gpu else c) if modules.dropout else 0
-    # LayerNorm's mean and 1/std: fp32, but on a CPU in the type of its input.
+    # LayerNorm's mean and 1/std: fp32, but the input's dtype on a CPU.
     statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
     inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
     return [
@@ -32,7 +35,10 @@ def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def gelu_in_plain_operations(modules: Modules) -> int:
-    """0.5 x (1 + tanh(...x^3)): x for its power, 0.5 x, tanh, and 1 + tanh. CUDA autocast powers in fp32."""
+    """Return bytes per element saved by the unfused gelu 0.5 x (1 + tanh(...x^3)).
+
+    These are x for its power, 0.5 x, tanh, and 1 + tanh. CUDA's autocast computes powers in fp32.
+    """
     if modules.autocast and modules.on_gpu:
         return 3 * FP32 + modules.compute
     return 4 * modules.compute

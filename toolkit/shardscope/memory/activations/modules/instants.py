@@ -1,8 +1,8 @@
-"""The instants of one layer at which a step can be fullest, operator by operator, as autograd runs them.
+"""Peak candidates of one layer, operator by operator in the order of autograd.
 
-Autograd frees what an operator saved as soon as that has gone backward, and has all gradients of weights that
-it passed. So where a layer is fullest depends on the framework: in the feed-forward there is most of what
-forward saved, at the layer's other end there are most gradients of weights.
+Autograd frees an operator's saved tensors after its backward, and keeps the gradients of all weights so far.
+So a layer's peak depends on the framework: in the feed-forward, most saved tensors are alive; at the start of
+the layer, most weight gradients are.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 class Instant(NamedTuple):
-    """One moment inside a layer."""
+    """One peak candidate inside a layer."""
 
     held: int
-    """Bytes for one token: what the layer still has of what it saved, and gradients of activations."""
+    """Bytes per token: the layer's saved tensors still alive, and gradients of activations."""
     done: int = 0
-    """Weights of the layer that have their gradients by then, the one in the making included."""
+    """Number of the layer's weights whose gradients exist, including the one being computed."""
     making: int = 0
-    """Weights of the matrix whose gradient is being made."""
+    """Number of weights of the matrix whose gradient is being computed."""
     experts: int = 0
-    """The same, of routed experts."""
+    """Number of routed experts' weights whose gradient is being computed."""
     products: int = 0
-    """Of ``done``, those that autocast copies: all but routed experts."""
+    """The part of ``done`` that autocast copies: all but routed experts."""
     whole: int = 0
-    """Weights of the matrix whose product goes backward, which a base in few bits makes whole for it."""
+    """Number of weights of the matrix in its matmul's backward; a quantized base dequantizes it."""
 
 
 class _Cut(NamedTuple):
-    """Into how many parts a rank's tensors are cut."""
+    """Number of shards of a rank's tensors, by kind of sharding."""
 
     tp: int
     key_value_heads: int
@@ -56,23 +56,23 @@ class _Cut(NamedTuple):
 
 
 class LayerInstants(NamedTuple):
-    """One layer through a step; bytes for one token."""
+    """Memory of one layer through a step; bytes per token."""
 
     forward: int
-    """The most that it holds while forward is in it."""
+    """Maximum during the layer's forward."""
     backward: tuple[Instant, ...]
-    """While backward is in it."""
+    """Peak candidates during the layer's backward."""
     weights: int
-    """The most of its weights that have gradients."""
+    """Maximum number of its weights with gradients."""
 
 
 @lru_cache(maxsize=4096)
 def layer_instants(
     arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
 ) -> LayerInstants:
-    """The instants of one layer with that recomputation; the residual stream is in ``cut`` parts.
+    """Return one layer's peak candidates with this recomputation; the residual stream has ``cut`` shards.
 
-    Where some layers have a window and others none, those of the kind that saves more.
+    If only some layers have a sliding window, those of the kind that saves more.
     """
     parts = _Cut(tp, min(tp, arch.num_key_value_heads), cut)
     everything = parts.part(saved_tensors(arch, moe, modules))
@@ -91,7 +91,7 @@ def layer_instants(
     backward = layer.backward()
     if recompute in ("full", "selective"):
         backward = [one._replace(held=one.held + beside) for one in backward]
-        # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
+        # Recomputation runs with the incoming gradient alive; the first forward saved nothing.
         waiting = layer.waiting_for_recomputation()
         again = max(forward, layer.in_adapter(again=True))
         backward.append(Instant(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
@@ -104,7 +104,7 @@ def layer_instants(
 
 
 class _Layer:
-    """One layer's tensors, in the groups in which backward lets go of them."""
+    """One layer's tensors, in groups that backward frees together."""
 
     def __init__(
         self,
@@ -118,14 +118,15 @@ class _Layer:
     ) -> None:
         self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
         self.away = away
-        """What is saved waits on the host, and comes back operator by operator (training/model/recompute)."""
+        """Saved tensors are on the host and return operator by operator (training/model/recompute)."""
         self.everything = everything
         c, hidden = modules.compute, arch.hidden_size
         self.stream = ceil_div(hidden * modules.stream, parts.sequence)
         self.weights = layer_weights(arch, moe, parts.tp)
         self.row = hidden * c
-        # A gradient of the compute type beside a wider stream's: autocast casts it, a norm behind makes it.
-        splits = parts.sequence > 1  # and gathers the gradient of what it scattered
+        # A second gradient in the compute dtype besides the stream's: autocast casts it from a wider stream,
+        # or a norm after the block creates it.
+        splits = parts.sequence > 1  # and all-gathers the gradient of the scattered output
         wider = modules.stream > c
         self.cast = self.row if wider or arch.norms_per_layer == 4 or splits else 0
         self.norm = ceil_div(final_norm(arch, modules), parts.sequence)
@@ -149,7 +150,7 @@ class _Layer:
         self.query = ceil_div(width.inputs * c, parts.tp)
 
     def _here(self, left: int, needed: int) -> int:
-        """What is left of all that the layer saved, or what the operator in hand asks back of it."""
+        """Return the saved tensors still alive; with offloading, only the operator's own (``needed``)."""
         return needed if self.away else left
 
     def _inner(self) -> int:
@@ -160,16 +161,16 @@ class _Layer:
         return weights if self.trained else 0
 
     def forward(self) -> int:
-        """The most while forward is in the layer, all that it saves included."""
+        """Return the maximum bytes during the layer's forward, saved tensors included."""
         return max(self.everything, self._scores_forward(), self._experts_forward())
 
     def in_adapter(self, *, again: bool) -> int:
-        """As the feed-forward's last adapter reads its input: the product, and unsaved copies of it.
+        """Return the bytes when the down projection's adapter reads its input: the product and its copies.
 
-        peft casts it to the adapter's fp32, in which dropout makes another one, before autocast's own copy
-        (``tuners/lora/layer.py``). Beside them are what the projection itself put out, what the norm did
-        and the stream, if they are not the very tensors that are saved. What a recomputation does not reach
-        is the adapter's output, and that scaled; where it began is saved.
+        peft casts the input to the adapter's fp32, of which dropout creates another copy, before autocast's
+        own copy (``tuners/lora/layer.py``). In addition: the outputs of the projection and of the norm, and
+        the residual stream, unless these are saved anyway. A recomputation (``again``) stops before the
+        adapter's output and its scaling; and the layer's input is already saved.
         """
         arch, modules = self.arch, self.modules
         if self.moe or names_of(arch).down not in (modules.targets or ()):
@@ -180,17 +181,17 @@ class _Layer:
         )
         passes_dropped = modules.recasts and modules.adapter_dropout
         rows = 1 + copied + (0 if again or passes_dropped else 2)
-        # The stream here, where the layer began, and the model.
+        # The residual stream at this point, at the layer's input and at the model's input.
         streams = (modules.stream < FP32) * (1 if again else 3)
         beside = rows * self.row + streams * self.stream
         held: int = self.everything + ceil_div(inner, self.parts.tp) + beside
         return held
 
     def waiting_for_recomputation(self) -> int:
-        """What backward has made of the layer before it asks for anything that was saved.
+        """Return the bytes of gradients in the layer before backward unpacks the first saved tensor.
 
-        The gradient of an adapter's output before it was scaled, or the last product's, where a frozen base
-        in few bits saves nothing.
+        This is the gradient of the adapter's unscaled output; or of the down projection's input, if the
+        frozen quantized base saves nothing.
         """
         if self.moe:
             return 0
@@ -202,11 +203,11 @@ class _Layer:
         return waiting
 
     def product_of_few_bits(self) -> int:
-        """In the feed-forward's last product over a base in few bits, beside the matrix made whole.
+        """Return the bytes at the quantized base's down projection, without the dequantized matrix.
 
-        What goes in and is not kept, what comes out; of int8 the input in 16 bits and in 8. Beside them are
-        what the norm put out, the stream here and where the layer and the model began, if they are not the
-        very tensors that norms have saved in fp32.
+        These are its unsaved input and its output; for int8 the input in 16 and 8 bits. In addition: the
+        norm's output, and the residual stream at this point, at the layer's and at the model's input, unless
+        norms have saved these very tensors in fp32.
         """
         arch, modules = self.arch, self.modules
         if not modules.quantized or self.moe:
@@ -223,7 +224,7 @@ class _Layer:
         return held + passing + inner * FP32 * (modules.normed > c)
 
     def _scores_forward(self) -> int:
-        """Attention in plain operations, before the feed-forward has saved anything."""
+        """Return the bytes of unfused attention in forward, before the feed-forward saves anything."""
         arch, modules = self.arch, self.modules
         saved = scores_per_token(arch, modules)
         if not saved:
@@ -235,7 +236,7 @@ class _Layer:
         return held
 
     def _experts_forward(self) -> int:
-        """Rows weighted in the router's type and put back in order, the rows that came in still there."""
+        """Return the bytes when expert rows are weighted and reordered, their inputs still alive."""
         experts = self.arch.mixture_of_experts
         if not self.moe or experts is None:
             return 0
@@ -244,23 +245,23 @@ class _Layer:
         return self.everything + rows * (2 * weighted + (0 if self.trained else width))
 
     def in_passing(self, recompute: str) -> int:
-        """The most that forward holds in the layer while autograd saves nothing of it."""
+        """Return the maximum bytes of the layer's forward while autograd saves nothing of it."""
         experts, tp = self.arch.mixture_of_experts, self.parts.tp
         if self.moe and experts is not None:
             width, weighted = row_types(self.arch, self.modules)
-            # Rows in, out, weighted, and in their own order again.
+            # Rows in, rows out, weighted rows, and rows in token order.
             inner = 2 * experts.num_experts_per_tok * self.arch.hidden_size * (width + weighted)
         else:
             branches = 3 if self.arch.gated_mlp else 2
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
             if recompute == "selective":
-                # The last product, and its adapter's, are kept, but not made yet.
+                # The outputs of the down projection and its adapter are saved, but not computed yet.
                 inner -= self.row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
         held: int = self.stream + self.row + max(inner, self._scores_in_passing(recompute))
         return held
 
     def _scores_in_passing(self, recompute: str) -> int:
-        """Attention in plain operations, less what is kept of later ones, and of the scores themselves."""
+        """Return unfused attention's bytes, less what is kept of later operators and of the scores."""
         if not scores_per_token(self.arch, self.modules):
             return 0
         each = self.arch.num_attention_heads * self.modules.seq_len
@@ -275,7 +276,7 @@ class _Layer:
         return on_rank
 
     def backward(self) -> list[Instant]:
-        """While backward is in the layer, from its end to its beginning."""
+        """Return the peak candidates of the layer's backward, from its end to its start."""
         weights = self.weights
         left = self.everything - self.behind
         found = self._experts(left) if self.moe else self._feed_forward(left)
@@ -296,11 +297,11 @@ class _Layer:
         return found
 
     def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> Instant:
-        """An instant by which the gradients of so many weights are there, if the model's own are trained."""
+        """Return a candidate with gradients of ``done`` weights; without them if the base is frozen."""
         if not self.trained:
             return Instant(held, whole=whole)
         experts = self.weights.expert_down + self.weights.expert_up
-        # Attention comes after routed experts, shared ones before.
+        # In backward, attention comes after routed experts, shared experts before.
         return Instant(held, done, making, 0, done - (experts if done >= experts else 0))
 
     def _feed_forward(self, left: int) -> list[Instant]:
@@ -310,11 +311,11 @@ class _Layer:
         taken = ceil_div(
             arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
         )
-        # Where there are biases, one operator makes all three gradients and only then lets go of its input.
+        # With biases, one operator computes all three gradients and frees its input only afterwards.
         at_once = weights.down if arch.mlp_bias else 0
         whole = self._here(left, product) + self.stream + self.cast + inner
         gone = self._here(left - product, 0) + self.stream + self.cast + inner
-        # Of the product's own gradient the saved product has made room.
+        # The product's gradient takes the place of the freed saved product.
         parted = self._here(left, self.mlp - inner if arch.gated_mlp else self.mlp) + self.stream + taken
         found = [
             self._at(whole, weights.down, at_once, weights.down),
@@ -335,7 +336,7 @@ class _Layer:
         assert experts is not None
         left = self._here(left, self.mlp)
         c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
-        # Grouped products are not autocast: they run in the weights' own type.
+        # Grouped matmuls are not autocast: they run in the weights' dtype.
         width = modules.stream
         shared = weights.feed_forward - weights.expert_down - weights.expert_up
         first = self.done(shared)
@@ -344,7 +345,8 @@ class _Layer:
             wide = experts.shared_expert_intermediate_size * c
             found.append(self._at(left + self.stream + 2 * wide, weights.down, whole=weights.down))
             left -= (3 + modules.inner_copies("down_proj")) * wide
-        # Gradients of the weighted rows, of their sum and of the weights, in the router's type; a cast.
+        # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
+        # cast.
         weight = row_types(arch, modules)[1]
         weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
         found.append(Instant(left + self.stream + weighted, first, products=first))
@@ -356,22 +358,22 @@ class _Layer:
         found.append(Instant(left + self.stream + unweighted + inner, made, 0, down, first))
         found.append(Instant(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
         saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
-        # Of both branches together, of the rows, and the rows themselves.
+        # Gradients of both branches together and of the rows, and the rows themselves.
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
         found.append(Instant(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
         return found
 
     def _core(self) -> int:
-        """Gradients inside attention: of its output, of query, key and value, or of the scores."""
+        """Return the bytes of gradients inside attention: of its operands and output, or of the scores."""
         arch, modules = self.arch, self.modules
         c, width = modules.compute, widths(arch)
         each = arch.num_attention_heads * modules.seq_len
         if scores_per_token(arch, modules):
-            # Dropped probabilities have gone once theirs is there, and make room for the softmax's.
+            # The dropped probabilities are freed once their gradient exists, and make room for the softmax's.
             scores = each * (1 if modules.dropout else 2) * FP32
             if is_eager(arch, modules):
                 scores = scores_in_backward(arch, modules, each)
-            # By then the values and the projection's input are gone, and the values' gradient is there.
+            # By then the values and the projection's input are freed, and the values' gradient exists.
             found = scores - width.output * c * modules.inner_copies(names_of(arch).output)
         else:
             inputs = 3 * width.query if masked(arch, modules) else width.inputs
@@ -381,16 +383,16 @@ class _Layer:
 
 
 def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
-    """Bytes of a number in experts' rows, and once they are weighted: most routers' weights are fp32.
+    """Return bytes per element of expert rows, and of weighted rows: most routers' weights are fp32.
 
-    Grouped products are not autocast: they run in the weights' own type.
+    Grouped matmuls are not autocast: they run in the weights' dtype.
     """
     width = modules.stream
     return width, width if family_of(arch).casts_router_weights else FP32
 
 
 def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
-    """Scores at once in forward, what is saved of them included."""
+    """Return bytes of scores alive at once in forward, saved ones included."""
     c = modules.compute
     if family_of(arch).has_attention_sinks:
         return 3 * each * modules.stream
@@ -398,27 +400,28 @@ def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
 
 
 def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
-    """Gradients of probabilities and of the softmax, less the probabilities' cast that is gone."""
+    """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
     if family_of(arch).has_attention_sinks:
-        # The softmax's, and with the sink's place again, where the maximum's is added.
+        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
+        # added.
         return 2 * each * modules.stream
     return each * (modules.compute + FP32)
 
 
-# ---- How many numbers the matrices of one layer have, in the groups in which they get gradients
+# ---- Weights of one layer's matrices, in groups that get gradients together
 
 
 class Weights(NamedTuple):
-    """Numbers of one layer's matrices on one rank, in the groups in which they get gradients."""
+    """Number of weights of one layer's matrices on one rank, in groups that get gradients together."""
 
     down: int
     up: int
-    """The largest of those that read the feed-forward's input."""
+    """The largest matrix that reads the feed-forward's input."""
     feed_forward: int
-    """All of the feed-forward, its norm included."""
+    """The whole feed-forward, without its norm."""
     output: int
     query: int
-    """The largest of those that read attention's input."""
+    """The largest matrix that reads attention's input."""
     everything: int
     expert_down: int
     expert_up: int
@@ -426,7 +429,7 @@ class Weights(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
-    """What :class:`Weights` names, of one layer after tp."""
+    """Return the :class:`Weights` of one layer on one of ``tp`` ranks."""
     names = names_of(arch)
     shapes = rank_shapes(arch, moe, tp, 1)
 

@@ -1,4 +1,4 @@
-"""Families whose saved tensors are listed in this folder; the others are refused by name."""
+"""Families whose saved tensors are listed in this folder; others raise ``ValueError``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 KNOWN = frozenset(FAMILIES)
-"""Checked tensor by tensor against transformers' own modules (tests/runs/test_saved_tensors.py)."""
+"""Families tested tensor by tensor against transformers' modules (tests/runs/test_saved_tensors.py)."""
 
 
 def check_known(arch: Architecture) -> None:
-    """Raise ``ValueError`` where no list says what the family's modules keep for backward."""
+    """Raise ``ValueError`` if the saved tensors of the family's modules are not listed."""
     if arch.model_type not in KNOWN:
         refuse(
             "Architecture.model_type",

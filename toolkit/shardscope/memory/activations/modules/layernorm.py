@@ -1,4 +1,7 @@
-"""A pre-norm LayerNorm layer of the transformers library: GPT-NeoX, Phi-2, Falcon, StarCoder 2, Nemotron."""
+"""Saved tensors of transformers' pre-norm LayerNorm layers.
+
+The families are GPT-NeoX, Phi-2, Falcon, StarCoder 2 and Nemotron.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves."""
+    """Return every tensor that the layer saves."""
     names = names_of(arch)
     return [
         *_norms(arch, modules),
@@ -27,7 +30,7 @@ def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Each norm's mean and 1/std, the streams that they read, and their outputs, which projections read."""
+    """Return each norm's mean and 1/std, its input, and its outputs, which are the projections' inputs."""
     hidden, number = arch.hidden_size, modules.normed
     attention, mlp = stream_readers(arch)
     if casts_norms(arch, modules):
@@ -37,7 +40,7 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
         copies = modules.stream_copies(*attention, *mlp)
     else:
         copies = modules.stream_copies(*attention) + modules.stream_copies(*mlp)
-    # Side by side both halves read the same stream, unless each upcasts it for itself.
+    # Parallel attention and MLP read the same stream, unless each upcasts it separately.
     inputs = 1 if arch.parallel_residual else 2
     if modules.normed > modules.stream:
         inputs = arch.norms_per_layer
@@ -49,22 +52,22 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def statistics(modules: Modules) -> int:
-    """Mean and 1/std of one row: fp32, but on a CPU in the type of its input."""
+    """Return bytes of one row's mean and 1/std: fp32, but the input's dtype on a CPU."""
     return 2 * (FP32 if modules.on_gpu else modules.stream)
 
 
 def norms_are_upcast(arch: Architecture) -> bool:
-    """Whether the family's norms are ``layer_norm``, of which CUDA's autocast makes fp32."""
+    """Return whether the family's norms are ``layer_norm``, which CUDA's autocast runs in fp32."""
     return arch.norm == "layernorm" and not family_of(arch).has_layernorm_1p
 
 
 def casts_norms(arch: Architecture, modules: Modules) -> bool:
-    """Nemotron's LayerNorm1P casts its input itself, but asks for CUDA's autocast only."""
+    """Return whether norms cast their input: Nemotron's LayerNorm1P does, for CUDA's autocast only."""
     return family_of(arch).has_layernorm_1p and modules.autocast and modules.on_gpu
 
 
 def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Phi's optional norm of each head: what the projections put out."""
+    """Return the inputs of Phi's optional norm of each head: the projections' outputs."""
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
@@ -74,14 +77,14 @@ def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def inner_bytes(arch: Architecture, modules: Modules) -> int:
-    """Bytes for each number of the inner width: what the activation keeps, and the second product's input."""
+    """Return bytes per intermediate element: tensors saved by the activation and by the down projection."""
     c, down = modules.compute, names_of(arch).down
     product = modules.inner_copies(down) * c
     family = family_of(arch)
     if family.activation == "gelu_new":
         return gelu_in_plain_operations(modules) + product
     if family.activation == "relu2" and modules.autocast and modules.on_gpu:
-        # The squared ReLU: its result for ReLU, and upcast for the power.
+        # The squared ReLU: ReLU's output, and its fp32 copy for the power.
         return c + FP32 + product
     if family.projections == "matmul" and arch.mlp_bias:
         return modules.stream + product  # the bias is added outside of autocast

@@ -1,7 +1,7 @@
-"""transformers' modules with Liger's kernels in them: RMSNorm, rotary embedding and SwiGLU each one kernel.
+"""Saved tensors of transformers' modules with Liger's kernels: fused RMSNorm, rotary embedding and SwiGLU.
 
-Read off liger-kernel 0.8 (``ops/rms_norm.py``, ``ops/swiglu.py``, ``ops/rope.py``): what each
-``save_for_backward`` names. Hsu et al. 2024, arXiv:2410.10989.
+Read from each ``save_for_backward`` of liger-kernel 0.8 (``ops/rms_norm.py``, ``ops/swiglu.py``,
+``ops/rope.py``). Hsu et al. 2024, arXiv:2410.10989.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 LIGER_FAMILIES = families_with("liger_kernels")
-"""Families for which ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and no more."""
+"""Families for which ``apply_liger_kernel_to_...`` replaces every norm and the whole MLP, and nothing
+else."""
 
 
 def liger_layer(arch: Architecture, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves."""
+    """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     attention_readers, mlp_readers = stream_readers(arch)
     inputs = modules.stream_copies(*attention_readers) + modules.stream_copies(*mlp_readers)
     tensors = [
-        # RMSNorm keeps its input as it is and 1/rms; its output only where a projection reads it.
+        # RMSNorm saves its input uncast and 1/rms; its output is saved only if a projection reads it.
         Saved("norms", arch.norms_per_layer * (hidden * modules.stream + FP32), "sequence"),
         Saved("norms", inputs * hidden * c, "sequence"),
         *kernel_tensors(arch, modules),
-        # Both branches and, for the last projection, their product.
+        # Both branches and, for the down projection, their product.
         Saved("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
     ]
     if arch.qk_norm:
@@ -40,5 +41,5 @@ def liger_layer(arch: Architecture, modules: Modules) -> list[Saved]:
 
 
 def liger_edge(arch: Architecture, modules: Modules) -> int:
-    """Bytes a token leaves at the final norm."""
+    """Return bytes per token saved by the final norm."""
     return arch.hidden_size * modules.stream + FP32

@@ -1,4 +1,4 @@
-"""The words of the lists in this folder: one saved tensor, and what decides whether it is saved."""
+"""Types of the lists in this folder: one saved tensor, and the options that decide whether it is saved."""
 
 from __future__ import annotations
 
@@ -19,61 +19,63 @@ INT64 = 8
 
 
 class Saved(NamedTuple):
-    """One tensor (or several alike) that forward keeps for backward."""
+    """One tensor (or several of one kind) saved by forward for backward."""
 
     operator: Operator
     bytes_per_token: int
     cut_by: Cut
-    """``tp``: always divided by it; ``key_value_heads``: by it, but not below one such head;
-    ``sequence``: only with sequence parallelism; ``expert_tokens``: where each rank of tp has experts of its
-    own; ``whole``: never."""
+    """Sharding. ``tp``: always; ``key_value_heads``: by tp, but at least one such head per rank;
+    ``sequence``: only with sequence parallelism; ``expert_tokens``: if each tensor-parallel rank has its own
+    experts; ``whole``: never."""
 
 
 class Modules(NamedTuple):
-    """Whose modules run and in which types: all beside the architecture that changes what they save."""
+    """The modules that run and their dtypes: all options that affect saved tensors."""
 
     kernels: str
-    """``Recipe.kernels``, or what the layout runs by itself."""
+    """``Recipe.kernels``, or the layout's default."""
     autocast: bool
-    """Trained weights stay fp32 and each matrix product casts its own input (torch.autocast)."""
+    """Trained weights stay fp32 and each matmul casts its own inputs (torch.autocast)."""
     compute: int
-    """Bytes of a number in matrix products."""
+    """Bytes per element in matmuls."""
     seq_len: int
-    """Keys that a query meets, where a tensor has one number for each."""
+    """Number of keys per query, for tensors with one element per key."""
     targets: tuple[str, ...] | None = None
     """Adapted projections; None in full training."""
     adapter_rank: int = 0
     adapter_dropout: bool = False
-    """Adapters have dropout before them, so that each keeps an input of its own."""
+    """Dropout before adapters, so that each saves its own input."""
     windowed: bool | None = None
-    """Whether this is a layer with a sliding window, in a model that has both kinds; None: as most are."""
+    """Whether this layer has a sliding window, in a model with both kinds; None: yes if any layer has one."""
     on_gpu: bool = True
-    """On CPU ranks some kernels save other tensors than on a GPU."""
+    """Whether ranks run on GPUs: on CPU ranks some kernels save different tensors."""
     dropout: float = 0.0
-    """Probability of dropout, which leaves masks."""
+    """Dropout probability; above 0, masks are saved."""
     attention: str | None = None
-    """``Recipe.attention``: None is what the modules use by themselves."""
+    """``Recipe.attention``; None: the modules' default."""
     fused_attention: str = "flash"
-    """The best fused kernel that SDPA has on this card in this type: ``flash``; ``efficient``, which takes no
-    grouped queries; or ``none``. In fp32 there is never more than ``efficient``."""
+    """The best fused kernel of SDPA for this GPU and dtype: ``flash``; ``efficient``, without grouped
+    queries; or ``none``. In fp32 it is at most ``efficient``."""
     broadcasts_views: bool = False
-    """A lone key head meets one sequence at a time: expanded to all heads it is a view of itself."""
+    """A single key head with one sequence per micro-batch: expanded to all heads, it stays a view."""
     expert_load: float = 1.0
-    """Tokens of the fullest rank's experts over an even share."""
+    """Tokens of the most loaded rank's experts, relative to an even share."""
 
     quantized: bool = False
-    """The frozen base is in NF4 or int8, and its products come out in their input's type (bitsandbytes)."""
+    """The frozen base is NF4 or int8, and its matmuls return their input's dtype (bitsandbytes)."""
     int8_base: bool = False
-    """It is in int8: its products keep their inputs though their weights are frozen (``MatMul8bitLt``), and
-    adapters on them are in fp32 and so cast these inputs (peft, ``lora/bnb.py``)."""
+    """The base is int8: its matmuls save their inputs though their weights are frozen (``MatMul8bitLt``), and
+    its adapters are fp32 and so cast these inputs (peft, ``lora/bnb.py``)."""
     eight_bit_inputs: bool = False
-    """Products keep their inputs in copies of 8 bits (Transformer Engine's fp8)."""
+    """Matmuls save 8-bit copies of their inputs (Transformer Engine's fp8)."""
     upcasts_norms: bool = False
-    """Norms read and put out fp32: CUDA's autocast has ``layer_norm`` in its fp32 list, a CPU's has not."""
+    """Norms read and return fp32: ``layer_norm`` is in the fp32 list of CUDA's autocast, but not of the
+    CPU's."""
     joins_by_heads: bool = False
-    """Attention's output is put together from parts of a sequence, laid by heads (torch's ring)."""
+    """Attention's output is concatenated from sequence chunks in head-major layout (torch's ring
+    attention)."""
     keeps_frozen_inputs: bool = False
-    """Frozen projections keep their inputs too (DeepSpeed's own ``linear`` of ZeRO-3)."""
+    """Frozen projections save their inputs too (DeepSpeed's own ``linear`` in ZeRO-3)."""
 
     @property
     def trained(self) -> bool:
@@ -82,50 +84,54 @@ class Modules(NamedTuple):
 
     @property
     def stream(self) -> int:
-        """Bytes of a number in the residual stream: fp32 under autocast, but over a base frozen in half.
+        """Bytes per element in the residual stream: fp32 under autocast, but half over a frozen half base.
 
-        Products over a base in few bits give back the type that they are given (bitsandbytes): what norms
-        have upcast stays in fp32.
+        Matmuls of a quantized base return their input's dtype (bitsandbytes), so the output of upcasting
+        norms stays fp32.
         """
         wide = self.trained or (self.quantized and self.upcasts_norms)
         return FP32 if self.autocast and wide else self.compute
 
     @property
     def normed(self) -> int:
-        """Bytes of a number that a norm puts out."""
+        """Bytes per element of a norm's output."""
         return FP32 if self.upcasts_norms else self.stream
 
     @property
     def recasts(self) -> bool:
-        """peft casts an adapter's input to the adapter's fp32, and autocast casts it back.
+        """Whether peft casts an adapter's input to the adapter's fp32, and autocast casts it back.
 
-        Over bitsandbytes' Linears it leaves that to autocast, of which it asks for CUDA's
+        Over bitsandbytes' Linears, peft leaves the cast to autocast, but only to CUDA's
         (``tuners/lora/bnb.py``).
         """
         return self.autocast and not self.trained and not (self.quantized and self.on_gpu)
 
     def feeds(self, projection: str) -> bool:
-        """Whether a projection keeps its input: its own weight is trained, or an adapter's."""
+        """Return whether a projection saves its input.
+
+        It does if its own or its adapter's weight is trained, if frozen inputs are kept, or over an int8
+        base.
+        """
         if self.targets is None or self.keeps_frozen_inputs or projection in self.targets:
             return True
         return self.int8_base and projection != "router"
 
     def stream_copies(self, *projections: str) -> int:
-        """Copies of one norm's output that the projections reading it keep between them.
+        """Return the number of saved copies of one norm's output over the projections that read it.
 
-        Autocast casts what is in fp32 anew for each of them: the stream of a trained model, what peft casts
-        for an adapter.
+        Autocast casts fp32 inputs again for each projection: the stream of a trained model, and inputs that
+        peft casts for an adapter.
         """
         feeding = sum(self.feeds(projection) for projection in projections)
         return feeding if self.normed > self.compute or self.recasts else min(1, feeding)
 
     def inner_copies(self, projection: str, already_saved: bool = False) -> int:
-        """Copies of an input that is in the compute type already, beside what another operator saved."""
+        """Return the saved copies of an input in the compute dtype, besides what another operator saved."""
         if not self.feeds(projection):
             return 0
         return 1 if self.recasts or not already_saved else 0
 
 
 def stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The projections that read the attention's norm and the dense MLP's norm."""
+    """Return the projections that read attention's norm, and those that read the dense MLP's norm."""
     return attention_inputs(arch), mlp_inputs(arch)

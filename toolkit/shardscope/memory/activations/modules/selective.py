@@ -1,6 +1,6 @@
-"""What stays with ``recompute="selective"`` over transformers' modules (training/model/recompute.py).
+"""Tensors kept with ``recompute="selective"`` for transformers' modules (training/model/recompute.py).
 
-The layer's input, and the outputs of matrix products and of attention.
+These are the layer's input, and the outputs of matmuls and of attention.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Every tensor that one layer keeps; grouped products of experts are recomputed.
+    """Return every tensor that one layer keeps.
 
-    So are products over a base in few bits, which are operators of bitsandbytes' own.
+    Experts' grouped matmuls are recomputed, and so are a quantized base's matmuls, which are bitsandbytes'
+    own operators.
     """
     c, hidden = modules.compute, arch.hidden_size
     plain = not modules.quantized
@@ -45,7 +46,7 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
 
 
 def _projected(arch: Architecture) -> int:
-    """Numbers of a token that come out of the products before attention."""
+    """Return the output elements per token of the projections before attention."""
     latent = arch.latent_attention
     if latent is None:
         return widths(arch).inputs
@@ -55,7 +56,7 @@ def _projected(arch: Architecture) -> int:
 
 
 def _attention(arch: Architecture, modules: Modules) -> int:
-    """Attention's output with flash attention's statistics, or with the scores where a product makes them."""
+    """Return bytes of attention's output with flash statistics, or with the scores if not fused."""
     heads, output = arch.num_attention_heads, widths(arch).output
     if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
@@ -65,7 +66,7 @@ def _attention(arch: Architecture, modules: Modules) -> int:
 
 
 def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Both products of each adapter: the narrow one and the wide one beside the base's own."""
+    """Return the outputs of each adapter's two matmuls: the rank-wide one and the full-width one."""
     if modules.targets is None:
         return []
     linears = arch.layer_linears(first_layer(arch, moe))
@@ -74,10 +75,11 @@ def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
 
 
 def held_by_products(arch: Architecture, moe: bool, modules: Modules, recompute: str) -> int:
-    """Bytes a token leaves with products over int8 though the layer is computed again.
+    """Return bytes per token that int8 matmuls keep even though the layer is recomputed.
 
-    ``MatMul8bitLt`` holds its input as an attribute of its own (``ctx.tensors``), which no checkpoint sees.
-    Products that read one norm's output share it; of selective checkpoints attention's output is kept anyway.
+    ``MatMul8bitLt`` stores its input as an attribute (``ctx.tensors``), which activation checkpointing cannot
+    drop. Matmuls that read one norm's output share it; selective checkpointing keeps attention's output
+    anyway.
     """
     if not modules.int8_base or recompute not in ("full", "selective"):
         return 0
