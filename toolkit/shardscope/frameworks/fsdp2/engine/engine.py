@@ -257,7 +257,7 @@ class Fsdp2Engine(TorchEngine):
 
 
 def check_has_weights(model: torch.nn.Module) -> None:
-    """Raise ``ValueError`` if ``model`` has parameters on meta: they would start from uninitialized memory."""
+    """Raise ``ValueError`` if ``model`` has parameters on meta: they would train uninitialized memory."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(
