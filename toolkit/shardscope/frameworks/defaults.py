@@ -22,37 +22,37 @@ DEGREE_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """One thing of a plan that must be the same when its checkpoint is loaded with its optimizer."""
+    """Property of a plan that must be the same when its checkpoint is loaded with optimizer state."""
 
     value: object
-    """What is compared."""
+    """Value that is compared."""
     words: str
-    """The same as people say it: "8 data-parallel ranks", "ZeRO stage 3"."""
+    """Display text of the value: "8 data-parallel ranks", "ZeRO stage 3"."""
     layout: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a layout that give a plan this value; empty where its cluster must."""
+    """Layout fields that give a plan this value; empty if only the cluster can."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """The same of its recipe."""
+    """Recipe fields that give a plan this value."""
     num_ranks: int = 1
-    """Ranks that a run must have for it; 1 where it asks for none in particular."""
+    """Number of ranks that a run needs for this value; 1 if any number will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """How Shardscope's engine saves a plan's run, and what may differ when it loads."""
+    """Checkpoint format of a plan's run, with the properties that must match when it is loaded."""
 
     name: str
-    """What people call it."""
+    """Display name."""
     ties: Mapping[str, Tie] = field(default_factory=dict)
-    """What must be the same when it is loaded; empty: it loads over any ranks. Two plans that save in one
-    format have the same keys, whichever framework each is of."""
+    """Properties that must match on loading; empty if it loads over any ranks. Plans with the same format
+    have the same keys, whichever their framework."""
     remedy: str = ""
-    """What else loosens it, in words; empty where nothing does."""
+    """Another way to load it with other properties, as text; empty if there is none."""
     source: str
-    """Where that is written."""
+    """Source of the rules: upstream file and version."""
 
 
 def tied_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
-    """A tie for each of these degrees of ``plan``, those of 1 too: one rank's file is no two ranks'."""
+    """Return a tie for each of the degrees ``names``, 1 included: one rank's file does not fit two ranks."""
     degrees = {name: int(getattr(plan.degrees, name)) for name in names}
     return {
         name: Tie(
@@ -66,9 +66,9 @@ def tied_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
 
 
 def torch_checkpoint(plan: Plan) -> CheckpointFormat:
-    """What the engines of plain PyTorch save, under the model's own names.
+    """Return the checkpoint format of the plain PyTorch engines, under the model's own parameter names.
 
-    Over pipeline stages the optimizer's state is written by parameter, without them by group.
+    With pipeline stages the optimizer state is saved by parameter, without them by parameter group.
     """
     staged = plan.degrees.pp > 1
     words = f"{'' if staged else 'no '}pipeline stages"
@@ -82,25 +82,25 @@ def torch_checkpoint(plan: Plan) -> CheckpointFormat:
 
 
 class Habits(Protocol):
-    """What every framework's ``defaults.py`` offers."""
+    """Interface of every framework's ``defaults.py``."""
 
     def reduces_in(self, plan: Plan) -> ReduceType:
-        """The type in which gradients are summed over data-parallel ranks."""
+        """Return the type in which gradients are reduced over data-parallel ranks."""
 
     def keeps_fp32_weights(self, plan: Plan) -> bool:
-        """Whether the optimizer updates fp32 numbers, whatever type products read."""
+        """Return whether the optimizer updates fp32 weights, whatever the compute type."""
 
     def reduce_remedy(self, plan: Plan) -> tuple[str, Plan | None]:
-        """What makes it reduce in fp32, in words, and the plan that does where a field of it can."""
+        """Return the suggested fix for fp32 reduction, and the plan with it; None if no field sets it."""
 
     def padded_vocab_size(self, plan: Plan) -> int:
-        """Rows of the embedding once the framework has padded it."""
+        """Return the rows of the embedding after the framework's padding."""
 
     def checkpoint(self, plan: Plan) -> CheckpointFormat:
-        """What its training loop saves."""
+        """Return the checkpoint format that its engine saves."""
 
     def unused(self, plan: Plan) -> Mapping[str, str]:
-        """Fields of the layout that were set and change nothing -> where they would: "in stage 3"."""
+        """Return layout fields that are set but have no effect, with where they would: "in stage 3"."""
 
     def overlaps(self, plan: Plan) -> Mapping[str, object]:
-        """Options that are off and would let collectives of ``plan`` run beneath arithmetic."""
+        """Return the options that are off and would overlap collectives of ``plan`` with compute."""

@@ -1,4 +1,4 @@
-"""What really trains, rehearses and exports a plan: each framework's own part, imported when it is asked."""
+"""Registry of training engines, rehearsals and exports of each framework, imported on first use."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ ENGINES = {
     "deepspeed": "deepspeed.engine.choice:engine_of",
     "megatron": "megatron.engine.engine:MegatronEngine",
 }
-"""What trains, as ``module:class`` below ``shardscope.frameworks``; imported on a rank only."""
+"""Training engines, as ``module:class`` below ``shardscope.frameworks``; imported on a rank only."""
 BEFORE_FORK = {
     "deepspeed": "deepspeed.engine.launching:before_fork",
     "megatron": "megatron.engine.launching:before_fork",
 }
-"""What is called with a plan and "cuda" or "cpu" in the launcher before it forks ranks: the environment and
-the imports that all ranks share, and what would be compiled on each. It never initialises CUDA."""
+"""Functions that the launcher calls with a plan and "cuda" or "cpu" before it forks ranks. They set the
+environment, import the modules that all ranks share and compile extensions, without initializing CUDA."""
 
 
 def engine_for(plan: Plan) -> Callable[[Any], Any]:
-    """The engine class that trains ``plan``."""
+    """Return the engine class that trains ``plan``."""
     engine: Callable[[Any], Any] = _named(ENGINES[plan.layout.framework])
     return engine
 
 
 def before_fork(plan: Plan, device_type: str) -> None:
-    """What the framework of ``plan`` wants done once, in the process that ranks are forked from."""
+    """Run the framework's setup in the process that ranks are forked from, if it has any."""
     place = BEFORE_FORK.get(plan.layout.framework)
     if place is not None:
         _named(place)(plan, device_type)
 
 
 def rehearse(plan: Plan, say: Callable[[str, float], None]) -> list[RehearsedStage]:
-    """The stages of ``plan`` as its framework's own code makes them on fake tensors."""
+    """Rehearse ``plan`` with its framework's own code on fake tensors. Returns one result per stage."""
     stages: list[RehearsedStage] = _named(f"{plan.layout.framework}.rehearsal.rehearse:rehearse")(plan, say)
     return stages
 
 
 def files_of(plan: Plan) -> Sequence[Exported | Absent]:
-    """The files of other tools that ``plan`` is exported as, and those that there are none of."""
+    """Return the files of other tools that ``plan`` is exported to, and the reasons for missing ones."""
     found: Sequence[Exported | Absent] = _named(f"{plan.layout.framework}.files.export:files")(plan)
     return found
 

@@ -1,6 +1,6 @@
-"""The layouts that a search asks: those of one framework that differ in whole numbers only, one row each.
+"""Layouts that a search evaluates: one grid has the layouts of one framework, as rows of integer columns.
 
-Each framework's own ``grid.py`` says which those are, by the checks that its layouts make themselves.
+Each framework's own ``grid.py`` enumerates them, with the checks of its layout class.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 Columns = dict[str, "NDArray[np.int64]"]
-"""Whole numbers by name, one of each for every row."""
+"""Integer columns by name, all of the same length."""
 
 DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
 MICRO_BATCH_SIZE = "micro_batch_size"
 DATA_PARALLEL = "data_parallel"
 PER_STEP = "sequences_at_once"
-"""Sequences that all data-parallel ranks take at once: their number times the micro-batch."""
+"""Name of the column of sequences per micro-batch over all data-parallel ranks."""
 
 
 def _nothing(layout: Any, recipe: Any) -> None:
-    """What :attr:`Grid.check` asks by default."""
+    """Accept every recipe: the default of :attr:`Grid.check`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Layouts of one framework and micro-batch sizes, by row."""
+    """Layouts of one framework with micro-batch sizes, one per row."""
 
     layout: Layout
-    """What all of them have in common, its degrees 1."""
+    """Common fields of all rows, with degrees of 1."""
     columns: Columns
-    """The fields of the layout that differ, ``micro_batch_size`` and ``data_parallel``. Grids of one
-    framework may share them: then what they decide is told once."""
+    """Layout fields that differ by row, ``micro_batch_size`` and ``data_parallel``. Grids of one framework
+    may share them, so that results that depend on them alone are computed once."""
     check: Callable[[Layout, Recipe], object] = _nothing
-    """Raises ``ValueError`` for a recipe with which none of them can run."""
+    """Function that raises ``ValueError`` for a recipe that no row can run."""
 
 
 def passing(check: Callable[..., object], values: Iterable[Any]) -> list[Any]:
-    """Those values that ``check(value)`` does not refuse (``check(*value)`` of tuples)."""
-    with as_it_is():  # nobody reads the fixes
+    """Return the values for which ``check(value)``, or ``check(*value)`` of a tuple, raises nothing."""
+    with as_it_is():  # Suggested fixes are not shown here, so do not compute them.
         return [value for value in values if _passes(check, value if isinstance(value, tuple) else (value,))]
 
 
@@ -62,10 +62,10 @@ def crossed(
     degrees: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]],
     beside: tuple[str, ...] = (),
 ) -> Columns:
-    """Every combination of ``degrees`` and micro-batch sizes whose ranks and sequences come out even.
+    """Return all combinations of ``degrees`` and micro-batch sizes that divide the GPUs and the global batch.
 
-    ``degrees`` are values of fields, several fields at once where these hang together. All but those
-    ``beside`` take their share of the GPUs.
+    ``degrees`` has the values of fields; fields that depend on each other share one entry. Each degree except
+    vpp and those in ``beside`` divides the number of GPUs.
     """
     found: Columns = {"taken": np.ones(1, np.int64)}
     for names, values in degrees.items():
@@ -89,13 +89,13 @@ def crossed(
 
 
 def micro_batch_sizes(recipe: Recipe) -> list[int]:
-    """Powers of two up to the global batch, and the recipe's own."""
+    """Return the powers of two up to the global batch size, and the recipe's own size."""
     most = min(recipe.global_batch_size, 2**16)
     return sorted({*(1 << power for power in range(most.bit_length())), recipe.micro_batch_size})
 
 
 def allowed(columns: Columns, names: Sequence[str], check: Callable[..., object]) -> Columns:
-    """The rows that ``check`` of their numbers does not refuse; it is asked once for each distinct one."""
+    """Return the rows for which ``check`` of columns ``names`` raises nothing; equal rows count once."""
     if not len(columns[names[0]]):
         return columns
     found = rows_alike([value_codes(columns[name]) for name in names])
@@ -106,7 +106,7 @@ def allowed(columns: Columns, names: Sequence[str], check: Callable[..., object]
 
 
 def kept(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
-    """Those rows; the very same columns where these are all."""
+    """Return the selected rows; the same ``columns`` object if all are selected."""
     return columns if rows.all() else {name: column[rows] for name, column in columns.items()}
 
 

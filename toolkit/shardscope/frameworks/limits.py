@@ -1,4 +1,4 @@
-"""What all engines over plain PyTorch ask of a recipe. No torch here: a kernel asks before it launches."""
+"""Limits shared by the plain PyTorch engines. Imports no torch: notebooks check them before a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_adapters(recipe: Recipe) -> None:
-    """Raise ``ValueError`` with the pip line if adapters are to be trained and peft is not installed."""
+    """Raise ``ValueError`` with the pip command if adapters need peft or bitsandbytes, which is missing."""
     if recipe.has_adapters and importlib.util.find_spec("peft") is None:
         refuse(
             "Recipe.method",
@@ -37,12 +37,12 @@ def check_adapters(recipe: Recipe) -> None:
 
 
 STAGED_FAMILIES = families_with("pipeline_stages")
-"""Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
-take hidden states in the embedding's place."""
+"""Families whose models have ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
+accept hidden states in place of the embedding's output."""
 
 
 def check_staged(plan: Plan) -> None:
-    """Raise ``ValueError`` for what :mod:`shardscope.training.model.parts` does not cut into stages."""
+    """Raise ``ValueError`` for models that :mod:`shardscope.training.model.parts` cannot split in stages."""
     arch, recipe = plan.architecture, plan.recipe
     if arch.model_type not in STAGED_FAMILIES:
         refuse(
@@ -67,12 +67,12 @@ TRAINED = {
     "lora_dropout": (0.0,),
     "packing": (False,),
 }
-"""What the engines over plain PyTorch run of a recipe. What they do not is planned only, so that a run never
-is another than its plan. How unevenly experts are loaded is what a run finds out, not what it is told."""
+"""Recipe values that the plain PyTorch engines train, by field. Other values can only be planned, so that a
+run never differs from its plan. Expert imbalance is missing: a run measures it, it is not an option."""
 
 
 PACKED_TRAINED = {**TRAINED, "method": ("full", "lora", "qlora"), "quantization": (None, "nf4", "int8")}
-"""The same where the base under adapters may be bitsandbytes'."""
+"""``TRAINED``, with a base quantized by bitsandbytes under adapters."""
 
 REHEARSED: Mapping[str, tuple[object, ...]] = {
     "method": ("full", "lora", "qlora"),
@@ -84,7 +84,7 @@ REHEARSED: Mapping[str, tuple[object, ...]] = {
     "loss": (None, "full", "chunked"),
     "packing": (False,),
 }
-"""What their code plays on fake tensors: more than they train, for a step of it needs no kernels."""
+"""Recipe values that can be rehearsed, by field: more than ``TRAINED``, for fake tensors need no kernels."""
 
 UNSEEN = {
     "precision": "torchao's casts to 8 bits read the numbers that they scale",
@@ -94,13 +94,13 @@ UNSEEN = {
     "loss": "Liger's kernel runs on a GPU only",
     "packing": "FlashAttention's own kernels run on a GPU only",
 }
-"""Why fake tensors do not carry the other values."""
+"""Reasons why other values cannot be rehearsed on fake tensors, by field."""
 
 
 def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> None:
-    """Raise ``ValueError`` for the first field of ``recipe`` that their rehearsals do not play.
+    """Raise ``ValueError`` for the first field of ``recipe`` that cannot be rehearsed.
 
-    Or play through a library that is not installed; ``eight_bit_library`` is whose 8-bit AdamW runs.
+    Also raised if a required library is not installed; ``eight_bit_library`` implements the 8-bit AdamW.
     """
     for field, values in REHEARSED.items():
         value = getattr(recipe, field)
@@ -121,11 +121,11 @@ def _check_installed(field: str, value: str, others: str, library: str) -> None:
 
 
 COMPILERS = ("g++", "clang++")
-"""What torch.compile looks for to make kernels for CPUs, unless ``CXX`` names another."""
+"""Compilers that torch.compile looks for to build CPU kernels, unless ``CXX`` names another."""
 
 
 def check_compiler(plan: Plan) -> None:
-    """Raise ``ValueError`` if layers are to be compiled for CPU ranks, and there is no compiler."""
+    """Raise ``ValueError`` if layers are compiled for CPU ranks and there is no C++ compiler."""
     if plan.kernels != "compiled" or plan.on_gpu:
         return
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS)):
@@ -139,7 +139,7 @@ def check_compiler(plan: Plan) -> None:
 
 
 def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRAINED) -> None:
-    """Raise ``ValueError`` for the first field of ``recipe`` that these engines do not train yet."""
+    """Raise ``ValueError`` for the first field of ``recipe`` that is not in ``trained``."""
     for field, values in trained.items():
         value = getattr(recipe, field)
         if value not in values:

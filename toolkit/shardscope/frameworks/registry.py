@@ -1,4 +1,4 @@
-"""The frameworks Shardscope knows. Adding one is adding a folder and a line here."""
+"""Registry of frameworks. To add one, add a package and an entry here."""
 
 from __future__ import annotations
 
@@ -31,79 +31,79 @@ _DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 
 
 class MemoryModel(Protocol):
-    """What every framework's ``memory/training_state.py`` offers.
+    """Interface of every framework's ``memory/training_state.py``.
 
     :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: for plans whose numbers are
     :class:`~shardscope.core.arrays.column.Column`, they return columns.
     """
 
     def shapes(self, plan: Plan) -> Shapes:
-        """The pipeline stages, and which of them are alike."""
+        """Return the shapes of the pipeline stages, grouped by identical stages."""
 
     def stage(self, plan: Plan, shape: StageShape) -> Stage:
-        """The weights on one rank of a stage."""
+        """Return the weights on one rank of a stage."""
 
     def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
-        """Bytes of parameters, gradients, optimizer and staging on one rank of a stage."""
+        """Return the bytes of parameters, gradients, optimizer state and buffers on one rank of a stage."""
 
 
 class BuildingModel(Protocol):
-    """What every framework's ``memory/building.py`` offers."""
+    """Interface of every framework's ``memory/building.py``."""
 
     def on_host(self, plan: Plan) -> Term:
-        """Host memory of one rank while it makes or loads the model, before any of it trains."""
+        """Return the host memory of one rank while it builds or loads the model, before training. Bytes."""
 
 
 class Limits(Protocol):
-    """What every framework's ``limits.py`` offers. Imports no torch: a kernel asks before it launches."""
+    """Interface of every framework's ``limits.py``. Imports no torch: notebooks check before a launch."""
 
     def check_plan(self, plan: Plan) -> None:
-        """Raise ``ValueError`` for a plan that the framework's engine does not train, naming what it does."""
+        """Raise ``ValueError`` for a plan that the engine does not train, with the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What the registry knows of one framework without importing it."""
+    """Entry of one framework, whose modules are imported on first use."""
 
     name: str
     layout_class: type[Layout]
     effort: int = 3
-    """What it asks of a team that does not know it: 0 and 1 torch alone, with and without sharding; 2 another
-    library around the model; 3 another library's model."""
+    """Effort to adopt the framework, from 0: 0 is plain torch without sharding, 1 plain torch with sharding,
+    2 another library around the model, 3 another library's model."""
 
     @property
     def title(self) -> str:
-        """The name that people read."""
+        """Display name."""
         return self.layout_class.title
 
     def memory_model(self) -> MemoryModel:
-        """The framework's own part of the memory model."""
+        """Return the framework's memory formulas."""
         return _part(self.name, "memory.training_state")  # type: ignore[no-any-return]
 
     def building_model(self) -> BuildingModel:
-        """How the framework's ranks come by their model."""
+        """Return the formulas of host memory while ranks build the model."""
         return _part(self.name, "memory.building")  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:
-        """The framework's own part of the step's time."""
+        """Return the framework's formulas of the step time."""
         return _part(self.name, "timing")  # type: ignore[no-any-return]
 
     def limits(self) -> Limits:
-        """What the framework's engine runs of what can be planned."""
+        """Return the checks of what the framework's engine can run."""
         return _part(self.name, "limits")  # type: ignore[no-any-return]
 
     def grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-        """The layouts of the framework that a search asks."""
+        """Return the framework's layouts that a search evaluates."""
         return _part(self.name, "grid").grids(architecture, cluster, recipe)  # type: ignore[no-any-return]
 
     def habits(self) -> Habits:
-        """What the framework does by itself that a preflight must know."""
+        """Return the framework's defaults that the preflight checks depend on."""
         return _part(self.name, "defaults")  # type: ignore[no-any-return]
 
 
 @cache
 def _part(framework: str, module: str) -> Any:
-    """A module of its folder: looked for once, since every formula asks."""
+    """Import a module of a framework's package; cached, since every formula needs it."""
     return import_module(f"shardscope.frameworks.{framework}.{module}")
 
 
@@ -135,7 +135,10 @@ frameworks: dict[str, Framework] = {
 
 
 def check_trained(plan: Plan) -> None:
-    """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
+    """Raise ``ValueError`` if no engine trains ``plan``, with the allowed values. Imports no torch.
+
+    The fix also names the other frameworks that train this plan.
+    """
     try:
         frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
@@ -143,10 +146,9 @@ def check_trained(plan: Plan) -> None:
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``plan`` would train the model of ``config``, a config.json, as another one.
+    """Raise ``ValueError`` if ``plan`` would train another model than ``config``, a config.json, describes.
 
-    Asks the framework that computes some of it by itself; others train transformers' own module. Imports no
-    torch.
+    Only frameworks that replace some of transformers' modules check this. Imports no torch.
     """
     limits: Any = frameworks[plan.layout.framework].limits()
     if hasattr(limits, "check_config"):
@@ -154,7 +156,7 @@ def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
 
 
 def why_not_trained(plan: Plan) -> str | None:
-    """Why no engine here trains ``plan``, in words; None where one does. Imports no torch."""
+    """Return why no engine trains ``plan``, as an error message; None if one does. Imports no torch."""
     try:
         check_trained(plan)
     except ValueError as refusal:
@@ -163,7 +165,7 @@ def why_not_trained(plan: Plan) -> str | None:
 
 
 def is_trained(plan: Plan) -> bool:
-    """Return whether an engine here trains ``plan``: :func:`why_not_trained` without the search for words."""
+    """Return whether an engine trains ``plan``; faster than :func:`why_not_trained`, which finds a fix."""
     try:
         frameworks[plan.layout.framework].limits().check_plan(plan)
     except ValueError:
@@ -172,7 +174,7 @@ def is_trained(plan: Plan) -> bool:
 
 
 def _fix_with_others(fix: str, plan: Plan) -> str:
-    """``fix``, and after it the frameworks that train ``plan`` as it is and are not named there."""
+    """Return ``fix``, followed by the frameworks not named in it that train ``plan`` unchanged."""
     named = fix.lower()
     titles = [layout.title for layout in others_that_train(plan) if layout.framework not in named]
     if not titles:
@@ -182,9 +184,9 @@ def _fix_with_others(fix: str, plan: Plan) -> str:
 
 
 def others_that_train(plan: Plan) -> list[Layout]:
-    """The plainest layouts of other frameworks with the same degrees that train this model and recipe here.
+    """Return default layouts of other frameworks, with the same degrees, that train this model and recipe.
 
-    Whether they have room is for their own prediction to say.
+    They may not fit in memory: that is not checked here.
     """
     degrees = {name: getattr(plan.layout, name) for name in _DEGREES if getattr(plan.layout, name, 1) > 1}
     found = []

@@ -1,4 +1,4 @@
-"""The process that rehearses: a plan comes in by standard input, JSON lines go out by standard output."""
+"""Rehearsal process: reads a plan from standard input and writes JSON lines to standard output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer one plan. Every line is an object with ``progress``, ``stages`` or ``error``."""
+    """Rehearse one plan. Every output line is an object with ``progress``, ``stages`` or ``error``."""
     from shardscope.machine.processes import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
-    # What libraries print must not get between the lines of the answer.
+    # Redirect what libraries print to standard error, so that it does not mix with the JSON lines.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does by itself: gradients in the weights' type, checkpoints for any ranks."""
+"""DDP defaults that the preflight checks depend on: reduction type, fp32 weights, checkpoint format."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ if TYPE_CHECKING:
 
 
 def reduces_in(plan: Plan) -> ReduceType:
-    """Gradients have the type of the weights, which autocast leaves in fp32."""
+    """Return the gradient reduction type: that of the weights, which autocast leaves in fp32."""
     return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
 
 
 def keeps_fp32_weights(plan: Plan) -> bool:
-    """Autocast casts copies; the optimizer has the originals."""
+    """Return whether the optimizer updates fp32 weights: autocast casts copies of them."""
     return widths[plan.recipe.precision].original == FP32
 
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
-    """fp32 weights, and autocast."""
+    """Return the suggested fix, fp32 weights with autocast, and the plan with it; None if it is invalid."""
     try:
         mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
-    except ValueError:  # It does not go with the rest of the recipe.
+    except ValueError:  # Mixed precision conflicts with another field of the recipe.
         return "Mixed precision (bf16)", None
     return "Mixed precision (bf16)", mended
 
 
 def padded_vocab_size(plan: Plan) -> int:
-    """It pads nothing."""
+    """Return the vocabulary size: DDP does not pad it."""
     return plan.architecture.vocab_size
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
+    """Return the checkpoint format: torch.distributed.checkpoint, under the model's own parameter names."""
     return torch_checkpoint(plan)
 
 
 def unused(plan: Plan) -> Mapping[str, str]:
-    """Every option that it takes does something."""
+    """Return the options that have no effect: none."""
     return {}
 
 
 def overlaps(plan: Plan) -> Mapping[str, object]:
-    """None is off by itself."""
+    """Return the overlap options that are off by default: none."""
     return {}

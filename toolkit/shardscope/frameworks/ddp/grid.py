@@ -1,4 +1,4 @@
-"""The layouts of DDP that a search asks: there is one."""
+"""DDP layouts that a search evaluates: there is one."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-    """Every rank a copy."""
+    """Return the one grid: every rank is a replica."""
     return [Grid(layout=DdpLayout(), columns=crossed(DdpLayout(), cluster, recipe, {}))]

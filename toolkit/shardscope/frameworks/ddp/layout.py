@@ -1,4 +1,4 @@
-"""DDP's degrees: every rank is a data-parallel rank."""
+"""DDP layout: every rank is a data-parallel rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DdpLayout(Layout):
-    """PyTorch DistributedDataParallel (Li et al. 2020)."""
+    """Layout of PyTorch DistributedDataParallel (Li et al. 2020)."""
 
     framework: ClassVar[str] = "ddp"
     title: ClassVar[str] = "DDP"
@@ -26,24 +26,27 @@ class DdpLayout(Layout):
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger", "compiled")
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
     supported_quantization: ClassVar[tuple[str, ...]] = ("nf4", "int8")
-    """bitsandbytes' weights become no DTensors, so no other layout here has them."""
+    """Supported quantization: bitsandbytes' int8 weights cannot be DTensors, so only DDP supports them."""
     supported_optimizers: ClassVar[tuple[str, ...]] = (
         *("adamw", "adamw_foreach", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
         *("adafactor", "sgd", "lion", "muon"),
     )
-    """All: a replica's tensors are plain ones. 8-bit and paged are bitsandbytes'."""
+    """Supported optimizers: all, since replicas are plain tensors. 8-bit and paged ones are bitsandbytes'."""
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
-        """All ranks hold a replica."""
+        """Return the degrees: all ranks are data parallel, with a replica each."""
         return self.spread(cluster.num_gpus)
 
     def spread(self, left: Any) -> Degrees:
-        """Every rank is a copy."""
+        """Return the degrees with a replica on each of the ``left`` ranks."""
         return Degrees(data_parallel=left, replicate=left)
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """bitsandbytes' int8 products take no part in autocast, and were counted in plain modules only."""
-        # The formulas import this module's base.
+        """Raise ``ValueError`` for quantization with kernels or a precision that was never measured.
+
+        bitsandbytes' int8 matmuls do not take part in autocast.
+        """
+        # Imported here: the memory formulas import this module's base class.
         from shardscope.memory.state.quantization import check_kernels
 
         check_kernels(recipe)

@@ -1,4 +1,4 @@
-"""What the DDP engine runs of what can be planned: every layout, for its only degree is the ranks."""
+"""Limits of the DDP engine: planned recipes that it cannot run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 DDP_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
-"""What the engine trains of a recipe."""
+"""Supported recipe values by field."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for what the engine cannot run."""
+    """Raise ``ValueError`` for plans that the engine cannot run."""
     check_recipe(plan.recipe, DDP_TRAINED)
     check_compiler(plan)

@@ -1,4 +1,4 @@
-"""What DDP sends in one step: gradients, averaged once, while the last backward goes on."""
+"""DDP communication of one step: one gradient all-reduce, overlapped with the last backward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 SCHEDULES: dict[str, str] = {}
-"""It has no pipeline."""
+"""Pipeline schedules: none."""
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = Overlap()
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
-    """One all-reduce of all trained weights, in buckets (Li et al. 2020, section 3.2).
+    """Return the traffic of one step: a bucketed all-reduce of all gradients (Li et al. 2020, section 3.2).
 
-    The first micro-batch's gradients become ``.grad``, others are added; autocast casts them from half. What
-    the reducer averages are views of its buckets.
+    The first micro-batch's gradients become ``.grad``, later ones are added to it; autocast casts them from
+    half precision. The reducer averages views of its buckets. Bytes.
     """
     width, weights = widths[plan.recipe.precision], stage.trainable
     num_bytes = weights * width.original
@@ -35,12 +35,12 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     return StateTraffic(
         (transfer,),
         copied_for_gradients=weights * (plan.num_micro_batches * cast + added),
-        # Autocast casts every trained matrix once a micro-batch; a frozen base is in half precision already.
+        # Autocast casts every trained matrix once per micro-batch; a frozen base is half precision already.
         copied_for_gathers=(cast > 0) * plan.num_micro_batches * weights * (FP32 + width.compute),
         updated=weights,
     )
 
 
 def overlap(plan: Plan) -> Overlap:
-    """DDP has no other collectives."""
+    """Return the overlap of other collectives: DDP has none."""
     return OVERLAP

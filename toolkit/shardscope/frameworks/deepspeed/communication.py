@@ -1,9 +1,9 @@
-"""The type in which gradients are summed over ranks (``communication_data_type``), and when that is a cast.
+"""Gradient reduction type of DeepSpeed (``communication_data_type``), and when it requires a cast.
 
-DeepSpeed 0.19 casts a bucket of half precision on its way and rounds the sum back once: in stage 0
+DeepSpeed 0.19 casts a half-precision bucket before the reduction and rounds the sum back once: in stage 0
 ``DeepSpeedEngine.allreduce_bucket`` (deepspeed/runtime/engine.py), in stages 1 and 2 ``allreduce_bucket``
 (deepspeed/runtime/zero/stage_1_and_2.py). In stage 3 the bucket itself has that type
-(``_setup_for_real_optimizer``, deepspeed/runtime/zero/stage3.py), and the reduced parts are rounded
+(``_setup_for_real_optimizer``, deepspeed/runtime/zero/stage3.py), and the reduced partitions are rounded
 (``__avg_scatter_grads``).
 """
 
@@ -21,7 +21,7 @@ _FIELD = "Layout.communication_data_type"
 
 
 def check_communication(layout: Any) -> None:
-    """Raise ``ValueError`` for another type, where it means nothing, and where no formula counts the cast."""
+    """Raise ``ValueError`` for other types, for layouts that ignore it, and if no formula counts the cast."""
     one_of(_FIELD, layout.communication_data_type, (None, "fp32"))
     if layout.communication_data_type is None:
         return
@@ -35,15 +35,15 @@ def check_communication(layout: Any) -> None:
 
 
 def casts(layout: Any, recipe: Recipe) -> bool:
-    """Whether gradients are cast to be reduced: fp32 ones are summed in fp32 anyway."""
+    """Return whether gradients are cast for the reduction: fp32 gradients are not."""
     return layout.communication_data_type == "fp32" and widths[recipe.precision].compute < FP32
 
 
 def reduced_width(layout: Any, recipe: Recipe) -> int:
-    """Bytes of a gradient on its way."""
+    """Return the bytes of a gradient in the reduction type."""
     return FP32 if casts(layout, recipe) else widths[recipe.precision].compute
 
 
 def cast_elements(layout: Any, recipe: Recipe) -> int:
-    """How many gradients weigh as much as one that is cast; 0: none is."""
+    """Return the size of a cast gradient in uncast elements; 0 if there is no cast."""
     return FP32 // widths[recipe.precision].compute if casts(layout, recipe) else 0

@@ -1,4 +1,4 @@
-"""Which fields of a layout DeepSpeed's JSON has."""
+"""Layout fields that are written to DeepSpeed's JSON configuration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 NOT_IN_CONFIG = ("pp", "ep")
-"""Degrees that DeepSpeed takes from the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
+"""Degrees that are set in the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
 
 
 def written(plan: Plan) -> set[str]:
-    """Fields of the layout that the JSON has; of others the stage, a device or the precision has no use."""
+    """Return the layout fields in the JSON; others have no effect with this stage, device or precision."""
     layout: Any = plan.layout
     found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
     found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}

@@ -1,4 +1,4 @@
-"""What DeepSpeed does by itself: reductions in the type of products, checkpoints tied to their ranks."""
+"""DeepSpeed defaults that the preflight checks depend on: reduction type, main copies, checkpoint format."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def reduces_in(plan: Plan) -> ReduceType:
-    """``communication_data_type`` left open is the computing type (deepspeed/runtime/engine.py, 0.19)."""
+    """Return ``communication_data_type``, by default the compute type (deepspeed/runtime/engine.py, 0.19)."""
     if plan.recipe.precision == "fp32" or casts(plan.layout, plan.recipe):
         return "fp32"
     return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
 
 
 def keeps_fp32_weights(plan: Plan) -> bool:
-    """It keeps fp32 main copies beside half-precision weights in every stage."""
+    """Return True: every stage has fp32 main copies of half-precision weights."""
     return True
 
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
-    """``communication_data_type``; where no layout has it beside what else it says, in words alone."""
+    """Return the suggested fix, ``communication_data_type``, and the plan with it; None if it is invalid."""
     layout: Any = plan.layout
     try:
         mended = replace(plan, layout=replace(layout, communication_data_type="fp32"))
@@ -37,15 +37,15 @@ def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
 
 
 def padded_vocab_size(plan: Plan) -> int:
-    """It pads nothing."""
+    """Return the vocabulary size: DeepSpeed does not pad it."""
     return plan.architecture.vocab_size
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """Partitions as they are: "The checkpoint being loaded used a DP world size of ..." (engine.py, 0.19).
+    """Return the checkpoint format: one file per rank, with its partitions.
 
-    A file for each rank, whose name and content tell its stage, its place and the type of weights: the engine
-    (``engine/checkpointing.py``) reads them in no other.
+    It loads only with the same degrees, ZeRO stage and type of weights (``engine/checkpointing.py``; "The
+    checkpoint being loaded used a DP world size of ...", engine.py, 0.19).
     """
     layout: Any = plan.layout
     stage = Tie(value=layout.stage, words=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
@@ -62,7 +62,7 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
 
 
 def unused(plan: Plan) -> Mapping[str, str]:
-    """What :func:`deepspeed_config` leaves out, as of another stage or of no device that it has."""
+    """Return set fields that :func:`deepspeed_config` leaves out: they are for another stage or device."""
     read = written(plan)
     found = {}
     for field in fields(plan.layout):
@@ -82,7 +82,7 @@ def _where(name: str) -> str:
 
 
 def overlaps(plan: Plan) -> Mapping[str, object]:
-    """``overlap_comm``, which only stage 3 turns on by itself."""
+    """Return ``overlap_comm`` if it is off in stages 1 and 2; only stage 3 enables it by default."""
     layout: Any = plan.layout
     is_off = layout.stage in (1, 2) and layout.pp == 1 and not layout.overlap_comm
     return {"overlap_comm": True} if is_off else {}

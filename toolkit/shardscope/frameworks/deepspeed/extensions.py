@@ -1,7 +1,8 @@
-"""DeepSpeed's compiled extensions, built once for a user, a machine and the versions they were built of.
+"""DeepSpeed's compiled extensions, built once per user, processor and versions of DeepSpeed and torch.
 
-torch's own folder of extensions is one for all environments, and each writes its paths into it: two of them
-compile in turns, minutes each time. Here a library that is there is loaded without asking a compiler.
+torch's own extension folder is shared by all environments, and each writes its paths into it: two
+environments recompile each other's extensions, for minutes each time. Here an existing library is loaded
+directly.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
 NEEDS_FIRST = {"async_io": "pin_memory"}
-"""Libraries that another resolves symbols in."""
+"""Extensions that must be loaded first, because the other one resolves symbols in them."""
 LONG_SECONDS = 10.0
 
 
 def load(name: str) -> None:
-    """Load DeepSpeed's extension ``name`` into this process, compiling it where it never was."""
+    """Load DeepSpeed's extension ``name`` into this process; compile it first if it was never built."""
     if name in NEEDS_FIRST:
         load(NEEDS_FIRST[name])
     builder: Any = importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder
@@ -41,7 +42,7 @@ def load(name: str) -> None:
     print(f"compiling DeepSpeed's {name}, once for this machine: minutes", flush=True)
     with _alone(), _built_in(library.parent.parent):
         if not library.is_file():
-            # A compiler that was killed leaves a lock, and torch would wait for ever; we are alone here.
+            # A killed compiler leaves its lock, on which torch would wait forever. No other process compiles.
             (library.parent / "lock").unlink(missing_ok=True)
             getattr(importlib.import_module("deepspeed.ops.op_builder"), BUILDERS[name])().load(verbose=False)
     if name not in builder._loaded_ops:
@@ -52,21 +53,21 @@ def load(name: str) -> None:
 
 
 def is_built(name: str) -> bool:
-    """Whether ``load`` compiles nothing."""
+    """Return whether the extension is built, so that ``load`` does not compile."""
     return library_of(name).is_file()
 
 
 def library_of(name: str) -> Path:
-    """Where the library of ``name`` lies once it is built."""
+    """Return the path of the built library of ``name``."""
     return folder() / name / f"{name}.so"
 
 
 def folder() -> Path:
-    """``~/.cache/shardscope/extensions/<versions and processor>``; ``XDG_CACHE_HOME`` moves it."""
+    """Return ``~/.cache/shardscope/extensions/<versions and processor>``, or under ``XDG_CACHE_HOME``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("deepspeed", "torch")]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    # They are compiled for the processor at hand, and a home may be many machines'.
+    # Extensions are compiled for this processor, and machines may share a home directory.
     return cache / "shardscope" / "extensions" / "_".join((*versions, python, _processor()))
 
 
@@ -106,7 +107,7 @@ def _built_in(place: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One process of this user compiles at a time; the system takes the lock back if it dies."""
+    """Hold the user's compile lock; the system releases it if the process dies."""
     import fcntl
 
     place = folder()

@@ -1,4 +1,4 @@
-"""The layouts of DeepSpeed ZeRO that a search asks."""
+"""DeepSpeed ZeRO layouts that a search evaluates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-    """Every stage with all tp, pp and ep that it works with, and all places of optimizer and parameters.
+    """Return the grids of every ZeRO stage and offload target, with all tp, pp and ep that they support.
 
-    Buckets and thresholds stay DeepSpeed's own; NVMe is asked where the cluster says how fast its is.
+    Buckets and thresholds keep DeepSpeed's defaults; NVMe is included if the cluster has an NVMe bandwidth.
     """
     columns = _columns(arch, cluster, recipe)
     found = []

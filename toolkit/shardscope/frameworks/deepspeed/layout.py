@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO's fields and degrees."""
+"""DeepSpeed ZeRO layout: its options, their checks and the parallel degrees."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ _SIZES = {
     "offload_params_buffer_size": 1,
     "offload_params_max_in_cpu": 0,
 }
-"""Options in elements or buffers, and the least each can be: Adam's parameter, gradient and two moments take
-four buffers; a bucket of 0 elements would never be reduced."""
+"""Minimum of each option in elements or buffers: Adam's parameter, gradient and two moments need 4 buffers,
+and a bucket of 0 elements would never be reduced."""
 PREFETCHED = 50_000_000
 PARAMS_BUFFERS = 5
-"""DeepSpeed's own ``stage3_prefetch_bucket_size`` and ``buffer_count`` of ``offload_param``."""
+"""DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and of ``buffer_count`` in ``offload_param``."""
 _LEFT_OPEN = ("stage3_prefetch_bucket_size", "offload_params_buffer_count", "offload_params_buffer_size")
 
 
 @lru_cache(maxsize=64)
 def largest_tensor(architecture: Architecture) -> int:
-    """Elements of the largest of all tensors."""
+    """Return the elements of the largest tensor of a model."""
     layers = map(architecture.layer_shapes, range(architecture.num_hidden_layers))
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
 NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
-"""Names the folder on a fast disk in which ranks swap; without it they swap in the run's own folder."""
+"""Environment variable with the folder on a fast disk that ranks swap to; default: the run's own folder."""
 _NO_MICS = (
     "none: DeepSpeed 0.19 has removed MiCS (runtime/config.py), whose shards within groups of ranks are "
     "Layout.fsdp2(shard=..., replicate=...)"
@@ -74,7 +74,7 @@ REMOVED: Mapping[str, str] = MappingProxyType({
     "mics_hierarchical_params_gather": _NO_MICS,
     "zeropp_loco_param": "none: DeepSpeed 0.19 has removed LoCo-Zero++ (runtime/config.py)",
 })  # fmt: skip
-"""Options that older releases had, and what is there instead."""
+"""Options of older DeepSpeed releases, with their replacements."""
 _OF_A_MACHINE: Mapping[str, str] = MappingProxyType({
     "nvme_path": "none: a folder is a machine's, and no plan's. Ranks swap in the run's folder or the one "
     f"that the environment's {NVME_VARIABLE} names",
@@ -89,8 +89,8 @@ class ZeroLayout(Layout):
     framework: ClassVar[str] = "deepspeed"
     title: ClassVar[str] = "DeepSpeed ZeRO"
     # Lion is DeepSpeed's own; 8-bit AdamW is bitsandbytes' and Adafactor torch's, as client optimizers over
-    # flat buffers (zero_allow_untested_optimizer). Managed memory was never seen with these, and Muon, whose
-    # state DeepSpeed cuts in a way of its own in each stage, has no formula.
+    # flat buffers (zero_allow_untested_optimizer). Paged optimizers were never tested with these, and Muon,
+    # whose state DeepSpeed partitions differently in each stage, has no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
     # AutoTP and experts end at stage 2, pipelines at stage 1.
     abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
@@ -113,70 +113,71 @@ class ZeroLayout(Layout):
         "offload_params": (None, "cpu", "nvme"),
     })  # fmt: skip
 
-    # Two ranks have no groups of ranks, and kernels that quantise are CUDA's.
+    # Two ranks cannot form smaller groups (hpZ), and the quantization kernels are CUDA only.
     on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
         "zero_hpz_partition_size": 1, **dict.fromkeys(QUANTIZED, False),
     })  # fmt: skip
 
     stage: int = 3
-    """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
     tp: int = 1
     """Tensor-parallel degree (AutoTP); stages 0 to 2."""
     pp: int = 1
     """Pipeline stages; DeepSpeed's pipeline works with stages 0 and 1."""
     ep: int = 1
-    """Ranks that share out the experts; stages 0 to 2, without tp."""
+    """Expert-parallel degree; stages 0 to 2, without tp."""
     offload_optimizer: Literal["cpu", "nvme"] | None = None
-    """Where the optimizer's state lives instead of the GPU; stages 1 to 3. On NVMe in the run's folder, or in
-    the one that the environment's ``SHARDSCOPE_NVME_FOLDER`` names."""
+    """Offload target of the optimizer state; stages 1 to 3. NVMe files are in the run's folder, or in the one
+    that the environment variable ``SHARDSCOPE_NVME_FOLDER`` names."""
     offload_params: Literal["cpu", "nvme"] | None = None
-    """Where the sharded parameters live instead of the GPU; stage 3. On NVMe as the optimizer's state."""
+    """Offload target of the partitioned parameters; stage 3. NVMe files are where the optimizer's are."""
     reduce_bucket_size: int = 500_000_000
-    """Gradients, in elements, that are reduced at once; stages 1 and 2 hold a whole bucket in backward."""
+    """Elements of gradients that are reduced at once; stages 1 and 2 allocate a whole bucket in backward."""
     allgather_bucket_size: int = 500_000_000
-    """Updated weights, in elements, that stages 1 and 2 gather at once; an even number."""
+    """Elements of updated weights that stages 1 and 2 all-gather at once; an even number."""
     overlap_comm: bool | None = None
-    """Reduce while backward goes on: a second bucket in stages 1 and 2. ``None``: stage 3 only."""
+    """Whether reductions are overlapped with backward, with a second bucket in stages 1 and 2. ``None``: in
+    stage 3 only."""
     contiguous_gradients: bool = True
-    """Copy gradients into the bucket as they come."""
+    """Whether gradients are copied into the bucket as they are computed."""
     communication_data_type: Literal["fp32"] | None = None
-    """Type in which gradients are summed over ranks. ``None``: that of products; ``"fp32"``: sums round once,
-    and gradients travel in twice the bytes of half precision."""
+    """Gradient reduction type. ``None``: the compute type; ``"fp32"``: the sum is rounded once, and twice the
+    bytes of half precision are sent."""
     sub_group_size: int = 1_000_000_000
-    """Elements that stage 3's optimizer updates at once: its fp32 gradients are made for one group."""
+    """Elements that stage 3's optimizer updates at once: fp32 gradients exist for one sub-group at a time."""
     stage3_prefetch_bucket_size: int | None = None
-    """Elements that stage 3 gathers ahead of the module that runs. ``None``: DeepSpeed's own 50,000,000, or 0
-    where its reads from NVMe would fail over that."""
+    """Elements that stage 3 prefetches ahead of the running module. ``None``: DeepSpeed's default of
+    50,000,000, or 0 where its reads from NVMe would fail with it."""
     stage3_param_persistence_threshold: int = 100_000
-    """Parameters of at most so many elements stay gathered in stage 3."""
+    """Largest parameter, in elements, that stage 3 never partitions and releases."""
     stage3_max_live_parameters: int = 1_000_000_000
-    """Gathered elements beyond which stage 3 prefetches nothing."""
+    """All-gathered elements above which stage 3 does not prefetch."""
     stage3_max_reuse_distance: int = 1_000_000_000
-    """Elements to be used before a parameter is again, up to which stage 3 does not release it."""
+    """Elements used before a parameter's next use, below which stage 3 does not release it."""
     pin_memory: bool = True
-    """Page-locked buffers in host memory when offloading."""
+    """Whether offloading uses page-locked host buffers."""
     offload_optimizer_buffer_count: int = 4
     """``buffer_count`` of ``offload_optimizer`` on NVMe."""
     offload_params_buffer_count: int | None = None
-    """``buffer_count`` of ``offload_param`` on NVMe. ``None``: DeepSpeed's own 5, or as many as there are
-    parameters that stay gathered at once, for each holds one."""
+    """``buffer_count`` of ``offload_param`` on NVMe. ``None``: DeepSpeed's default of 5, or the number of
+    parameters that are all-gathered at once if larger, since each needs one."""
     offload_params_buffer_size: int | None = None
-    """``buffer_size`` of ``offload_param`` on NVMe, in elements. ``None``: DeepSpeed's own 100,000,000, or as
-    many as a rank's part of the largest tensor has, for DeepSpeed refuses a larger one."""
+    """``buffer_size`` of ``offload_param`` on NVMe, in elements. ``None``: DeepSpeed's default of
+    100,000,000, or a rank's partition of the largest tensor if larger: a smaller buffer fails."""
     offload_params_max_in_cpu: int = 1_000_000_000
     """``max_in_cpu`` of ``offload_param`` on NVMe, in elements."""
     zero_hpz_partition_size: int = 1
-    """Ranks, of one node mostly, that have all of stage 3's weights a second time among them, so that what
-    forward has gathered backward gathers from near (ZeRO++'s hpZ, Wang et al. 2023)."""
+    """Ranks, usually of one node, that have a second copy of stage 3's weights partitioned over them, so that
+    backward all-gathers within the node (ZeRO++'s hpZ, Wang et al. 2023)."""
     zero_quantized_weights: bool = False
-    """Weights travel in 8 bits (qwZ); CUDA only, and not predicted."""
+    """Whether weights are sent in 8 bits (qwZ); CUDA only, and not predicted."""
     zero_quantized_nontrainable_weights: bool = False
-    """Frozen weights are kept in 8 bits; CUDA only, and not predicted."""
+    """Whether frozen weights are stored in 8 bits; CUDA only, and not predicted."""
     zero_quantized_gradients: bool = False
-    """Gradients travel in 4 bits (qgZ); CUDA only, and not predicted."""
+    """Whether gradients are sent in 4 bits (qgZ); CUDA only, and not predicted."""
 
     def __new__(cls, **options: Any) -> ZeroLayout:
-        """A layout; ``ValueError`` for an option that DeepSpeed once had, or that is no plan's."""
+        """Create a layout. Raises ``ValueError`` for removed DeepSpeed options and those of a machine."""
         for name, why in {**REMOVED, **_OF_A_MACHINE}.items():
             if name in options:
                 refuse(f"Layout.{name}", options[name], why, f"Layout.zero() without {name}")
@@ -208,7 +209,7 @@ class ZeroLayout(Layout):
             refuse("Layout.offload_params", self.offload_params, "None below stage 3", {"stage": 3})
 
     def _check_options(self) -> None:
-        """DeepSpeed's own ranges (deepspeed/runtime/zero/config.py); "auto" belongs to other tools."""
+        """Raise ``ValueError`` outside of DeepSpeed's ranges (deepspeed/runtime/zero/config.py)."""
         for field, low in _SIZES.items():
             if field in _LEFT_OPEN and getattr(self, field) is None:
                 continue
@@ -228,7 +229,7 @@ class ZeroLayout(Layout):
         one_of("Layout.overlap_comm", self.overlap_comm, (None, True, False))
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
-        """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""
+        """Return the degrees; the ranks that tp and pp leave are data parallel, and share the state."""
         check_heads(architecture, self.tp)
         self.check_auto_tp(architecture, recipe)
         check_layers(architecture, self.pp)
@@ -254,7 +255,7 @@ class ZeroLayout(Layout):
         return self.spread(data_parallel)
 
     def spread(self, left: Any) -> Degrees:
-        """What is left is data-parallel, and shares whatever the stage cuts."""
+        """Return the degrees with ``left`` data-parallel ranks, over which the stage partitions its state."""
         sharded = self.stage > 0
         return Degrees(
             data_parallel=left,
@@ -267,18 +268,18 @@ class ZeroLayout(Layout):
 
     @property
     def prefetched_elements(self) -> int:
-        """:attr:`stage3_prefetch_bucket_size`, or what it is when left open."""
+        """:attr:`stage3_prefetch_bucket_size`, or its default."""
         size = self.stage3_prefetch_bucket_size
         return PREFETCHED if size is None else size
 
     @property
     def num_params_buffers(self) -> int:
-        """:attr:`offload_params_buffer_count`, or what it is when left open."""
+        """:attr:`offload_params_buffer_count`, or its default."""
         count = self.offload_params_buffer_count
         return PARAMS_BUFFERS if count is None else count
 
     def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> ZeroLayout:
-        """With parameters on NVMe: buffers for all that stay gathered, and reading ahead where that works."""
+        """Return the layout with its NVMe defaults set: enough buffers, and prefetching only if it works."""
         is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
         if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
             return self
@@ -303,7 +304,7 @@ class ZeroLayout(Layout):
     def _with_buffers(
         self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
     ) -> ZeroLayout:
-        """As many buffers, by doubling, as all parameters hold that stay gathered at once."""
+        """Return the layout with enough buffers, by doubling, for all parameters all-gathered at once."""
         from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
         count = self.num_params_buffers
@@ -314,7 +315,8 @@ class ZeroLayout(Layout):
         return found
 
     def check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
-        """What AutoTP fails over (deepspeed/module_inject/auto_tp.py, deepspeed/runtime/tensor_parallel)."""
+        """Raise ``ValueError`` where AutoTP fails (deepspeed/module_inject/auto_tp.py,
+        deepspeed/runtime/tensor_parallel)."""
         if self.tp == 1:
             return
         why = None
@@ -353,7 +355,7 @@ class ZeroLayout(Layout):
                 )
 
     def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
-        """What DeepSpeed's swapper of parameters asserts in the first step that prefetches."""
+        """Raise ``ValueError`` if DeepSpeed's parameter swapper fails in the first step that prefetches."""
         from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
         failure = swap_failure(architecture, recipe, self, ranks)
@@ -394,12 +396,12 @@ class ZeroLayout(Layout):
 
     @property
     def keeps_frozen_inputs(self) -> bool:
-        """``zero.Init`` puts a ``linear`` of its own in place (deepspeed/runtime/zero/linear.py)."""
+        """Whether ``zero.Init`` replaces torch's ``linear`` by its own (deepspeed/runtime/zero/linear.py)."""
         return self.stage == 3
 
     @property
     def description(self) -> str:
-        """The stage and where state was moved to."""
+        """Display name: the stage and the offload targets."""
         moved = [f"{what} on {where}" for what, where in self._offloads() if where]
         return f"DeepSpeed ZeRO-{self.stage}" + (f" ({', '.join(moved)})" if moved else "")
 

@@ -1,4 +1,4 @@
-"""What the DeepSpeed engine runs of what can be planned. No torch here: a kernel asks before it launches."""
+"""Limits of the DeepSpeed engine. Imports no torch: notebooks check them before a launch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OPTIMIZERS = ("adamw", "sgd", "adafactor")
 
 
 AUTOTP_TRAINED = families_with("autotp_training")
-"""Families that AutoTP cuts by transformers' own plan for them, and that were held against one process."""
+"""Families that AutoTP shards by transformers' own plan, and that were compared with a single process."""
 
 AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
-"""What is trained of a recipe over parts of matrices: these update number by number."""
+"""Supported recipe values with tp > 1: these optimizers are elementwise, so they work on sharded matrices."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for what the engine cannot run."""
+    """Raise ``ValueError`` for plans that the engine cannot run."""
     layout: Any = plan.layout
     if importlib.util.find_spec("deepspeed") is None:
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
@@ -53,7 +53,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_processor(precision: str) -> None:
-    """What DeepSpeed asks of a processor before it trains on it (``CPU_Accelerator.is_fp16_supported``)."""
+    """Raise ``ValueError`` for fp16 on a CPU without it (``CPU_Accelerator.is_fp16_supported``)."""
     if precision == "fp16-mixed" and multiplies_in_fp16() is False:
         refuse(
             "Recipe.precision",
@@ -65,7 +65,7 @@ def _check_processor(precision: str) -> None:
 
 
 def check_loss(plan: Plan) -> None:
-    """Raise ``ValueError`` for a loss that a stage does not run."""
+    """Raise ``ValueError`` for a loss that the ZeRO stage does not support."""
     layout: Any = plan.layout
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(
@@ -78,7 +78,7 @@ def check_loss(plan: Plan) -> None:
 
 
 def check_degrees(plan: Plan) -> None:
-    """Raise ``ValueError`` for degrees that are not trained here, and models that they do not take."""
+    """Raise ``ValueError`` for degrees that cannot be trained, or not with this model."""
     layout: Any = plan.layout
     if layout.tp > 1:
         _check_tensors(plan, layout)
@@ -89,7 +89,7 @@ def check_degrees(plan: Plan) -> None:
 
 
 def _check_tensors(plan: Plan, layout: Any) -> None:
-    """What DeepSpeed's AutoTP, over the plans that transformers has, does not run here."""
+    """Raise ``ValueError`` for plans that DeepSpeed's AutoTP, with transformers' plans, cannot run."""
     arch, recipe = plan.architecture, plan.recipe
     if layout.pp > 1:
         refuse("Layout.tp", layout.tp, "1 with pp > 1: DeepSpeed's stages were never cut here", {"tp": 1})
@@ -126,7 +126,7 @@ def _check_tensors(plan: Plan, layout: Any) -> None:
 
 
 def check_experts(plan: Plan) -> None:
-    """Raise ``ValueError`` for what DeepSpeed's MoE layers, in transformers' place, do not run here."""
+    """Raise ``ValueError`` for plans that DeepSpeed's MoE layers, which replace transformers', cannot run."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
     routed_alike = families_with("deepspeed_moe")
@@ -155,7 +155,7 @@ def check_experts(plan: Plan) -> None:
 
 
 def check_whole(plan: Plan) -> None:
-    """Raise ``ValueError`` for what DeepSpeed 0.19 does wrong without ZeRO."""
+    """Raise ``ValueError`` for plans that DeepSpeed 0.19 trains incorrectly with stage 0."""
     precision, why = plan.recipe.precision, ""
     if precision == "fp16-mixed":
         why = (
@@ -177,7 +177,7 @@ def check_whole(plan: Plan) -> None:
 
 
 def check_pipeline(plan: Plan) -> None:
-    """Raise ``ValueError`` for what DeepSpeed's pipeline module, over transformers' models, runs not here."""
+    """Raise ``ValueError`` for plans that DeepSpeed's pipeline module cannot run."""
     check_staged(plan)
     if loss_in_force(plan) != "full":
         refuse(
@@ -189,7 +189,7 @@ def check_pipeline(plan: Plan) -> None:
 
 
 def _check_nvme() -> None:
-    """libaio, a compiler or what it made already, and a folder that can be written."""
+    """Raise ``ValueError`` without libaio, the built extension or a compiler, or a writable folder."""
     if find_library("aio") is None:
         refuse(
             "Layout.offload_optimizer or offload_params",
@@ -213,7 +213,7 @@ def _check_nvme() -> None:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """By trying: of root, as in a container, access(2) says yes to every folder."""
+    """Return whether a file can be created in ``folder``: for root access(2) succeeds on every folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".shardscope-", dir=folder):
             return True
@@ -222,7 +222,7 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _check_compiler(extension: str, field: str, value: object) -> None:
-    """What compiles an extension that is not built yet: ninja and a C++ compiler, and libaio's header."""
+    """Raise ``ValueError`` if ``extension`` must be built and ninja, a compiler or libaio.h is missing."""
     from shardscope.frameworks.deepspeed.extensions import is_built
 
     if is_built(extension):
@@ -240,6 +240,6 @@ def _check_compiler(extension: str, field: str, value: object) -> None:
 
 
 def nvme_folder(run_folder: Path) -> Path:
-    """Where the ranks of a run swap to."""
+    """Return the folder that the ranks of a run swap to."""
     named = os.environ.get(NVME_VARIABLE)
     return Path(named).expanduser() / run_folder.name if named else run_folder / "nvme"

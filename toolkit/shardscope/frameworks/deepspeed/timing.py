@@ -1,4 +1,4 @@
-"""What DeepSpeed sends in one step, by ZeRO stage (Rajbhandari et al. 2020, section 7) and by offload."""
+"""DeepSpeed communication of one step, by ZeRO stage (Rajbhandari et al. 2020, section 7) and offload."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 SCHEDULES = {"1f1b": "deepspeed.runtime.pipe.schedule.TrainSchedule"}
 OVERLAP = Overlap()
-"""AutoTP's reductions, experts' all-to-all and the pipeline's sends all wait (deepspeed/module_inject/
-layers.py, deepspeed/runtime/pipe/p2p.py)."""
+"""Overlap of other collectives: none. AutoTP's reductions, expert all-to-alls and the pipeline's sends all
+block (deepspeed/module_inject/layers.py, deepspeed/runtime/pipe/p2p.py)."""
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
-    """Stage 0 averages gradients, 1 and 2 scatter them and gather parameters, 3 gathers them at every use.
+    """Return the traffic of parameters and gradients per step, in bytes.
 
-    Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default; they carry twice
-    the bytes of half precision where they are cast (``communication_data_type``).
+    Stage 0 all-reduces gradients, stages 1 and 2 reduce-scatter them and all-gather parameters, stage 3
+    all-gathers parameters at every use. Reductions are overlapped with backward only with ``overlap_comm``,
+    the default of stage 3; with a cast (``communication_data_type``) they send twice the bytes of half
+    precision.
     """
     layout: Any = plan.layout
     check_predicted(layout)
@@ -35,7 +37,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     micro_batches = plan.num_micro_batches
     gathered, reduced = stage.base * half, stage.trainable * half
     overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
-    # Below stage 2 gradients are reduced at the boundary of accumulation, else with every micro-batch.
+    # Below stage 2 gradients are reduced at the gradient accumulation boundary, else in every micro-batch.
     times = micro_batches if layout.stage >= 2 else 1
     beneath: Beneath = "nothing"
     if overlaps and layout.stage > 0:
@@ -81,12 +83,12 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         owned = sum(weights / replicas for weights, replicas, _ in groups)
     cast: Any = 0
     if width > half:
-        # In stage 3 on the way into the bucket, whose reduced part is cast back; below it there and back.
+        # Stage 3 casts into the bucket and casts the reduced partition back; below it all is cast both ways.
         back = owned if layout.stage == 3 else stage.trainable
         cast = times * (half + width) * (stage.trainable + back)
     found = StateTraffic(
         tuple(transfers),
-        # Into the bucket and, accumulated, into fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
+        # Copies into the bucket and, after accumulation, to fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
         copied_for_gradients=micro_batches * (2 * reduced + owned * (half + 2 * FP32)) + cast,
         updated=owned,
         main_copies=half < FP32,
@@ -95,9 +97,10 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
 
 
 def _from_near(plan: Plan, gather: Transfer) -> list[Transfer]:
-    """Gathers with second partitions (hpZ): a step's first forward comes from all ranks, the rest from near.
+    """Return the all-gathers with second partitions (hpZ).
 
-    Of frozen weights all do, and beside them adapters weigh nothing.
+    A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
+    the small group: the base is frozen, and the adapters' size is negligible.
     """
     layout: Any = plan.layout
     far = 0 if plan.recipe.has_adapters else 1
@@ -110,10 +113,10 @@ def _from_near(plan: Plan, gather: Transfer) -> list[Transfer]:
 
 
 def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
-    """Trained weights of a rank, ranks that have the same ones, and how far apart these are.
+    """Return (trained weights of a rank, replicas, stride between their ranks) of each parameter group.
 
-    With ep experts are a group of their own (deepspeed/moe/utils.py), each ep ranks from the next
-    (deepspeed/utils/groups.py, ``_create_expert_and_data_parallel``). Adapters are none of them.
+    With ep > 1 experts are a separate group (deepspeed/moe/utils.py), whose replicas are ep ranks apart
+    (deepspeed/utils/groups.py, ``_create_expert_and_data_parallel``). Adapters do not belong to it.
     """
     ranks, ep, stride = plan.degrees.data_parallel, plan.degrees.ep, plan.degrees.tp
     if not plan.architecture.num_moe_layers or plan.recipe.has_adapters:
@@ -127,7 +130,7 @@ def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
 
 
 def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gathered: Any) -> StateTraffic:
-    """With the host's part: gradients leave as they come, the update runs there, weights come back."""
+    """Return ``found`` with offload traffic: gradients to the host, the update there, weights back."""
     layout: Any = plan.layout
     half, micro_batches = widths[plan.recipe.precision].compute, plan.num_micro_batches
     if layout.offload_optimizer:
@@ -151,5 +154,5 @@ def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gather
 
 
 def overlap(plan: Plan) -> Overlap:
-    """What runs beneath arithmetic."""
+    """Return which collectives of ``plan`` are overlapped with compute."""
     return OVERLAP

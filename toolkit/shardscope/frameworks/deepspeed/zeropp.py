@@ -1,4 +1,4 @@
-"""Options of ZeRO++ (Wang et al. 2023): second partitions within a node, and fewer bits on the way."""
+"""Options of ZeRO++ (Wang et al. 2023): second partitions within a node and quantized communication."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NOT_COUNTED = "to be predicted: no formula counts the buffers into which DeepSp
 
 
 def check_predicted(layout: Any, why: str = _NOT_COUNTED) -> None:
-    """Raise ``ValueError``, which says ``why``, for what is quantised."""
+    """Raise ``ValueError`` with the reason ``why`` for quantized communication."""
     for field in QUANTIZED:
         if getattr(layout, field):
             refuse(f"Layout.{field}", True, f"False {why}", {field: False})
 
 
 def check_options(layout: Any) -> None:
-    """Raise ``ValueError`` for options of ZeRO++ that DeepSpeed does not take together."""
+    """Raise ``ValueError`` for combinations of ZeRO++ options that are not supported."""
     size = layout.zero_hpz_partition_size
     if layout.stage < 3:
         for field, off in (("zero_hpz_partition_size", 1), *((field, False) for field in QUANTIZED)):

@@ -1,4 +1,4 @@
-"""What FSDP2 does by itself: reductions as its policy says, checkpoints for any ranks."""
+"""FSDP2 defaults that the preflight checks depend on: reduction type, fp32 originals, checkpoint format."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ if TYPE_CHECKING:
 
 
 def reduces_in(plan: Plan) -> ReduceType:
-    """``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32, or the weights' type."""
+    """Return the gradient reduction type.
+
+    It is ``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32 for mixed precision;
+    otherwise the weights' own type.
+    """
     return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
 
 
 def keeps_fp32_weights(plan: Plan) -> bool:
-    """The sharded originals; ``param_dtype`` is the gathered copies'."""
+    """Return whether the sharded originals are fp32; ``param_dtype`` is the all-gathered copies' type."""
     return widths[plan.recipe.precision].original == FP32
 
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
-    """fp32 originals, gathered in bf16."""
+    """Return the suggested fix, bf16 mixed precision, and the plan with it; None if that plan is invalid."""
     try:
         mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
-    except ValueError:  # It does not go with the rest of the recipe.
+    except ValueError:  # Mixed precision conflicts with another field of the recipe.
         return "Mixed precision (bf16)", None
     return "Mixed precision (bf16)", mended
 
 
 def padded_vocab_size(plan: Plan) -> int:
-    """A DTensor's last shards may be shorter; nothing is padded that is computed with."""
+    """Return the vocabulary size, unpadded: a DTensor's last shards may be shorter."""
     return plan.architecture.vocab_size
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
+    """Return the checkpoint format: torch.distributed.checkpoint, under the model's own parameter names."""
     return torch_checkpoint(plan)
 
 
 def unused(plan: Plan) -> Mapping[str, str]:
-    """Every option that it takes does something."""
+    """Return the options that have no effect: none."""
     return {}
 
 
 def overlaps(plan: Plan) -> Mapping[str, object]:
-    """None is off by itself."""
+    """Return the overlap options that are off by default: none."""
     return {}

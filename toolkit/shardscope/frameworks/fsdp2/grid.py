@@ -1,4 +1,4 @@
-"""The layouts of FSDP2 that a search asks."""
+"""FSDP2 layouts that a search evaluates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-    """All tp, pp, cp and copies of the state that divide the GPUs; chunks of a stage in powers of two.
+    """Return the grids of all valid layouts for ``cluster``.
 
-    Each resharding after forward, or not; and on GPUs with its state in host memory too.
+    The degrees tp, pp, cp and replicate are divisors of the number of GPUs, vpp is a power of two. There is
+    one grid for each ``reshard_after_forward`` and, on GPUs, for each ``offload``.
     """
     ranks, plain = divisors(cluster.num_gpus), Fsdp2Layout()
     chunks = [1 << power for power in range(arch.num_hidden_layers.bit_length())]

@@ -1,4 +1,4 @@
-"""FSDP2's fields and degrees."""
+"""FSDP2 layout: its options, their checks and the parallel degrees."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Layout(Layout):
-    """``torch.distributed.fsdp.fully_shard``, one group a decoder layer and one at the root."""
+    """Layout of ``torch.distributed.fsdp.fully_shard``: one group per decoder layer and one for the root."""
 
     framework: ClassVar[str] = "fsdp2"
     title: ClassVar[str] = "FSDP2"
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger", "compiled")
-    # 8-bit is torchao's: bitsandbytes knows no DTensor, torch.optim.Adafactor refuses sharded ones, and Muon
-    # gathers whole matrices as DTensor sees fit, for which there is no formula.
+    # adamw_8bit is torchao's: bitsandbytes does not support DTensor, and torch.optim.Adafactor raises for
+    # sharded parameters. Muon is missing because DTensor decides how its whole matrices are all-gathered, and
+    # there is no formula for that memory.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_foreach", "adamw_8bit", "sgd", "lion")
     supported_precisions: ClassVar[tuple[str, ...]] = (
         "bf16-mixed",
@@ -45,14 +46,15 @@ class Fsdp2Layout(Layout):
         "bf16",
         "fp32",
     )
-    """8 bits are torchao's float8, which casts tensors as they are multiplied."""
+    """Supported precisions. fp8-mixed is torchao's float8, which casts the inputs of each matmul."""
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
     supported_quantization: ClassVar[tuple[str, ...]] = ("nf4",)
-    """int8 is none: bitsandbytes asks its parameters for scales (``Int8Params.CB``), and fully_shard makes
-    plain parameters of them."""
+    """Supported quantization. int8 is missing: bitsandbytes reads the scales from its parameter class
+    (``Int8Params.CB``), and fully_shard replaces it by plain parameters."""
     joins_attention_by_heads: ClassVar[bool] = True
-    """Torch's ring replaces the later half of the output with ``torch.cat`` on all ranks but the last, on
-    which each part of keys meets all queries (``_partial_update``, torch 2.13)."""
+    """Whether ring attention concatenates partial outputs: torch replaces the later half of the output with
+    ``torch.cat`` on all ranks but the last, where all queries attend to each shard of keys
+    (``_partial_update``, torch 2.13)."""
     # With reshard_after_forward=False parameters are still sharded between steps, as in ZeRO-3.
     abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
         "data": {},
@@ -79,24 +81,26 @@ class Fsdp2Layout(Layout):
     })  # fmt: skip
 
     shard: int | None = None
-    """Ranks that share one copy of the state; ``None``: all that the other degrees leave."""
+    """Sharding degree; ``None``: the world size divided by the product of the other degrees."""
     replicate: int = 1
-    """Copies of the sharded state (HSDP): gradients are all-reduced between them."""
+    """Replicas of the sharded state (HSDP): gradients are all-reduced between them."""
     reshard_after_forward: bool | int = True
-    """Free a layer's gathered parameters after forward; an int reshards to that many ranks instead."""
+    """Whether a layer's all-gathered parameters are freed after forward; an int reshards them to that many
+    ranks instead."""
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
-    """Model chunks a stage (interleaved schedule); needs pp > 1."""
+    """Model chunks per stage (interleaved schedule); needs pp > 1."""
     pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B"
-    """The order of a stage's micro-batches, by torch's name: "GPipe" computes all of them before the first
-    goes backward, and so holds what all have saved; with vpp > 1 "1F1B" is ``ScheduleInterleaved1F1B``."""
+    """Pipeline schedule, by torch's name. "GPipe" runs all forwards before the first backward, so the saved
+    tensors of all micro-batches are alive at once; with vpp > 1 "1F1B" is ``ScheduleInterleaved1F1B``."""
     cp: int = 1
     """Context-parallel degree; its ranks take part in the sharding."""
     offload: Literal["cpu"] | None = None
-    """``"cpu"`` keeps sharded parameters, gradients and optimizer in host memory (CPUOffloadPolicy)."""
+    """Offload target: ``"cpu"`` keeps sharded parameters, gradients and optimizer state in host memory
+    (CPUOffloadPolicy)."""
 
     def __post_init__(self) -> None:
         if self.shard is not None:
@@ -116,7 +120,10 @@ class Fsdp2Layout(Layout):
             )
 
     def _check_reshard(self) -> None:
-        """A number of ranks; a strategy's name of FSDP1 is told what it is here."""
+        """Raise ``ValueError`` unless ``reshard_after_forward`` is a number of ranks from 2 on.
+
+        For the name of an FSDP1 sharding strategy the error suggests FSDP2's equivalent option.
+        """
         value = self.reshard_after_forward
         name = value.rpartition(".")[2].upper() if isinstance(value, str) else ""
         field, allowed = "Layout.reshard_after_forward", "True, False or a whole number of ranks from 2 on"
@@ -128,7 +135,10 @@ class Fsdp2Layout(Layout):
             refuse(field, value, allowed, {"reshard_after_forward": True})
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
-        """Degrees whose product is the cluster's GPUs; ``shard`` takes what is left."""
+        """Return the degrees, whose product is the number of GPUs; ``shard`` defaults to the remaining ranks.
+
+        Raises ``ValueError`` for degrees that do not fit the cluster, the architecture or the recipe.
+        """
         world = cluster.num_gpus
         check_heads(architecture, self.tp)
         check_layers(architecture, self.pp, self.vpp)
@@ -153,7 +163,7 @@ class Fsdp2Layout(Layout):
         return self.spread(shard)
 
     def spread(self, left: Any) -> Degrees:
-        """What is left shares one copy of the state."""
+        """Return the degrees with sharding over the ``left`` ranks that the other degrees do not use."""
         return Degrees(
             data_parallel=left * self.replicate,
             shard=left,
@@ -165,18 +175,19 @@ class Fsdp2Layout(Layout):
         )
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What torch.distributed.pipelining's schedules raise (torch 2.13, schedules.py).
+        """Raise ``ValueError`` for combinations of options that are not supported.
 
-        And what a quantised base was never counted with.
+        These are the errors of torch.distributed.pipelining's schedules (torch 2.13, schedules.py), and the
+        options whose memory with a quantized base was never measured.
         """
-        # The formulas import this module's base.
+        # Imported here: the memory formulas import this module's base class.
         from shardscope.frameworks.fsdp2.memory.quantized import check_quantized
 
         check_quantized(recipe, self)
         self.check_schedule(recipe, degrees)
 
     def check_schedule(self, recipe: Recipe, degrees: Degrees) -> None:
-        """Raise ``ValueError`` for micro-batches that the pipeline's schedule does not take."""
+        """Raise ``ValueError`` for a number of micro-batches that the pipeline schedule does not support."""
         if degrees.pp == 1:
             return
         per_step = recipe.micro_batch_size * degrees.data_parallel
@@ -198,23 +209,26 @@ class Fsdp2Layout(Layout):
 
     @property
     def runs_all_forwards_first(self) -> bool:  # type: ignore[override]
-        """With GPipe, whose memory grows with the micro-batches of a step."""
+        """Whether the schedule is GPipe, whose memory grows with the number of micro-batches per step."""
         return self.pipeline_schedule == "GPipe"
 
     @property
     def splits_sequence(self) -> bool:
-        """With tp: ``SequenceParallel`` norms, as PyTorch's own tensor-parallel plans have them."""
+        """Whether activations are sharded along the sequence between tensor-parallel regions.
+
+        True with tp > 1: norms are ``SequenceParallel``, as in PyTorch's own tensor-parallel plans.
+        """
         return self.tp > 1
 
     @property
     def description(self) -> str:
-        """FSDP2, whether the sharded state is replicated (HSDP), and whether it was moved."""
+        """Display name: "FSDP2", with a note for HSDP and for CPU offloading."""
         told = ["HSDP"] * (self.replicate > 1) + ["training state on CPU"] * (self.offload == "cpu")
         return "FSDP2" + (f" ({', '.join(told)})" if told else "")
 
 
 def resharding(plan: Plan) -> bool | int:
-    """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
+    """Return the ``reshard_after_forward`` argument of ``fully_shard``: True if the int is the whole mesh."""
     layout: Any = plan.layout
     reshard = layout.reshard_after_forward
     whole = plan.degrees.shard * plan.degrees.cp

@@ -1,5 +1,4 @@
-"""What the FSDP2 engine runs of what can be planned: shards, copies, parts of matrices and of sequences,
-stages."""
+"""Limits of the FSDP2 engine: planned sharding, replication, tp, pp and cp that it cannot run."""
 
 from __future__ import annotations
 
@@ -21,24 +20,24 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 CUT_FAMILIES = families_with("fsdp2_tensor_parallel")
-"""Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
+"""Families with separate projections: a tensor-parallel shard of a fused one would mix its components."""
 
 RING_FAMILIES = families_with("fsdp2_context_parallel")
-"""Families whose attention is transformers' SDPA, at positions that they are told: so they can be split."""
+"""Families whose attention is transformers' SDPA with explicit ``position_ids``, which cp can shard."""
 
 MOVING_ROPES = ("dynamic", "longrope")
-"""Types whose frequencies depend on the positions that are asked for."""
+"""RoPE types whose frequencies depend on the largest position."""
 
 WHOLE_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
-"""What is trained of a recipe without stages and tensor-parallel parts."""
+"""Supported recipe values by field, with tp = pp = cp = 1."""
 
 PART_TRAINED = {**TRAINED, "loss": (None, "full")}
-"""What is trained of a recipe where the model or its sequences are in parts: vocabularies that are cut,
-stages, and sequences whose labels are elsewhere have losses of their own."""
+"""Supported recipe values by field, with tp, pp or cp > 1: a sharded vocabulary, a pipeline schedule and a
+sharded sequence each compute their own loss."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for what the engine cannot run."""
+    """Raise ``ValueError`` for plans that the engine cannot run."""
     degrees = plan.degrees
     if degrees.cp > 1:
         check_context(plan)
@@ -52,15 +51,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for what a config.json says and parts of sequences do not compute."""
+    """Raise ``ValueError`` for config.json values that context parallelism does not support."""
     if plan.degrees.cp > 1:
         check_rope(config)
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for rotary angles that would be other ones on every rank of a sequence.
+    """Raise ``ValueError`` for RoPE types whose angles would differ between context-parallel ranks.
 
-    ``config`` is a config.json, or ``to_dict`` of what transformers made of one.
+    ``config`` is a config.json, or ``to_dict()`` of a transformers config.
     """
     for said in _ropes(config):
         kind = str(said.get("rope_type", said.get("type")))
@@ -77,7 +76,7 @@ def check_rope(config: Mapping[str, Any]) -> None:
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What is said of all layers, and of the layers of one type."""
+    """Yield the RoPE parameters of all layers, and those of each layer type."""
     for name in ("rope_parameters", "rope_scaling"):
         said = config.get(name)
         if isinstance(said, Mapping):
@@ -86,12 +85,12 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _cut(plan: Plan) -> list[str]:
-    """The degrees by which the model or its sequences are in parts."""
+    """Return which of tp, pp and cp are above 1."""
     return [name for name in ("tp", "pp", "cp") if getattr(plan.degrees, name) > 1]
 
 
 def check_parts(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is trained of a recipe, but not where something is in parts."""
+    """Raise ``ValueError`` for recipe values that are supported only with tp = pp = cp = 1."""
     cut = _cut(plan)
     for field, values in PART_TRAINED.items() if cut else ():
         value = getattr(plan.recipe, field)
@@ -106,7 +105,7 @@ def check_parts(plan: Plan) -> None:
 
 
 def check_parallel(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is not cut into tensor-parallel parts here."""
+    """Raise ``ValueError`` for plans that tensor parallelism does not support."""
     arch, tp = plan.architecture, plan.degrees.tp
     if arch.model_type not in CUT_FAMILIES:
         refuse(
@@ -130,7 +129,7 @@ def check_parallel(plan: Plan) -> None:
 
 
 def check_pipeline(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is not cut into pipeline stages here."""
+    """Raise ``ValueError`` for plans that pipeline parallelism does not support."""
     recipe, degrees = plan.recipe, plan.degrees
     check_staged(plan)
     if recipe.seq_len % degrees.tp:
@@ -143,7 +142,7 @@ def check_pipeline(plan: Plan) -> None:
 
 
 def check_context(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is not trained over sequences in parts here."""
+    """Raise ``ValueError`` for plans that context parallelism does not support."""
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
     for name in ("tp", "pp"):
         if getattr(degrees, name) > 1:

@@ -1,4 +1,4 @@
-"""What PyTorch's first FSDP called things, and what FSDP2 has instead, as the migration guide has it.
+"""FSDP1 names and their FSDP2 replacements, following PyTorch's migration guide.
 
 Source: PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel (FSDP2)", section "FSDP1-to-FSDP2
 migration guide", and torch/distributed/fsdp/api.py; each right-hand name is torch 2.13's.
@@ -12,20 +12,20 @@ from shardscope.core.errors import Fix
 
 
 class Strategy(NamedTuple):
-    """One of ``torch.distributed.fsdp.ShardingStrategy``."""
+    """FSDP2 equivalent of one ``torch.distributed.fsdp.ShardingStrategy``."""
 
     words: str
-    """What FSDP2 has instead."""
+    """The replacement, as text for an error message."""
     reshards: bool
-    """``reshard_after_forward``."""
+    """Value of ``reshard_after_forward``."""
     is_hybrid: bool
-    """Sharded inside a node, replicated over nodes."""
+    """Whether it shards within a node and replicates over nodes."""
     shards: bool = True
-    """Whether anything is sharded at all."""
+    """Whether parameters are sharded at all; False for NO_SHARD."""
 
     @property
     def as_layout(self) -> Fix:
-        """The option of ``Layout.fsdp2`` with the same effect."""
+        """The suggested fix: the option of ``Layout.fsdp2`` with the same effect."""
         if not self.shards:
             return "Layout.ddp()"
         if self.is_hybrid:
@@ -44,8 +44,8 @@ STRATEGIES: dict[str, Strategy] = {
         "reshard_after_forward=False over a mesh of (nodes, GPUs of a node)", False, True
     ),
 }
-"""By name. Accelerate's number of each is its place in this table, from 1, and HYBRID_SHARD_ZERO2 has no
-bar."""
+"""Strategies by FSDP1's name. Accelerate numbers them from 1 in this order, and spells
+_HYBRID_SHARD_ZERO2 without the leading underscore."""
 
 REPLACED: dict[str, str] = {
     "auto_wrap_policy": "fully_shard(layer) for each decoder layer, then fully_shard(model)",
@@ -76,7 +76,7 @@ REPLACED: dict[str, str] = {
     "ShardedStateDictConfig": "nothing: a state_dict of FSDP2 is sharded",
     "ShardedGradScaler": "torch.amp.GradScaler",
 }
-"""Arguments, methods and classes of FSDP1, and what to write instead."""
+"""Arguments, methods and classes of FSDP1, with the FSDP2 replacement of each."""
 
 CONFIG: dict[str, str] = {
     "fsdp_backward_prefetch": "nothing: leave it out",
@@ -84,5 +84,5 @@ CONFIG: dict[str, str] = {
     "fsdp_use_orig_params": "nothing: leave it out",
     "fsdp_sync_module_states": "fsdp_cpu_ram_efficient_loading: true",
 }
-"""Keys of accelerate's configuration that ``fsdp_version: 2`` has no use for
+"""Keys of accelerate's configuration that are unused with ``fsdp_version: 2``, with the suggested fix of each
 (accelerate/utils/dataclasses.py)."""

@@ -1,4 +1,4 @@
-"""What FSDP2 sends in one step: each layer gathered for forward and backward, its gradients scattered."""
+"""FSDP2 communication of one step: parameter all-gathers and gradient reduce-scatters of each layer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ SCHEDULES = {
     "interleaved": "torch.distributed.pipelining.ScheduleInterleaved1F1B",
 }
 # torch.distributed.tensor.experimental, _context_parallel/_attention.py (torch 2.13). ``_SDPAMerger`` casts a
-# part's output to fp32 (2 + 4 bytes), subtracts, scales and subtracts again (12 + 8 + 12); backward adds a
-# part's gradient to an fp32 sum (2 + 4 + 4). ``dkv_rotater`` sends fp32 after every part, and is waited for
-# once more behind the last.
+# partial output to fp32 (2 + 4 bytes per element), subtracts, scales and subtracts again (12 + 8 + 12);
+# backward adds a partial gradient to an fp32 sum (2 + 4 + 4). ``dkv_rotater`` sends fp32 gradients after
+# every ring step, with one more exposed send after the last.
 OVERLAP = Overlap(context="gather", merges=(38, 10), gradients_home=True, sends=True)
-"""DTensor waits for each collective of tp; torch's context parallel gathers keys and values
-(``_ContextParallelOptions.rotate_method``); torch.distributed.pipelining does not wait for what it sends."""
+"""Overlap of FSDP2's collectives: DTensor waits for each tensor-parallel collective, torch's context parallel
+all-gathers keys and values (``_ContextParallelOptions.rotate_method``), torch.distributed.pipelining sends
+asynchronously."""
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
-    """All-gathers and reduce-scatters of every micro-batch; HSDP's all-reduce once (Zhao et al. 2023).
+    """Return the traffic of parameters and gradients per step, in bytes (Zhao et al. 2023).
 
-    ``reshard_after_forward`` decides the second gather: none (False), over all ranks (True), or over the few
-    that it resharded to. Prefetching lets the next layer's run beneath this layer's arithmetic. Gathered
-    parameters are copied out of one buffer, gradients into one (``_fsdp_collectives.py``). A pipeline stage
-    keeps parameters once it has gone backward, and reduces when its schedule has ended (memory/pipeline.py).
+    Every micro-batch has all-gathers and reduce-scatters; HSDP's all-reduce runs once a step.
+    ``reshard_after_forward`` decides the all-gather in backward: none (False), over all sharding ranks
+    (True), or over the given number of ranks. Prefetching overlaps the next layer's all-gather with this
+    layer's compute. All-gathered parameters are copied out of one flat buffer, gradients into one
+    (``_fsdp_collectives.py``). A pipeline stage keeps its parameters all-gathered after a backward, and
+    reduces its gradients when the schedule has ended (memory/pipeline.py).
     """
     layout: Any = plan.layout
     degrees, width = plan.degrees, widths[plan.recipe.precision]
@@ -64,7 +67,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     transfers.append(copies)
     alone = ranks == 1
     gathers = forwards + backwards
-    # Copied out: read and written. A lone rank casts instead.
+    # Copying out reads and writes each element. With one rank there is no buffer: the parameters are cast.
     copied = gathers * stage.base * where(alone, base_width(plan.recipe) + width.compute, 2 * width.compute)
     staging = micro_batches * stage.trainable * (width.compute + width.reduce)
     if layout.offload is None or not plan.on_gpu:
@@ -87,5 +90,5 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
 
 
 def overlap(plan: Plan) -> Overlap:
-    """What runs beneath arithmetic."""
+    """Return which collectives of ``plan`` are overlapped with compute."""
     return OVERLAP

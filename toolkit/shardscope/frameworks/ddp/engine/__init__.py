@@ -1,1 +1,1 @@
-"""The DDP engine, which really trains."""
+"""DDP engine, which runs the training."""

@@ -1,4 +1,4 @@
-"""DDP really training: ``torch.nn.parallel.DistributedDataParallel``, called directly."""
+"""DDP engine: ``torch.nn.parallel.DistributedDataParallel``, called directly."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.torch_engine import TorchEngine
 
 BUCKET_CAP_MIB = 25
-"""torch's default bucket size, written here because the record states it."""
+"""torch's default bucket size, set explicitly because the run's record states it."""
 
 
 class DdpEngine(TorchEngine):
-    """Every rank holds the whole model; gradients are averaged in buckets while the backward pass goes on.
+    """Engine with a replica on every rank, whose gradient all-reduce is overlapped with backward, in buckets.
 
-    bf16-mixed and fp16-mixed are autocast over fp32 parameters: gradients travel in fp32.
+    bf16-mixed and fp16-mixed are autocast over fp32 parameters: gradients are reduced in fp32.
 
-    torch's ``static_graph`` is off. Under ``no_sync``, which accumulation needs, it asserts in the first
-    backward (torch 2.13, reducer.cpp; pytorch/pytorch#143580 and #187732). With one micro-batch a step it
-    holds, and wins nothing: what it spares is the search for unused parameters, which is off as well; and its
-    first backward keeps all gradients beside the buckets until the end.
+    torch's ``static_graph`` is off. Under ``no_sync``, which gradient accumulation needs, it asserts in the
+    first backward (torch 2.13, reducer.cpp; pytorch/pytorch#143580 and #187732). With one micro-batch per
+    step it works but gains nothing: it avoids the search for unused parameters, which is off anyway, and its
+    first backward keeps all gradients in addition to the buckets until the end.
     """
 
     framework = "ddp"
@@ -36,14 +36,14 @@ class DdpEngine(TorchEngine):
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         self.model = self.build_on_host(build_model).to(self.ctx.device)
         device = self.ctx.device
-        # What trains now has a place in them, whatever is frozen later.
+        # DDP assigns parameters to buckets here: freezing one later does not shrink them.
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         self._bucket_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return DistributedDataParallel(
             self.model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=BUCKET_CAP_MIB,
-            # Gradients are views into the buckets: the same bytes are not held twice.
+            # Gradients are views into the buckets instead of copies.
             gradient_as_bucket_view=True,
         )
 
@@ -93,16 +93,16 @@ class DdpEngine(TorchEngine):
         return MIXED_TYPES.get(self.recipe.precision)
 
     def gradient_bytes(self) -> int:
-        """The reducer keeps its buckets for the whole run, so gradients are never given back."""
+        """Return the bytes of all buckets: the reducer keeps them for the whole run."""
         return self.bucket_bytes
 
     @property
     def bucket_bytes(self) -> int:
-        """The reducer's buckets, which are as large as all gradients together."""
+        """Bytes of the reducer's buckets, the same as of all gradients."""
         return self._bucket_bytes
 
 
 def _initial_bucket_bytes(module: DistributedDataParallel) -> list[int]:
-    """Bytes of each bucket; after the first step DDP makes them again in the order of arrival."""
+    """Return the bytes of each bucket; after the first step DDP rebuilds them in the order of gradients."""
     text = str(module._get_ddp_logging_data().get("bucket_sizes", ""))
     return [int(size) for size in text.replace(" ", "").split(",") if size]

@@ -1,4 +1,4 @@
-"""DDP's files: Accelerate's YAML, the Trainer's arguments, commands, and train.py."""
+"""Exported files of DDP plans: Accelerate's YAML, the Trainer's arguments, commands and train.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def files(plan: Plan) -> list[Exported | Absent]:
-    """What an export of a DDP plan writes beside its JSON."""
+    """Return the files that an export of a DDP plan writes in addition to its JSON."""
     one = plan.world_size == 1
     kind = "NO" if one else "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
     launch: list[Exported | Absent] = [

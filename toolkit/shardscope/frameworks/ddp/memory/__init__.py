@@ -1,1 +1,1 @@
-"""DDP's part of the memory formulas: what it keeps on one rank, and when."""
+"""DDP memory formulas: training state and peak candidates of one rank."""

@@ -1,4 +1,4 @@
-"""How DDP's ranks come by their model: each makes all of it in host memory, then moves it."""
+"""Host memory while DDP's ranks build the model: each builds all of it, then moves it to its GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def on_host(plan: Plan) -> Term:
-    """Host memory of one rank while it makes or loads the model (``DdpEngine.wrap``)."""
+    """Return the host memory of one rank while it builds or loads the model (``DdpEngine.wrap``). Bytes."""
     where = "on every rank, then moved to its GPU"
     if plan.recipe.base_quantization is not None and is_drawn_in_parts(plan):
         return packed(plan, where)

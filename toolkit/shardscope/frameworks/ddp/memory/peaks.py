@@ -1,4 +1,4 @@
-"""The instants of a DDP step: gradients of weights on their way into the reducer's buckets."""
+"""Peak candidates of a DDP step: activations, new gradients and the reducer's buckets."""
 
 from __future__ import annotations
 
@@ -40,25 +40,29 @@ _IN_LAYER = (
 
 
 def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]:
-    """Layers in forward, the loss, the head's weight, layers in backward, and the embedding."""
+    """Return the peak candidates of a step.
+
+    They cover the layers in forward, the loss, the head, the final norm, the layers in backward and the
+    embedding.
+    """
     return _Step(plan, stage, shape, trained).peaks()
 
 
 class _Step:
-    """The last micro-batches of one rank: without reduction, then with it."""
+    """Peak candidates of one rank's last micro-batches: without reduction (``no_sync``), then with it."""
 
     def __init__(self, plan: Plan, stage: Stage, shape: Backward, trained: Any) -> None:
         self.plan, self.stage, self.shape, self.trained = plan, stage, shape, trained
         self.width = widths[plan.recipe.precision]
         self.trains = not plan.recipe.has_adapters
-        # Autocast's backward makes a weight's gradient in half precision, and casts it for the bucket.
+        # Autocast's backward computes a weight's gradient in half precision and casts it for the bucket.
         self.mixed = plan.recipe.precision.endswith("mixed")
         self.each = self.width.compute + (self.width.original if self.mixed else 0)
         num_micro_batches = plan.num_micro_batches
         self.accumulates, self.only_two = num_micro_batches > 1, num_micro_batches == 2
         self.is_tied = plan.architecture.tie_word_embeddings and self.trains
         self.tied = self.width.original * stage.head if self.is_tied else 0
-        """A tied head's gradient waits inside of autograd for the embedding's, and then for their sum."""
+        """Bytes of a tied head's gradient, which autograd keeps until it is summed with the embedding's."""
 
     def peaks(self) -> list[Peak]:
         shape, order = self.shape, self.shape.find_order()
@@ -89,7 +93,7 @@ class _Step:
         ]
 
     def _head(self) -> Any:
-        """Beside what forward saved: while the head's weight gets its gradient, and while that is cast."""
+        """Return the bytes besides saved tensors while the head's weight gradient is computed, then cast."""
         plan, shape, width = self.plan, self.shape, self.width
         if not self.trains:
             return shape.stream
@@ -104,12 +108,15 @@ class _Step:
         )
 
     def _norm(self) -> Any:
-        """Beside what forward saved: a tied head's gradient waits by then, and autocast's copy has gone."""
+        """Return the bytes besides saved tensors in the final norm's backward.
+
+        A tied head's gradient is allocated by then, and autocast's copy of the head is freed.
+        """
         copy = self.width.compute * self.stage.head * (self.mixed and self.trains)
         return self.shape.norm + self.tied - copy
 
     def _forward(self, order: Order, place: Place) -> Peak:
-        """Inside one layer, with autocast's copies of all trained weights so far."""
+        """Return the candidate inside one layer's forward, with autocast's copies of all weights so far."""
         casts = order.sum_before(place.index + 1, "casts_made")
         return self._peak(
             0.02 + 0.3 * (place.index + 1) / order.num_layers,
@@ -120,11 +127,14 @@ class _Step:
         )
 
     def _instants(self, kind: KindOfLayer) -> list[tuple[Any, Any]]:
-        """(activations and gradients in the making, numbers whose gradients are in buckets) in one layer."""
+        """Return (bytes of activations and new gradients, weights with gradients in buckets) in one layer.
+
+        One pair for each phase of the layer's backward.
+        """
         return [(self._at(one), one.done - one.making - one.experts) for one in kind.backward]
 
     def _layer(self, order: Order, place: Place, instants: list[tuple[Any, Any]]) -> Peak:
-        """At the fullest of a layer's instants."""
+        """Return the candidate at the maximum of a layer's backward."""
         shape, layers = self.shape, order.num_layers
         above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
         finished = above + (0 if self.is_tied else self.stage.head * self.trains)
@@ -142,17 +152,17 @@ class _Step:
         )
 
     def _at(self, one: Instant) -> Any:
-        """Activations, and weights' gradients in the making, less the copies whose products are done with.
+        """Return the bytes of activations and new weight gradients, minus autocast copies freed by then.
 
-        Grouped products are not autocast, so their weights' gradients are the originals' own type.
+        Grouped matmuls are not autocast, so their weight gradients have the type of the weights.
         """
         copies = self.width.compute * one.products if self.mixed else 0
         return one.held + self.each * one.making + self.width.original * one.experts - copies
 
     def _gradient_bytes(self, finished: Any) -> Any:
-        """Buckets, and beside them the sums of micro-batches that are not reduced (``no_sync``).
+        """Return the bytes of the buckets, and of the sums of unreduced micro-batches (``no_sync``).
 
-        The last micro-batch lets go of each sum as it goes into its bucket; the first makes them.
+        The first micro-batch allocates the sums; the last frees each one as it is copied into its bucket.
         """
         if self.accumulates is False:
             return self.trained
@@ -169,7 +179,7 @@ class _Step:
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        """An instant from its parts, in the order of ``words``. Bytes."""
+        """Return a peak candidate from its components in bytes, in the order of ``words``."""
 
         def terms() -> PeakTerms:
             source = None if words is _IN_EMBEDDING else self.shape.explain_layers

@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 
 def shapes(plan: Plan) -> Shapes:
-    """One stage with the whole model."""
+    """Return the shape of the one stage, the whole model."""
     return shapes_of(plan.architecture, plan.stage_layers)
 
 
 def stage(plan: Plan, shape: StageShape) -> Stage:
-    """The weights of one of them."""
+    """Return the weights of the stage."""
     return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
-    """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
+    """Return one rank's parameters, gradients and optimizer state in the weights' type, in bytes.
+
+    Gradients are views of the reducer's buckets.
+    """
     width, frozen = widths[plan.recipe.precision], base_width(plan.recipe)
     quantised = plan.recipe.base_quantization is not None
-    # peft makes adapters of an int8 Linear in fp32 (tuners_utils.py, _move_adapter_to_device_of_base_layer:
-    # an integer type is not taken over).
+    # peft creates the adapters of an int8 Linear in fp32 (tuners_utils.py,
+    # _move_adapter_to_device_of_base_layer: an integer type is not adopted).
     int8 = plan.recipe.base_quantization == "int8"
     each = FP32 if int8 else width.original
     trained = each * stage.trainable
@@ -70,7 +73,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         host_bytes=optimizer.host_bytes,
         gather_forward=NOTHING_GATHERED,
         group_sizes=(plan.degrees.data_parallel,),
-        # DDP's reducer makes its buckets when it wraps the model and keeps them for the whole run.
+        # DDP's reducer allocates its buckets when it wraps the model and keeps them for the whole run.
         gradients_stay=True,
         gradients_waiting=_waiting(trained),
         find_backward=lambda shape: peaks(plan, stage, shape, trained),
@@ -78,7 +81,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 
 def _waiting(trained: int) -> Term:
-    """Without reduction (``no_sync``) gradients are tensors of their own, until the last backward."""
+    """Return the buckets and the gradients that ``no_sync`` keeps separate until the last backward. Bytes."""
     return Term(
         2 * trained,
         lambda: (

@@ -1,1 +1,1 @@
-"""DDP's own code on fake tensors."""
+"""DDP rehearsal: torch's ``DistributedDataParallel`` on fake tensors."""

@@ -1,4 +1,4 @@
-"""DDP rehearsed: ``DistributedDataParallel`` itself over fake tensors, one rank of any number."""
+"""DDP rehearsal: torch's ``DistributedDataParallel`` on fake tensors, for one of any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
-    """The one stage of ``plan``. Raises ``ValueError`` for what the engine does not run."""
+    """Rehearse the one stage of ``plan``. Raises ``ValueError`` for recipes that cannot be rehearsed."""
     check_rehearsed(plan.recipe)
-    # Where activations wait on the host, fake tensors have two devices.
+    # With activations offloaded to the host, fake tensors have two devices.
     apart = plan.on_gpu and plan.recipe.recompute == "offload"
     with fake_ranks(plan.world_size):
         engine = _Rehearsed(FakeContext(plan, "cpu:0" if apart else "cpu"))
@@ -40,7 +40,7 @@ class _Rehearsed(DdpEngine):
     host_model: Any = None
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
-        # Host memory first: what reaches the device are its parameters, and then the reducer's buckets.
+        # Build in host memory, untracked: only the parameters, then the buckets, are allocated on the device.
         with self.tracker.paused():
             self.host_model = super().build_on_host(build_model)
         self.tracker.label(self.host_model.parameters(), "parameters")
@@ -57,7 +57,7 @@ class _Rehearsed(DdpEngine):
 
 
 def _reduced_in_place(bucket: Any) -> Any:
-    """What the all-reduce of real ranks answers: the bucket itself."""
+    """Return a completed future with the bucket itself, as the all-reduce does."""
     done: Any = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -65,7 +65,7 @@ def _reduced_in_place(bucket: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_numbers() -> Iterator[None]:
-    """Shapes and first weights are compared between ranks, which fake tensors cannot be."""
+    """Skip DDP's checks of shapes and initial weights between ranks: fake tensors have no values."""
     names = ("_verify_param_shape_across_processes", "_sync_module_states")
     before = [getattr(distributed, name) for name in names]
     for name in names:
@@ -78,10 +78,10 @@ def _without_numbers() -> Iterator[None]:
 
 
 class _KeepsItsBuckets:
-    """The reducer as it is first made.
+    """Reducer that never rebuilds its buckets.
 
-    After its first step DDP sorts parameters into new buckets by the order in which gradients came, and for
-    that reads a tensor of numbers, which a fake one does not have. The bytes in all buckets stay the same.
+    After its first step DDP rebuilds the buckets in the order of gradients, for which it reads a tensor's
+    values, which a fake tensor does not have. The total size of the buckets stays the same.
     """
 
     def __init__(self, reducer: Any) -> None:

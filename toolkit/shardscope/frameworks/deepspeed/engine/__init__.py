@@ -1,1 +1,1 @@
-"""The DeepSpeed engine, which really trains."""
+"""DeepSpeed engines, which run the training."""

@@ -1,4 +1,4 @@
-"""Which engine runs a plan of DeepSpeed: stages, experts and parts of matrices have their own."""
+"""Choice of the DeepSpeed engine: ZeRO only, pipeline, expert or tensor parallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardscope.training.engine import Context
 
 
 def engine_of(ctx: Context) -> DeepSpeedEngine:
-    """The engine of a rank of ``ctx.plan``."""
+    """Return the engine that runs ``ctx.plan`` on this rank."""
     degrees = ctx.plan.degrees
     if degrees.pp > 1:
         return PipelinedEngine(ctx)

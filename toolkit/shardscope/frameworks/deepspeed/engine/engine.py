@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO really training: ``deepspeed.initialize``, called directly, on CUDA or CPU ranks."""
+"""DeepSpeed ZeRO engine: ``deepspeed.initialize``, called directly, on CUDA or CPU ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shardscope.training.weights.initial_weights import CPU, InitialWeights, all
 from shardscope.training.weights.pretrained import WholeTensors
 
 FIRST_LOSS_SCALE_POWER = 12
-"""fp16's scale begins at 2^12, as the other engines' does; an overflow halves it."""
+"""Exponent of the initial fp16 loss scale, 2^12 as in the other engines; an overflow halves the scale."""
 STEPS_TO_GROW = 2000
-"""Steps without an overflow until it doubles; torch's own default."""
+"""Steps without an overflow until the loss scale doubles; torch's default."""
 
 
 class DeepSpeedEngine(MicroBatchEngine):
@@ -82,7 +82,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         """Whether no rank ever has more than its part: of a model whose weights a task made itself it has."""
         layout: Any = self.plan.layout
         none_yet = self.weights is not None or self.is_drawn_in_parts
-        # What is quantised is quantised from numbers.
+        # A quantized base needs real weights to quantize.
         return layout.stage == 3 and none_yet and not self.recipe.base_quantization
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
@@ -110,7 +110,7 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     @property
     def half_type(self) -> torch.dtype:
-        """The type of the weights that forward reads."""
+        """Compute type of the weights."""
         if self.recipe.precision == "bf16":
             return torch.bfloat16
         return MIXED_TYPES.get(self.recipe.precision, torch.float32)
@@ -120,11 +120,11 @@ class DeepSpeedEngine(MicroBatchEngine):
         folder = nvme_folder(Path(self.ctx.folder))
         if "nvme" in (layout.offload_optimizer, layout.offload_params):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # What was swapped is of no use to anybody once its rank has ended.
+            # Swapped files are useless once their rank has ended.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
         config = deepspeed_config(self.plan, nvme_folder=str(folder))
         config["gradient_clipping"] = self.max_grad_norm or 0.0
-        # Adam is exchanged for DeepSpeed's own; another optimizer runs on the host as it is.
+        # Adam is replaced by DeepSpeed's own; other optimizers run on the host unchanged.
         config["zero_force_ds_cpu_optimizer"] = False
         if "fp16" in config:
             config["fp16"] |= {
@@ -137,14 +137,14 @@ class DeepSpeedEngine(MicroBatchEngine):
     # ---- a step
 
     def backward(self, loss: torch.Tensor) -> None:
-        # Micro-batches are weighted by their labels already.
+        # The micro-batches' losses are already weighted by their number of labels.
         self._module.backward(loss, scale_wrt_gas=False)
 
     @contextmanager
     def reduce_on(self, last: bool) -> Iterator[None]:
         yield
         if not last:
-            # Counts the micro-batch; the update comes with the last one.
+            # Only counts the micro-batch: DeepSpeed updates at the last one.
             self._module.step()
 
     def _update(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         self._norm = norm
 
     def clip(self) -> torch.Tensor:
-        """Clip fp32 gradients that are reduced and whole; their norm."""
+        """Clip fp32 gradients that are reduced and unsharded. Returns their norm."""
         return gradients.clip(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -242,7 +242,7 @@ def _not_counted(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """DeepSpeed's own Adam, compiled for this machine's processors, with the groups of ``optimizer``."""
+    """Return DeepSpeed's Adam, compiled for this machine's CPU, with the groups of ``optimizer``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "moe", "name")
@@ -251,7 +251,7 @@ def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return made
 
 
-# ---- First weights under ZeRO-3: each tensor is cut as it is read or drawn, so that no rank has them all
+# ---- Initial weights in ZeRO-3: each tensor is partitioned when it is read or initialized
 
 
 def cut(deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:

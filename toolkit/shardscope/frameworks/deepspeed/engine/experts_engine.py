@@ -20,11 +20,11 @@ from shardscope.training.weights.pretrained import WholeTensors
 
 
 class ExpertsEngine(DeepSpeedEngine):
-    """The engine on a rank that has some of every layer's experts."""
+    """DeepSpeed engine with expert parallelism: each rank has some of every layer's experts."""
 
     @property
     def ep_rank(self) -> int:
-        """Which of the experts' parts is this rank's: every ``ep`` ranks have all of them."""
+        """Expert-parallel rank: every ``ep`` consecutive ranks together have all experts."""
         return int(self.ctx.rank % self.plan.degrees.ep)
 
     # ---- what is built

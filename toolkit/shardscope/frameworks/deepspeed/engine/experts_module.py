@@ -15,7 +15,7 @@ from torch.nn import Parameter, functional
 
 
 class GatedExpert(torch.nn.Module):  # type: ignore[misc]
-    """One expert, with its matrices as transformers stacks them."""
+    """Single expert, with its matrices in the layout of transformers' stacked experts."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
         each = num_experts // ep
         self.numbers = range(ep_rank * each, (ep_rank + 1) * each)
         """Of this rank's experts in the whole layer."""
-        # DeepSpeed makes as many copies of the first as a rank has experts.
+        # DeepSpeed copies the first expert for each expert of the rank.
         gate_up, down = (
             [tensor.detach()[number].clone() for number in self.numbers]
             for tensor in (whole.gate_up_proj, whole.down_proj)
@@ -83,7 +83,7 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
 
 
 def spread_experts(model: torch.nn.Module, *, ep: int, ep_rank: int) -> None:
-    """Put DeepSpeed's layers in place of ``model``'s own, with its weights; experts of other ranks go."""
+    """Replace the MoE layers of ``model`` by DeepSpeed's, with its weights; drop other ranks' experts."""
     for layer in model.model.layers:
         layer.mlp = MoeBlock(layer.mlp, ep=ep, ep_rank=ep_rank)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed really made, read back from its own objects, and the tensors that it holds on this rank."""
+"""Checks of DeepSpeed's engine against the plan, and the tensors that it has on this rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
 
 
 def held_tensors(engine: Any) -> HeldTensors:
-    """Parameters, gradients and optimizer state of this rank, wherever they lie in memory."""
+    """Return the parameters, gradients and optimizer state of this rank, on any device."""
     return (_whole, _flat, _flat, _cut)[engine.zero_optimization_stage()](engine)
 
 
 def _whole(engine: Any) -> HeldTensors:
-    """Stage 0: every rank has everything; of half weights fp32 main copies beside them."""
+    """Return stage 0's tensors: all on every rank, with fp32 main copies of half-precision weights."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     main = (getattr(optimizer, "fp32_groups_flat", ()), getattr(optimizer, "fp32_groups", ()))
     return HeldTensors(
@@ -44,7 +44,7 @@ def _whole(engine: Any) -> HeldTensors:
 
 
 def _flat(engine: Any) -> HeldTensors:
-    """Stages 1 and 2: flat weights on every rank, main copies and moments of this rank's part."""
+    """Return stage 1's and 2's tensors: flat weights, and the partition's main copies and moments."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     main = list(optimizer.single_partition_of_fp32_groups)
     away: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ def _flat(engine: Any) -> HeldTensors:
 
 
 def _cut(engine: Any) -> HeldTensors:
-    """Stage 3: this rank's part of every tensor; what is gathered lies beside."""
+    """Return stage 3's tensors: this rank's partition of each; all-gathered ones are separate."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     gradients = optimizer.grad_partitions_flat_buffer
     main = [part for part in optimizer.fp32_partitioned_groups_flat if part.numel()]
@@ -78,13 +78,13 @@ def _cut(engine: Any) -> HeldTensors:
 
 
 def _second(parameters: Iterable[Any]) -> Iterable[torch.Tensor]:
-    """Second partitions (hpZ), of those that have one now."""
+    """Return the second partitions (hpZ) of the parameters that currently have one."""
     held = (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)
     return [tensor.data for tensor in held if tensor is not None]
 
 
 def _moments(optimizer: Any) -> Iterable[torch.Tensor]:
-    """State of each weight; a counter of steps is none."""
+    """Yield the optimizer state tensors of each weight, without step counters."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (found for found in _tensors(state) if found.numel() > 1)
@@ -96,7 +96,7 @@ def _buckets(optimizer: Any) -> Iterable[torch.Tensor]:
 
 
 def _tensors(nested: Any) -> Iterable[torch.Tensor]:
-    """The tensors in lists and dictionaries inside of each other."""
+    """Yield the tensors in nested lists and dictionaries."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, Mapping):

@@ -29,14 +29,14 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class PipelinedEngine(DeepSpeedEngine):
-    """The engine on the ranks of one pipeline stage; ``model`` is its part, under the whole model's names."""
+    """DeepSpeed engine of one pipeline stage; ``model`` has its layers, under the whole model's names."""
 
     _is_tied = False
     _config_of_whole: Any = None
 
     @property
     def stage(self) -> int:
-        """Which pipeline stage is this rank's, from 0."""
+        """Index of this rank's pipeline stage, from 0."""
         return self.ctx.rank // self.num_data_ranks
 
     @property
@@ -62,7 +62,7 @@ class PipelinedEngine(DeepSpeedEngine):
             layers = range(before, before + self.plan.stage_layers[self.stage])
             return part_of(model, layers, is_first=self.stage == 0, is_last=self._is_last)
 
-        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
+        # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
         return super().build_on_host(build_stage)
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
@@ -86,7 +86,7 @@ class PipelinedEngine(DeepSpeedEngine):
         )
 
     def _tied_module(self, model: Any) -> torch.nn.Module | None:
-        """The embedding on the first stage, its copy under the head on the last, nothing between them."""
+        """Return the embedding on the first stage, its copy in the head on the last, None on others."""
         if self.stage == 0:
             return model.model.embed_tokens
         return model.lm_head if self._is_last else None
@@ -112,7 +112,7 @@ class PipelinedEngine(DeepSpeedEngine):
     def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
         counted = micro_batches.LossWeights(micros)
-        # All at once: a stage that refuses in the middle of a schedule would leave others waiting for it.
+        # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         self._weights = iter([counted[index] for index in range(len(micros))])
         self._phases = watch
         shape = micros[0]["input_ids"].shape
@@ -217,13 +217,13 @@ class PipelinedEngine(DeepSpeedEngine):
 
 
 def _layers_of(module: torch.nn.Module) -> list[int]:
-    """Numbers, in the whole model, of the decoder layers that have parameters in ``module``."""
+    """Return the whole model's indices of the decoder layers that have parameters in ``module``."""
     names = (name.partition(".layers.")[2] for name, _ in module.named_parameters())
     return sorted({int(name.partition(".")[0]) for name in names if name})
 
 
 def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """``batch``; ``ValueError`` for tensors that the stages do not pass on."""
+    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not pass on."""
     if set(batch) != {"input_ids", "labels"}:
         raise ValueError(
             f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "

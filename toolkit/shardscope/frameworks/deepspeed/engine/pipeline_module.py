@@ -19,7 +19,7 @@ TIED = "embedding"
 
 
 class Stage(torch.nn.Module):  # type: ignore[misc]
-    """One stage: token ids or hidden states in, hidden states or logits out."""
+    """Pipeline stage of a transformers model: token ids or hidden states in, hidden states or logits out."""
 
     def __init__(self, part: torch.nn.Module, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -27,9 +27,9 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         self.is_first, self.is_last = is_first, is_last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence), or (batch, sequence, hidden), to (batch, sequence, hidden or vocabulary)."""
+        """Run the stage: (batch, sequence[, hidden]) in, (batch, sequence, hidden or vocabulary) out."""
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        # The last stage is the whole model's own forward, whatever that does to its logits.
+        # The last stage runs the causal language model's own forward, which may scale its logits.
         found = (self.part if self.is_last else self.part.model)(**given, use_cache=False)
         states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
         return states

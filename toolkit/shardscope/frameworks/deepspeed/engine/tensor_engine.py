@@ -19,7 +19,7 @@ from shardscope.training.weights.pretrained import WholeTensors
 
 
 class TensorEngine(DeepSpeedEngine):
-    """The engine on a rank that has a part of each matrix."""
+    """DeepSpeed engine with tensor parallelism (AutoTP): each rank has a shard of each matrix."""
 
     @property
     def data_rank(self) -> int:

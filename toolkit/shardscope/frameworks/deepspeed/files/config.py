@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a plan: one dictionary, as ``deepspeed.initialize`` takes it."""
+"""DeepSpeed configuration of a plan, as a dictionary for ``deepspeed.initialize``."""
 
 from __future__ import annotations
 

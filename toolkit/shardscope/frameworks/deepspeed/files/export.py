@@ -1,4 +1,4 @@
-"""DeepSpeed's files: its JSON, Accelerate's YAML and the Trainer's arguments around that, train.py."""
+"""Exported files of DeepSpeed plans: its JSON, Accelerate's YAML, the Trainer's arguments and train.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ the key DeepSpeed clips nothing, whatever that argument says (transformers/integ
 
 
 def files(plan: Plan) -> list[Exported | Absent]:
-    """What an export of a DeepSpeed plan writes beside its JSON."""
+    """Return the files that an export of a DeepSpeed plan writes in addition to its JSON."""
     return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, *train_files(plan, COVERED))]
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's part of the memory formulas: what it keeps on one rank, and when."""
+"""DeepSpeed memory formulas: training state, buffers and peak candidates of one rank."""

@@ -1,4 +1,4 @@
-"""Backward, instant by instant: what stages reduce and gather beside what autograd still holds."""
+"""Peak candidates of ZeRO's backward: reductions and all-gathers on top of autograd's saved tensors."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Bytes on one rank that only some of backward's instants need."""
+    """Sizes on one rank that only some peak candidates of backward need, in bytes unless noted."""
 
     logits: int
-    """The logits' gradient in the type of products; 0 where logits are never whole."""
+    """Gradient of the logits in the compute type; 0 if the logits are never materialized whole."""
     leaving: int
-    """In a layer's first norm, the last of it: its input, gradients and the stream's."""
+    """Input and gradients in a layer's first norm, the last in backward, with the residual stream's."""
     drops: tuple[int, ...]
-    """What is gone of a dense layer, against where its product is taken apart, as each matrix of its
-    feed-forward has its gradient."""
+    """Bytes of a dense layer that are freed, compared to the backward of its activation product, when each
+    matrix of its feed-forward gets its gradient."""
     product: int
-    """A dense feed-forward's product."""
+    """Activation product of a dense feed-forward, the input of its down projection."""
     down: int
-    """Elements of the matrix behind that product, whose gradient is made while the product is still there."""
+    """Elements of the down projection, whose gradient is computed while the product is still alive."""
     adapts_down: bool
-    """Whether an adapter of that matrix has the first gradient of all."""
+    """Whether the down projection has an adapter, which then has the first gradient in backward."""
     between: int
-    """Of a dense layer, where its feed-forward's first matrices have such adapters instead: the stream's
-    gradient, and what their adapters pass on, beside what the layer has saved."""
+    """Gradients of the stream and of the adapters' inputs in a dense layer, on top of its saved tensors; 0
+    unless the feed-forward's first matrices have adapters and the down projection has none."""
     unsaved: int
-    """What the very first layer under adapters does not save when it is computed again."""
+    """Tensors that the first layer with adapters does not save when it is recomputed."""
     num_layers: int
-    """Of the stage."""
+    """Number of layers of the stage."""
     in_scores: bool
-    """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
+    """Whether a layer's maximum is in attention, with materialized scores, and not in its feed-forward."""
     has_scores: bool
-    """Whether attention's scores are tensors at all."""
+    """Whether attention scores are materialized."""
     away: bool
-    """Whether activations come back one by one: of dense layers, all trained; of others all are counted."""
+    """Whether offloaded activations are fetched one by one: only dense, fully trained layers are modelled so;
+    for others all are counted at once."""
     attention: int
-    """What one layer saves in front of its feed-forward."""
+    """Saved tensors of one layer before its feed-forward."""
     interval: int
-    """Of layers so many there is one that is recomputed or offloaded; 1: all or none."""
+    """One of this many layers is recomputed or offloaded; 1: all or none."""
 
 
 def sizes_of(plan: Plan, stage: Stage) -> Sizes:
-    """Operator by operator, as transformers' modules run."""
+    """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
     arch, modules = plan.architecture, modules_of(plan)
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
     cut = plan.degrees.tp if cuts_tied_head(arch) else 1
@@ -70,7 +71,7 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
     whole = loss_in_force(plan) == "full"
     own = layer_backward(arch, False, modules)
     feed_forward, inner = own.inside - own.stream, arch.intermediate_size * modules.compute
-    # Scores, where they are tensors, may outweigh the feed-forward.
+    # Materialized scores may be larger than the feed-forward's activations.
     in_scores = scores_per_token(arch, modules) > 0 and feed_forward > (2 if arch.gated_mlp else 3) * inner
     if arch.gated_mlp:
         fused = names_of(arch).fused_gate_up is not None
@@ -111,34 +112,34 @@ def _adapts_up_alone(arch: Architecture, modules: Modules) -> bool:
 
 
 def _comes_back(plan: Plan, modules: Modules) -> bool:
-    """Whether offloaded activations are told one by one: of transformers' own dense layers, all trained."""
+    """Return whether offloaded activations are modelled one by one: transformers' dense, trained layers."""
     plain = modules.kernels == "transformers" and modules.trained and not plan.architecture.num_moe_layers
     return plan.recipe.recompute == "offload" and plan.on_gpu and plain
 
 
 def _in_attention(arch: Architecture, modules: Modules, tp: int) -> int:
-    """Bytes a token: what attention saves, and the norms before it, which are half of them."""
+    """Return the bytes per token saved by attention and by the norms before it, half of a layer's norms."""
     layer = layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
     return layer.attention + layer.norms // 2
 
 
 class Kept(NamedTuple):
-    """Bytes on one rank that stay beside activations."""
+    """Buffers and gradients on one rank besides activations, in bytes."""
 
     bucket: int = 0
-    """There from the first gradient on."""
+    """Bucket, allocated at the first gradient."""
     first_hook: bool = True
-    """Whether that is the head's; else it comes after the last layer's feed-forward, or, where all weights
-    are trained, from the last layer on."""
+    """Whether the first gradient is the head's; else the bucket is allocated after the last layer's
+    feed-forward, or, if all weights are trained, from the last layer on."""
     trains_all: bool = True
     forward: int = 0
-    """Gathered when forward ends; where there is any, the bucket is there all along."""
+    """All-gathered parameters and bucket at the end of forward; if not 0, the bucket is always allocated."""
     waiting: int = 0
-    """Gradients of micro-batches before, beside those that are counted part by part."""
+    """Gradients of earlier micro-batches, in addition to those counted part by part."""
     before: int = 0
-    """All gradients while the loss is differentiated."""
+    """All gradients during the loss's backward."""
     gathers: bool = False
-    """Whether parameters are gathered in forward too."""
+    """Whether parameters are all-gathered in forward too."""
 
 
 _SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
@@ -158,7 +159,7 @@ _INSIDE_FORWARD = ("saved by the layers before", "saved, and in use inside one l
 
 
 def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
-    """The instants that can be fullest; parts of backward are counted in elements of ``half`` bytes."""
+    """Return the peak candidates; ``c`` has the parts of backward in elements of ``half`` bytes."""
     num_layers = sizes.num_layers
     full = (shape.layers, shape.edges, shape.cast)
     waiting = kept.waiting
@@ -212,7 +213,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     if is_array(c.fullest_at) or 1 < c.fullest_at < num_layers - 1:
         met.append((c.fullest_at, c.layers[-1]))
     if sizes.interval > 2:
-        # The first that is recomputed may be neither of the first two.
+        # The first recomputed layer in backward order may be neither of the first two.
         met.append(((num_layers - 1) % sizes.interval, c.layers[1]))
     for done, layer in met:
         fraction = 0.36 + 0.6 * done / num_layers
@@ -220,7 +221,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         if sizes.interval > 1:
             one, saved = _between(fullest, shape, num_layers - 1 - done, sizes.interval)
         is_last = done == num_layers - 1
-        # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
+        # The bucket is allocated at the first gradient; with adapters mostly after the last feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
         left = largest(0, saved - one.saved)
@@ -238,13 +239,13 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             down = layer.base._replace(staging=layer.base.staging + sizes.down)
             found.append(peak(fraction + 0.002, made, _IN_LAYER, down, allocated))
         if sizes.between and not done:
-            # By then the bucket has come, with the first gradient.
+            # The bucket is allocated by then, at the first gradient.
             inside = (saved, where(has_experts, 0, sizes.between))
             found.append(peak(fraction + 0.003, inside, _IN_LAYER, layer.base))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = one.inside - drop
         experts = one.later if kept.trains_all else one.inside
-        # One without experts, after layers that have them, cannot let go of more than is left.
+        # A layer without experts, after layers with experts, cannot free more than is left.
         activations = (saved, largest(where(has_experts, experts, dense), -saved))
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
@@ -254,7 +255,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         if kept.trains_all:
             behind = (left, sizes.attention, 2 * shape.stream)
             found.append(peak(fraction + 0.008, behind, _BEHIND_ATTENTION, layer.behind))
-        # No gradient comes into the first layer's first norm from frozen embeddings.
+        # With frozen embeddings no gradient reaches the first layer's first norm.
         gets_there = kept.trains_all | (done + 1 < num_layers)
         leaving = (gets_there * left, gets_there * sizes.leaving)
         found.append(peak(fraction + 0.012, leaving, _IN_FIRST_NORM, layer.following))
@@ -268,10 +269,11 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
 
 
 def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
-    """A dense layer whose activations come back one by one: (bytes before it, in it, elements beside).
+    """Return the phases of a dense layer whose offloaded activations are fetched one by one.
 
-    Instants as in ``memory/activations/modules/instants.py``: the MLP's four, the norm behind attention,
-    its output's matrix, its core, its inputs' matrix, and its first norm.
+    Each is (bytes of the layers before, bytes in the layer, ZeRO's elements). The phases are those of
+    ``memory/activations/modules/instants.py``: the MLP's four, the norm after attention, attention's output
+    projection, its core, its input projections, and the first norm.
     """
     order = shape.find_order()
     others = shape.layers - order.sum_before(order.num_layers, "saved")
@@ -281,7 +283,7 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
     beside = (layer.base, first, first, second, behind, behind, middle, peak, layer.following)
     away, here = order.kinds[0], order.kinds[-1]
     chosen = index % order.interval == 0
-    # An instant that has let go of more than is left holds nothing: short sequences, cut over many ranks.
+    # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
     return [
         (before, largest(where(chosen, one.held, other.held), -before), instant)
         for one, other, instant in zip(away.backward, here.backward, beside, strict=True)
@@ -289,7 +291,7 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
 
 
 def _between(fullest: FullestLayer, shape: Backward, index: Any, interval: int) -> tuple[FullestLayer, Any]:
-    """The layer at ``index`` where some are recomputed and others not, and what it and those before saved."""
+    """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
     order = shape.find_order()
     before, with_it = (order.sum_before(at, "saved") for at in (index, index + 1))
     others = shape.layers - order.sum_before(order.num_layers, "saved")
@@ -311,7 +313,7 @@ def _counted(num_bytes: int, half: int, what: str) -> Term:
 
 
 def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple[Any, Instant]:
-    """Of the feed-forward's matrices the one at whose gradient most is held, and what is gone by then."""
+    """Return the bytes freed and ZeRO's phase at the feed-forward matrix with the largest total."""
     drop, instant = drops[0], inner[0]
     for other, one in zip(drops[1:], inner[1:], strict=False):
         more = half * one.total - other > half * instant.total - drop
@@ -322,7 +324,7 @@ def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple
 def _in_scores(
     c: Counted, shape: Backward, kept: Kept, num_layers: Any, peak: Callable[..., Peak]
 ) -> list[Peak]:
-    """In attention's scores of the last layer of each kind, where forward holds most of all."""
+    """Return the candidates at attention's scores in forward, in the last layer of each kind."""
     elements: Any = 0
     for passed, gathered in c.in_forward:
         elements = where(passed >= num_layers - 1, gathered, elements)
@@ -341,7 +343,7 @@ def _in_scores(
 
 
 def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Callable[..., Peak]) -> Peak:
-    """Where gathers, and what layers before have saved, are most in forward."""
+    """Return the candidate in forward with the most all-gathered parameters and saved tensors together."""
     done, elements = c.in_forward[0]
     for other, more in c.in_forward[1:]:
         fuller = (
@@ -355,7 +357,7 @@ def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Ca
 
 
 def _left(layers: Any, saved: Any, num_layers: Any, done: Any) -> Any:
-    """What ``layers`` still hold when backward has passed ``done`` of them, the fullest kind first."""
+    """Return the saved bytes left of ``layers`` after the backward of ``done``, the largest kind first."""
     left = layers - done * saved
-    # Of two kinds of layers the fuller one is counted off for both; the mean is for what that overdraws.
+    # With two kinds of layers the larger one is subtracted for both; use the mean where that is too much.
     return where(left > 0, left, layers // num_layers * (num_layers - done))

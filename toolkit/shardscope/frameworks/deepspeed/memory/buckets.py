@@ -1,4 +1,7 @@
-"""When stages 0 to 2 reduce gradients, and what that copies (deepspeed/runtime/zero/stage_1_and_2.py)."""
+"""Gradient buckets of ZeRO stages 0 to 2: when they are reduced, and the copies that reductions make.
+
+Source: ``deepspeed/runtime/zero/stage_1_and_2.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 ALL_REDUCE_ELEMENTS = 500_000_000
-"""Gradients that stage 0 flattens at once (``MEMORY_OPT_ALLREDUCE_SIZE``, deepspeed/runtime/engine.py)."""
+"""Elements that stage 0 flattens at once (``MEMORY_OPT_ALLREDUCE_SIZE``, deepspeed/runtime/engine.py)."""
 
 
 class Instant(NamedTuple):
-    """Elements at one instant of backward, beside what is allocated once."""
+    """Elements in one phase of backward, without permanent buffers."""
 
     staging: int
-    """Gathered parameters, gradients that wait to be reduced, and copies of them."""
+    """All-gathered parameters, unreduced gradients and copies of them."""
     kept: int
-    """Gradients that stay until the optimizer has used them."""
+    """Gradients that stay until the optimizer step."""
 
     @property
     def total(self) -> int:
@@ -23,61 +26,60 @@ class Instant(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One part of backward: the head and final norm, one decoder layer, the embedding, or its very end."""
+    """Part of backward: the head and final norm, one decoder layer, the embedding, or the final reduction."""
 
     base: Instant
-    """As its first gradient is made; of the head's part, as the norm's is."""
+    """At its first gradient; in the head's part, at the norm's gradient."""
     peak: Instant
-    """Where it holds most."""
+    """At its maximum."""
     middle: Instant | None = None
-    """Between the feed-forward's gradients and attention's, where these are told apart."""
+    """Between the feed-forward's gradients and attention's, if they are distinguished."""
     inner: tuple[Instant, ...] = ()
-    """While each of the feed-forward's large matrices gets its gradient, where these are told apart."""
+    """At the gradient of each of the feed-forward's large matrices, if they are distinguished."""
     behind: Instant = Instant(0, 0)
-    """Where it holds most once the feed-forward is through, attention's first gradient included."""
+    """At the maximum after the feed-forward, attention's first gradient included."""
 
 
 class Piece(NamedTuple):
-    """A gradient's place in the flat buffer of its group, matrices or vectors."""
+    """Position of a gradient in the flat buffer of its parameter group, matrices or vectors."""
 
     start: int
     size: int
     part: int
-    """Elements of that buffer that each rank has."""
+    """Elements of each rank's partition of that buffer."""
 
     @property
     def end(self) -> int:
-        """Of the element behind its last."""
+        """Offset after its last element."""
         return self.start + self.size
 
     def owned_by(self, rank: int) -> int:
-        """How many of its elements lie in the part of ``rank``."""
+        """Return how many of its elements are in the partition of ``rank``."""
         return max(0, min(self.end, (rank + 1) * self.part) - max(self.start, rank * self.part))
 
 
 class Cut(NamedTuple):
-    """Flat buffers of gradients over ranks."""
+    """Partitioning of the flat gradient buffers over ranks."""
 
     parts: tuple[int, int]
-    """Elements of each rank: of matrices, and of vectors."""
+    """Elements of each rank's partitions: of matrices, and of vectors."""
     rank: int
-    """Whose memory is asked for."""
+    """Rank whose memory is computed."""
     whole: int
-    """Elements of all tensors that its part touches."""
+    """Elements of all tensors that overlap this rank's partition."""
     bucket: int
-    """``reduce_bucket_size``."""
+    """``reduce_bucket_size``, in elements."""
     drops: bool = True
-    """Whether gradients of other ranks' parts are dropped once reduced: stage 1 leaves them, and so those
-    that fit into no bucket stay."""
+    """Whether gradients of other ranks' partitions are freed after the reduction (stage 2). Stage 1 keeps
+    them, so gradients too large for the bucket stay allocated."""
     norm: int = 0
-    """Where reduced gradients go to the host one by one: how many of their elements weigh as much as one in
-    double precision, in which a norm is taken of each; 0: they stay on the device."""
+    """Size of an fp64 element in gradient elements, if reduced gradients are offloaded one by one with their
+    norm in double precision; 0 if they stay on the device."""
     cast: int = 0
-    """How many of their elements weigh as much as one cast to the type in which they are reduced; 0: none
-    is cast."""
+    """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
 
     def pieces(self, sizes: tuple[int, ...], vectors: tuple[bool, ...]) -> list[Piece]:
-        """Where each of ``sizes`` lies."""
+        """Return the position of each tensor of ``sizes`` in its flat buffer."""
         ends = [0, 0]
         found: list[Piece] = []
         for size, is_vector in zip(sizes, vectors or (False,) * len(sizes), strict=True):
@@ -86,7 +88,7 @@ class Cut(NamedTuple):
         return found
 
     def touches(self, waiting: list[Piece]) -> bool:
-        """Whether any of these is in the rank's parts."""
+        """Return whether any of ``waiting`` overlaps the rank's partitions."""
         rank = self.rank
         return any(
             piece.start < (rank + 1) * piece.part and rank * piece.part < piece.start + piece.size
@@ -95,7 +97,7 @@ class Cut(NamedTuple):
 
 
 def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[int, ...]:
-    """Tensors in each part of backward: of the head, of each layer from the last, of the embedding."""
+    """Return the number of tensors in each part of backward: head, each layer from the last, embedding."""
     return (number - num_before - sum(per_layer), *reversed(per_layer), num_before)
 
 
@@ -111,14 +113,15 @@ def early(
     wide: tuple[bool, ...] = (),
     accumulated: int = 0,
 ) -> tuple[Part, ...]:
-    """Parts of a backward that reduces as it goes; the last one is the reduction that ends it.
+    """Return the parts of a backward that reduces full buckets on the way; the last is the final reduction.
 
-    A full bucket is cut where it goes to several ranks, and pieces for more than one rank are flattened, so
-    copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's;
-    ``attention``: tensors of a layer that come after its feed-forward's in backward; ``wide``: which are that
-    one's large matrices; ``vectors``: which have a flat buffer of their own; ``order``: places in ``sizes``
-    as gradients come, part by part as ``groups`` count them; ``accumulated``: all elements, where those of
-    micro-batches before lie in place until the bucket takes them.
+    A full bucket is sliced by destination rank, and slices for more than one rank are flattened, so copied,
+    for the reduction. ``sizes`` are the elements of each tensor; ``order`` has indices into ``sizes`` in the
+    order of gradients, ``groups`` the number of them in each part of backward. ``vectors`` marks the tensors
+    in the vectors' own flat buffer, ``wide`` the feed-forward's large matrices. ``tied`` is the number of
+    elements of a tied head, whose gradient stays until the embedding's exists. ``attention`` is the number of
+    a layer's tensors after its feed-forward's in backward. ``accumulated`` is the number of all elements if
+    earlier micro-batches' gradients stay in place until the bucket takes them, else 0.
     """
     waiting: list[Piece] = []
     pieces, left_over = cut.pieces(sizes, vectors), accumulated
@@ -135,13 +138,13 @@ def early(
             if left == attention:
                 middle = Instant(waits + oversized, kept + left_over)
             if not place and left == 1:
-                # The final norm comes behind the head, whose gradient is tied or reduced, or waits for that.
+                # The final norm comes after the head, whose gradient is tied, reduced or in the bucket.
                 base = Instant(tied + oversized, kept + left_over)
             index = next(comes)
             size = sizes[index]
             now = Instant(waits + size + oversized, kept + left_over)
             if tied and not index:
-                # Both gradients of a tied embedding and their sum, which alone is left.
+                # Both gradients of a tied embedding and their sum are alive; then only the sum is.
                 now, waits = Instant(waits + 2 * size + oversized, kept + left_over), 0
             if waiting and elements + size > cut.bucket:
                 held = waits + size + oversized
@@ -154,21 +157,21 @@ def early(
             if wide and wide[index]:
                 inner.append(now)
             if attention - 1 <= left <= attention:
-                # Its last product's matrix, and what stands behind that.
+                # Attention's last two tensors in forward, with its output projection's matrix.
                 behind = max(behind, now, key=_total)
             waiting.append(pieces[index])
             elements += size
             left_over -= size * (accumulated > 0)
             if size > cut.bucket:
                 oversized = stays + size
-                # What goes to the host is no view of what autograd made.
+                # A gradient for the host is a copy, not a view of autograd's tensor.
                 cloned = Instant(waits + oversized + (cut.norm > 0) * size, kept + left_over)
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
         found.append(Part(base, peak, middle, tuple(inner), behind))
     last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
-    # What is larger than a bucket is there until it has been copied.
+    # A gradient larger than the bucket stays until it has been copied.
     done = Instant(oversized, whole)
     return (*found, Part(last, max(last, done, key=_total)))
 
@@ -183,7 +186,10 @@ def late(
     attention: int = 0,
     wide: tuple[bool, ...] = (),
 ) -> tuple[Part, ...]:
-    """Parts of a backward that leaves all gradients; the last one is what all of them take."""
+    """Return the parts of a backward that keeps all gradients; the last one is the total of them.
+
+    The arguments are those of :func:`early`; ``accumulates``: earlier micro-batches left gradients.
+    """
     total, done = sum(sizes), 0
     found: list[Part] = []
     comes, index = iter(order), len(sizes)
@@ -202,7 +208,7 @@ def late(
             done += sizes[index]
             is_wide, is_behind = wide and wide[index], attention - 1 <= left <= attention
             if is_wide or is_behind:
-                # What was there is added to; what was not is kept as it was made.
+                # With accumulation a new gradient is added to the existing one; without, it is kept.
                 now = Instant(waits + sizes[index], total) if accumulates else Instant(waits, done)
                 if is_wide:
                     inner.append(now)
@@ -217,7 +223,7 @@ def late(
 
 @lru_cache(maxsize=1024)
 def beyond(sizes: tuple[int, ...], vectors: tuple[bool, ...], cut: Cut) -> int:
-    """Elements by which stage 1's reduction after backward exceeds all gradients and the bucket."""
+    """Return the elements stage 1's reduction after backward needs above all gradients and the bucket."""
     whole = 0 if cut.norm else cut.whole
     waiting: list[Piece] = []
     removed = found = kept = elements = 0
@@ -237,8 +243,10 @@ def beyond(sizes: tuple[int, ...], vectors: tuple[bool, ...], cut: Cut) -> int:
 
 
 def reduced(waiting: list[Piece], cut: Cut) -> int:
-    """Elements beside a full bucket: a flattened copy, then norms of what goes to the host
-    (``set_norm_for_param_grad_in_gpu``)."""
+    """Return the temporary elements of reducing a full bucket.
+
+    They are a flattened copy, then the norms of offloaded gradients (``set_norm_for_param_grad_in_gpu``).
+    """
     flattened = copied(waiting, cut)
     if not cut.norm:
         return flattened
@@ -246,10 +254,10 @@ def reduced(waiting: list[Piece], cut: Cut) -> int:
 
 
 def copied(waiting: list[Piece], cut: Cut) -> int:
-    """Elements of the largest flattened copy: ``allreduce_and_scatter`` over pieces by rank."""
+    """Return the elements of the largest flattened copy in ``allreduce_and_scatter``, over slices by rank."""
     elements = sum([piece.size for piece in waiting])
     if elements <= cut.bucket:
-        # All at once, or where they lie if all are one rank's.
+        # All are flattened together, or reduced in place if they belong to one rank.
         owners = {
             owner
             for start, size, part in waiting
@@ -265,7 +273,7 @@ def copied(waiting: list[Piece], cut: Cut) -> int:
         first = piece.start // piece.part
         head = min(piece.end, (first + 1) * piece.part) - piece.start
         if first == owner:
-            # Only the last part of those before it is that rank's: the other buffer starts again at rank 0.
+            # Merge with the previous run's last slice only: the vectors' buffer starts again at rank 0.
             before, times = runs.pop()
             if times > 1:
                 runs.append((before, times - 1))
@@ -283,20 +291,22 @@ def copied(waiting: list[Piece], cut: Cut) -> int:
 
 @lru_cache(maxsize=1024)
 def all_reduce_bucket(sizes: tuple[int, ...], elements: int = ALL_REDUCE_ELEMENTS, cast: int = 0) -> int:
-    """Elements of stage 0's largest flattened copy, and of what is cast of it."""
+    """Return the elements of stage 0's largest flattened copy and of its cast."""
     return _largest_flat([(size, 1) for size in sizes], elements, cast)
 
 
 def _flattened(elements: int, number: int, cast: int) -> int:
-    """Elements beside ``number`` pieces that are reduced together: one alone lies flat already. What is cast
-    stands beside what was flattened (``allreduce_bucket``)."""
+    """Return the elements copied to reduce ``number`` slices together.
+
+    A single slice is flat already; a cast is allocated besides the flattened copy (``allreduce_bucket``).
+    """
     return elements * ((number > 1) + cast)
 
 
 def _largest_flat(runs: list[tuple[int, int]], elements: int, cast: int) -> int:
-    """The largest run of pieces that is flattened: it ends with the one that overfills it.
+    """Return the elements of the largest flattened copy, which ends with the slice that exceeds ``elements``.
 
-    ``runs`` are sizes of pieces and how many of that size follow one another.
+    ``runs`` are (size of a slice, number of consecutive slices of that size).
     """
     largest = group = number = 0
     for size, times in runs:
@@ -307,7 +317,7 @@ def _largest_flat(runs: list[tuple[int, int]], elements: int, cast: int) -> int:
             group, number, left = group + taken * size, number + taken, left - taken
             if group > elements:
                 largest, group, number = max(largest, _flattened(group, number, cast)), 0, 0
-                # As many again overfill the next ones too, and these are as large as each other.
+                # The following copies have equally many slices, so they are all of one size: skip them.
                 again = elements // size + 1
                 if left >= again:
                     largest, left = max(largest, _flattened(again * size, again, cast)), left % again

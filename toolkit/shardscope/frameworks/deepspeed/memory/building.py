@@ -1,8 +1,8 @@
-"""How ZeRO's ranks come by their model: whole on each, or of a large one what the rank keeps.
+"""Host memory while ZeRO's ranks build the model: the whole model, or the rank's share of a large one.
 
-Read off ``deepspeed/runtime/engine.py`` (``_configure_distributed_model`` casts and moves a whole module) and
-``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` cuts tensors one after the other). The stages of
-a pipeline are parts of a transformers model here (:mod:`shardscope.training.model.parts`).
+Source: ``deepspeed/runtime/engine.py`` (``_configure_distributed_model`` casts and moves a whole module) and
+``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` partitions tensors one by one). Pipeline stages
+are parts of a transformers model (:mod:`shardscope.training.model.parts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def on_host(plan: Plan) -> Term:
-    """Host memory of one rank while it makes or loads the model (``DeepSpeedEngine.make``)."""
+    """Return one rank's host memory while it builds or loads the model (``DeepSpeedEngine.make``). Bytes."""
     layout: Any = plan.layout
     if is_drawn_in_parts(plan):
         if layout.stage == 3:

@@ -1,6 +1,6 @@
-"""In which order modules call each other, as DeepSpeed's hooks record it: ZeRO-3 gathers module by module.
+"""Module call trees of decoder layers, in the order that DeepSpeed's ZeRO-3 hooks record.
 
-Every call is a place at which ZeRO-3 gathers ahead, also that of a module without tensors of its own
+ZeRO-3 prefetches at every module call, also of modules without parameters of their own
 (``_register_deepspeed_module`` hooks all of them, deepspeed/runtime/zero/parameter_offload.py).
 """
 
@@ -22,37 +22,39 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One module's forward."""
+    """Forward call of one module."""
 
     own: tuple[int, ...] = ()
-    """Elements of its own tensors, in the order in which it registered them."""
+    """Elements of its own tensors, in registration order."""
     calls: tuple[Call, ...] = ()
-    """The modules that it calls, in order."""
+    """Calls of its submodules, in order."""
     trained: bool = True
-    """Its own tensors get gradients."""
+    """Whether its own tensors get gradients."""
     viewed: tuple[int, ...] = ()
-    """Which of them autograd keeps transposed views of: what was gathered stays as long, even if released."""
+    """Indices into ``own`` of the tensors that autograd saves transposed views of: their all-gathered memory
+    stays allocated as long as the view, even after the release."""
     goes_back: bool = True
-    """Gradients pass through it."""
+    """Whether gradients pass through it."""
     feeds_forward: bool = False
-    """One of the feed-forward's large matrices."""
+    """Whether it is one of the feed-forward's large matrices."""
     in_attention: bool = False
     in_pairs: bool = False
-    """Each matrix of its own is followed by a vector, whose gradient comes behind that matrix's."""
+    """Whether each matrix in ``own`` is followed by a vector, whose gradient comes after that matrix's."""
     is_leaf: bool = False
-    """Gathered and released as one with all inside (``DEFAULT_LEAF_MODULE_CLASSES``,
-    deepspeed/runtime/zero/leaf_module_config.py); its gradients wait until all are there."""
+    """Whether it is all-gathered and released as one with its submodules (``DEFAULT_LEAF_MODULE_CLASSES``,
+    deepspeed/runtime/zero/leaf_module_config.py); its gradients are reduced when all of them exist."""
 
 
 NOTHING = Call()
-"""A module without tensors: an activation, a dropout, or one that makes positions' angles."""
+"""Call of a module without parameters: an activation, a dropout or rotary embeddings."""
 
 
 @lru_cache(maxsize=512)
 def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first: bool) -> Call:
-    """One decoder layer.
+    """Return the call tree of one decoder layer.
 
-    Under frozen embeddings no gradient reaches what ``is_first`` has before its first adapter.
+    With frozen embeddings no gradient reaches the modules of the first layer (``is_first``) before its first
+    adapter.
     """
     modules: dict[str, list[int]] = {}
     for shape in rank_shapes(arch, moe, 1, 1):
@@ -75,7 +77,7 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
         plain.insert(1, NOTHING)
     elif shared:
         gate, *others = (make(path) for path in shared)
-        # DeepSeek's shared experts come behind the routed ones; so do Qwen's here.
+        # DeepSeek calls its shared experts after the routed ones; Qwen's are modelled in the same order.
         plain.insert(2, Call((), (gate, NOTHING, *others)))
     begin, middle, end = around(arch, norms)
     own = tuple(modules.get(names.attention, ()))
@@ -90,9 +92,9 @@ def _with_leaf(
     attention: list[Call],
     inner: list[list[int]],
 ) -> Call:
-    """A layer whose feed-forward has no hooks inside."""
+    """Return the call tree of a layer whose feed-forward is a ZeRO-3 leaf, without hooks inside."""
     if family_of(arch).registers_router_last:
-        # Its router is made behind its experts, and so gathered.
+        # The router is registered after the experts, and so all-gathered after them.
         inner = [*inner[1:], *inner[:1]]
     own = tuple(size for sizes in inner for size in sizes)
     place = max(range(len(own)), key=own.__getitem__)
@@ -104,8 +106,11 @@ def _with_leaf(
 def _maker(
     arch: Architecture, adapted: Recipe | None, moe: bool, modules: dict[str, list[int]], is_first: bool
 ) -> Callable[[str], Call]:
-    """Modules by their path, in the order of forward, in which the first adapter is met once: or once in
-    attention and once in a feed-forward that reads the same input."""
+    """Return a function that creates the call of a module from its path, to be used in forward order.
+
+    It keeps track of the first adapter, which gradients start from; attention and a parallel feed-forward
+    that reads the same input have one each.
+    """
     targets = adapter_targets(arch, adapted) if adapted else ()
     linears = dict(arch.layer_linears(first_layer(arch, moe)))
     inputs = attention_inputs(arch)
@@ -117,11 +122,11 @@ def _maker(
         own, name = tuple(modules[path]), path.rpartition(".")[2]
         large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
-            # gpt-oss stores its experts as the products read them; all others through a transposed view.
+            # gpt-oss stores its experts in the layout of the matmul; all others use a transposed view.
             in_pairs = family_of(arch).has_clamped_experts
             both = () if in_pairs else (0, 1)
             return Call(own, (NOTHING,), adapted is None, both, not waiting, large, in_pairs=in_pairs)
-        # Falcon multiplies by a transposed view itself, where others' products are DeepSpeed's own.
+        # Falcon multiplies by a transposed view itself; other families use DeepSpeed's own linear function.
         viewed = (0,) if family_of(arch).projections == "matmul" and name in linears else ()
         if adapted is None or name not in targets:
             return Call(own, (), adapted is None, viewed, not waiting, large)
@@ -138,8 +143,7 @@ Norm = TypeVar("Norm")
 
 
 def around(arch: Architecture, norms: list[Norm]) -> tuple[list[Norm], list[Norm], list[Norm]]:
-    """Of ``norms`` as a layer registers them those before attention, between it and the feed-forward, and
-    behind that."""
+    """Split ``norms``, in registration order: before attention, before and after the feed-forward."""
     before, between, behind = (
         [norms[place] for place in places if place < len(norms)] for places in family_of(arch).norm_placement
     )

@@ -1,7 +1,8 @@
-"""What stage 3 has gathered, visit by visit (deepspeed/runtime/zero/partitioned_param_coordinator.py).
+"""ZeRO-3's parameter coordinator: which parameters are all-gathered at each module call.
 
-DeepSpeed records in the first step in which order modules come, and from then on prefetches by it and keeps
-what will soon be used again. The same decisions are taken here over the tensors' sizes.
+DeepSpeed records the order of module calls in the first step; from then on it prefetches by that order and
+keeps parameters that will be reused soon. This module makes the same decisions from the tensors' sizes
+(deepspeed/runtime/zero/partitioned_param_coordinator.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Thresholds(NamedTuple):
-    """Options of stage 3, in elements."""
+    """Options of ZeRO-3, sizes in elements."""
 
     persistence: int
     prefetch_bucket: int
@@ -26,28 +27,28 @@ class Thresholds(NamedTuple):
     max_reuse_distance: int
     reduce_bucket: int
     contiguous: bool = True
-    """Whether gradients wait in the bucket; else each waits where it was made."""
+    """Whether gradients are copied into the bucket until they are reduced (``contiguous_gradients``)."""
     offloads: bool = False
-    """Whether parts are on the host or on NVMe: then one rank alone gathers too, from there."""
+    """Whether partitions are on the host or on NVMe: then even a single rank has to fetch parameters."""
     swaps: Swaps | None = None
-    """What is on NVMe, if anything is."""
+    """NVMe swapping options; None without swapping."""
     norm: int = 0
-    """As of :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`."""
+    """See :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`."""
     comes_back: bool = False
-    """Whether a reduced part comes back from the host for its norm."""
+    """Whether a reduced partition is copied back from the host for its norm."""
     cast: int = 0
-    """As of the same."""
+    """See :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`."""
 
 
 class Coordinator:
-    """The gathered tensors of one rank. All numbers are elements."""
+    """All-gathered parameters of one rank, sizes in elements."""
 
     def __init__(self, route: Route, ranks: int, limits: Thresholds) -> None:
         self.limits, self.ranks = limits, ranks
         self.sizes = route.sizes
-        # Gathered alone or together, each tensor's parts are of one size.
+        # Each tensor is padded to a multiple of the ranks, all-gathered alone or in a group.
         self.gathers = ranks > 1 or limits.offloads
-        """Whether this rank has to gather at all: alone it has everything."""
+        """Whether parameters have to be fetched at all: a single rank without offloading has all of them."""
         self.costs = [-(-size // ranks) * ranks if self.gathers else 0 for size in self.sizes]
         self.persists = [size <= limits.persistence for size in self.sizes]
         parts = [-(-size // ranks) for size in self.sizes]
@@ -57,25 +58,25 @@ class Coordinator:
         self.fetched_for = [-1] * len(self.sizes)
         self.step = self.num_available = 0
         self.live = self.rest = sum(self.costs[index] for index in self.available)
-        """Gathered now, copies and what is on its way included; and what is never released."""
+        """Elements all-gathered now, with flat buffers and pending fetches; and those never released."""
         self.top = self.live
-        """The most that there was since somebody set it to ``live``."""
+        """Maximum of ``live`` since a caller last reset it to ``live``."""
         self.flights: dict[int, list[int]] = {}
         self.held: set[int] = set()
-        """Frozen weights that a recomputation has gathered: nobody releases them but its owner, the module
-        whose backward it began in (``update_recompute_parameters``)."""
+        """Frozen parameters that a recomputation has fetched: they are released only after the backward of
+        the module in which the recomputation started, the owner (``update_recompute_parameters``)."""
         self.entered: Call | None = None
         self.owner: Call | None = None
         self.viewed: set[int] = set()
-        """Tensors of which autograd has a view: released, they stay as long."""
+        """Tensors that autograd has saved a view of: their memory outlives their release."""
         self.orphans: set[int] = set()
-        """Released ones that are still there for such a view."""
+        """Released tensors whose memory is still allocated because of such a view."""
 
     def _index(self, order: list[Node]) -> None:
-        """In which fetch each tensor comes, and how many elements came before each fetch."""
+        """Record the fetches of each tensor, and the elements used before each fetch."""
         self.queue = deque((step, i) for step, node in enumerate(order) for i in sorted(node.own))
-        # DeepSpeed looks into what comes next as it looks into what it releases: a leaf with all inside,
-        # other modules without, so that no leaf counts for them.
+        # For the reuse distance DeepSpeed counts parameters as it releases them: a leaf recursively, other
+        # modules without submodules, so that leaves are not counted for other modules.
         self.passed, self.passed_inside = [0], [0]
         self.uses: list[deque[int]] = [deque() for _ in self.sizes]
         self.uses_inside: list[deque[int]] = [deque() for _ in self.sizes]
@@ -90,7 +91,10 @@ class Coordinator:
                 self.uses_inside[index].append(step)
 
     def visit(self, kind: str, node: Node, keeps_views: bool) -> None:
-        """A module is entered or left; ``keeps_views``: autograd saves what its forward needs."""
+        """Process the event ``kind`` of a module call.
+
+        ``keeps_views``: autograd saves views of its parameters in this forward.
+        """
         if kind == "release":
             for index in node.own:
                 self.release(index, node.call.is_leaf)
@@ -107,7 +111,7 @@ class Coordinator:
             self.viewed.update(node.own[place] for place in node.call.viewed)
 
     def let_all_go(self, call: Call) -> None:
-        """Backward is through with a module: what was gathered again in it goes, wanted soon or not."""
+        """Release the parameters that a recomputation fetched, when the owner's backward is done."""
         if call is not self.owner:
             return
         held, self.owner, self.held = self.held, None, set()
@@ -116,7 +120,7 @@ class Coordinator:
                 self._drop(index)
 
     def let_go(self, index: int) -> None:
-        """A product has gone backward, and with it autograd's view of its weight."""
+        """Drop autograd's view of a weight, after the backward of its matmul."""
         self.viewed.discard(index)
         if index in self.orphans:
             self.orphans.discard(index)
@@ -155,7 +159,7 @@ class Coordinator:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Parts on NVMe whose tensors come next, twice as much as is being gathered."""
+        """Prefetch upcoming partitions from NVMe, up to twice the elements of pending all-gathers."""
         swapper = self.swapper
         if not swapper.away:
             return
@@ -171,7 +175,7 @@ class Coordinator:
         swapper.read_ahead(chosen)
 
     def _launch(self, chosen: list[int]) -> None:
-        """Gather into one flat buffer; a single tensor's is its own."""
+        """Start one all-gather of the tensors ``chosen``, into a flat buffer if there are several."""
         for index in chosen:
             self.swapper.read(index)
             self.flights[index] = chosen
@@ -180,7 +184,10 @@ class Coordinator:
         self.top = max(self.top, self.live)
 
     def _arrive(self, index: int) -> None:
-        """A coalesced gather is copied out of its flat buffer, which stays until its last tensor is used."""
+        """Wait for a tensor's all-gather.
+
+        A coalesced all-gather is copied out of its flat buffer, which is freed when its last tensor is used.
+        """
         flight = self.flights.pop(index)
         together = len(flight) > 1 and self.ranks > 1
         if index not in self.available:
@@ -191,14 +198,14 @@ class Coordinator:
             self.live -= sum(self.costs[member] for member in flight)
 
     def next_use(self, index: int, told: list[deque[int]] | None = None) -> int | None:
-        """The next fetch of which a tensor is part."""
+        """Return the next fetch that uses the tensor; None if there is none in this step."""
         uses = (told or self.uses)[index]
         while uses and uses[0] < self.step:
             uses.popleft()
         return uses[0] if uses else None
 
     def release(self, index: int, is_leaf: bool) -> None:
-        """A module is through with a tensor, which goes unless it is wanted again soon."""
+        """Release a tensor after a module call, unless it persists or is reused within the distance."""
         if self.persists[index] or self.fetched_for[index] > self.step or index not in self.available:
             return
         if index in self.held and self.owner is not None:

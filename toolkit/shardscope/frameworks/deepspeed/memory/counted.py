@@ -1,7 +1,7 @@
-"""What ZeRO counts tensor by tensor on one rank of a stage, as plain numbers or as arrays of them.
+"""ZeRO's element counts of one rank of a stage, from a simulation tensor by tensor.
 
-Which tensors share a bucket, a partition or a gather is no arithmetic over whole arrays: each kind of rank is
-followed once, and what was counted is looked up.
+Which tensors share a bucket, a partition or an all-gather cannot be computed with array arithmetic. Each
+distinct combination of degrees is simulated once, and arrays of plans look its result up.
 """
 
 from __future__ import annotations
@@ -43,76 +43,78 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 _MATRICES = 3
-"""A gated feed-forward's matrices; where there are fewer, the last one is told again."""
+"""Matrices of a gated feed-forward; with fewer matrices the last entry is repeated."""
 _IN_FORWARD = 6
-"""Places of forward that are told: half of them the last ones, where most is saved, half the fullest."""
+"""Number of all-gather points kept from forward: half are the last ones, with the most saved tensors, half
+the largest ones."""
 
 
 class Layer(NamedTuple):
-    """Backward in one decoder layer."""
+    """Phases of one decoder layer's backward."""
 
     base: Instant
-    """As its first gradient is made."""
+    """At its first gradient."""
     middle: Instant
     """Between the feed-forward's gradients and attention's."""
     peak: Instant
-    """Where it holds most."""
+    """At its maximum."""
     inner: tuple[Instant, ...]
-    """While each of the feed-forward's matrices gets its gradient; as ``base`` where that is not told."""
+    """At the gradient of each feed-forward matrix; ``base`` if these are not simulated."""
     last: Instant
-    """While the last of them does."""
+    """At the gradient of the last of these matrices."""
     following: Instant
-    """As the next layer's first gradient is made, or the embedding's."""
+    """At the first gradient of the next layer in backward, or of the embedding."""
     behind: Instant
-    """Where it holds most once the feed-forward is through, attention's first gradient included."""
+    """At the maximum after the feed-forward, attention's first gradient included."""
 
 
 class Counted(NamedTuple):
-    """Elements of one rank."""
+    """Element counts of one rank."""
 
     trained: int
-    """That get gradients, routed experts included."""
+    """Weights with gradients, routed experts included."""
     frozen: int
-    """Under adapters; in stage 3 this rank's parts of them."""
+    """Frozen weights under adapters; in stage 3 this rank's partitions of them."""
     largest: int
-    """The largest trained tensor."""
+    """Largest trained tensor."""
     tied: int
-    """An embedding that is the head too: its first gradient waits through backward for the other, and then
-    there are both and their sum."""
+    """Embedding that is tied to the head: the head's gradient stays allocated through backward until the
+    embedding's exists, and then both and their sum."""
     flat: int
-    """The flat buffers of stages 1 and 2."""
+    """Flat buffers of stages 1 and 2."""
     part: int
-    """What the rank updates."""
+    """Weights that this rank updates."""
     kept: int
-    """Gradients that it keeps: whole tensors in stages 1 and 2."""
+    """Gradients that this rank keeps: whole tensors in stages 1 and 2."""
     piece: int
-    """The largest piece of a tensor in its part."""
+    """Largest slice of a tensor in this rank's partition."""
     experts_piece: int
-    """The same of routed experts, where they are a group of their own."""
+    """Largest slice of routed experts, if they are a separate parameter group."""
     group: int
-    """What is updated at once: all in stages 1 and 2, but experts for themselves; in stage 3 a sub-group."""
+    """Weights that are updated together: in stages 1 and 2 all, with separate experts; in stage 3 a
+    sub-group."""
     widest: int
-    """The largest tensor of all."""
+    """Largest tensor, frozen ones included."""
     rest: int
-    """Stage 3's parameters that are never cut."""
+    """Persistent parameters of stage 3, which are never released."""
     forward: int
-    """What stage 3 has gathered when forward ends."""
+    """Elements that stage 3 has all-gathered at the end of forward."""
     in_forward: tuple[tuple[int, int], ...]
-    """Layers passed, and elements that stage 3 has gathered there."""
+    """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
     head: Layer
-    """Backward in the head and the final norm."""
+    """Backward of the head and the final norm."""
     layers: tuple[Layer, ...]
-    """In the first layer that backward meets, in the second, in its last one and in the fullest of all."""
+    """Backward of four layers: the first in backward order, the second, the last and the largest."""
     fullest_at: int
-    """Layers that backward has passed before that fullest one, the first of such."""
+    """Number of layers that backward passes before the (first) largest one."""
     embedding: Instant
-    """Where the embedding's part of backward holds most."""
+    """Maximum of the embedding's backward."""
     end: tuple[Instant, Instant]
-    """As the reduction that ends backward begins, and at its fullest."""
+    """Start and maximum of the final reduction."""
 
 
 class _Kind(NamedTuple):
-    """What all plans that are counted together have in common."""
+    """Properties that all plans of one array have in common."""
 
     arch: Architecture
     adapted: Recipe | None
@@ -123,13 +125,13 @@ class _Kind(NamedTuple):
     interval: int
     limits: Thresholds
     norm: int
-    """See :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`; of stages 1 and 2."""
+    """See :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`; for stages 1 and 2."""
     cast: int
-    """The same, of stages 0 to 2."""
+    """See :class:`~shardscope.frameworks.deepspeed.memory.buckets.Cut`; for stages 0 to 2."""
 
 
 def counted(plan: Plan, stage: Stage) -> Counted:
-    """One rank of ``stage``; over arrays of plans each number is an array."""
+    """Return the element counts of one rank of ``stage``; for an array of plans each count is an array."""
     degrees = plan.degrees
     kind = _kind_of(plan.architecture, plan.recipe, plan.layout, plan.on_gpu)
     numbers = (
@@ -147,7 +149,7 @@ def counted(plan: Plan, stage: Stage) -> Counted:
 
 
 def swap_failure(arch: Architecture, recipe: Recipe, layout: Any, ranks: int) -> SwapFailure | None:
-    """What DeepSpeed asserts over parameters on NVMe, if it does."""
+    """Return the assertion that DeepSpeed fails when it swaps parameters from NVMe; None if there is none."""
     kind = _kind_of(arch, recipe, layout, True)
     moe = arch.num_moe_layers
     return gathered(
@@ -272,12 +274,15 @@ def _counted(
 
 
 def expert_replicas(ranks: Any, ep: Any) -> Any:
-    """Of so many data-parallel ranks those with the same experts: ep of them were spent on other experts."""
+    """Return how many of the data-parallel ``ranks`` have the same experts."""
     return largest(1, ranks // ep)
 
 
 def is_late(stage: int, overlaps: bool, accumulates: Any) -> Any:
-    """Whether gradients are reduced when backward has ended: stage 1 does so, unless asked to overlap."""
+    """Return whether gradients stay whole until backward has ended, in stage 1 only.
+
+    Without ``overlap_comm`` stage 1 reduces after backward; with it, only if micro-batches accumulate.
+    """
     return stage == 1 and (accumulates if overlaps else True)
 
 
@@ -299,7 +304,7 @@ def _late(tensors: Tensors, tied: int, accumulates: bool, end: Instant) -> tuple
 
 
 def _with_experts(parts: tuple[Part, ...], experts: int) -> tuple[Part, ...]:
-    """Experts of their own group are kept beside."""
+    """Add the kept gradients of experts that are a separate parameter group."""
     if not experts:
         return parts
     return tuple(Part(part.base, part.peak._replace(kept=part.peak.kept + experts)) for part in parts)
@@ -328,7 +333,7 @@ def _layer(part: Part, following: Instant) -> Layer:
 
 
 def _most(in_forward: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """As many places as are told; they come last to first, with more and more elements."""
+    """Keep the first and the last N/2 all-gather points, padded to N; they are ordered last to first."""
     half = _IN_FORWARD // 2
     found = (*in_forward[:half], *in_forward[half:][-half:])
     return (*found, *found[-1:] * (_IN_FORWARD - len(found)))

@@ -1,7 +1,7 @@
-"""Stage 3's gathers and reductions through one step, and where backward holds most of both.
+"""ZeRO-3's all-gathers and gradient reductions through one step, with their maxima in each part of backward.
 
-What is gathered when is the coordinator's (``coordinator.py``); gradients wait in a bucket and are copied
-when that is full (deepspeed/runtime/zero/stage3.py).
+The coordinator (``coordinator.py``) decides which parameters are all-gathered when. Gradients are copied to a
+bucket, and reduced when it is full (deepspeed/runtime/zero/stage3.py).
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
 
 
 class Gathered(NamedTuple):
-    """Elements gathered or on their way, whole gradients and reduction copies included."""
+    """Elements of all-gathered parameters, unsharded gradients and reduction copies in one step."""
 
     rest: int
-    """Parameters that are never cut."""
+    """Persistent parameters, which are never released."""
     forward: int
-    """When forward ends."""
+    """Elements at the end of forward."""
     backward: tuple[Part, ...]
-    """Parts of backward; the last one is the reduction that ends it."""
+    """Parts of backward; the last one is the final reduction."""
     in_forward: tuple[tuple[int, int], ...]
-    """Layers that forward has passed, and the most that it holds there; where more comes later, not told."""
+    """(layers passed, maximum elements) in forward; entries below a later maximum are left out."""
     failure: SwapFailure | None = None
-    """What DeepSpeed asserts in this step."""
+    """Assertion that DeepSpeed fails in this step; None if there is none."""
 
 
 @lru_cache(maxsize=1024)
 def gathered(modules: Modules, ranks: int, interval: int, limits: Thresholds) -> Gathered:
-    """Follow one step over ``modules``.
+    """Simulate one step over ``modules`` on one of ``ranks``.
 
-    One rank alone has everything. Of layers every ``interval``-th, the first included, runs its forward again
-    in its backward; 0: none does.
+    Every ``interval``-th layer, starting with the first, is recomputed in backward; 0 recomputes none.
     """
     return _Step(Route(modules, interval), ranks, limits).run()
 
@@ -52,7 +51,7 @@ class _Step:
         self.fill = self.num_filled = self.oversized = self.largest = 0
 
     def run(self) -> Gathered:
-        """The moments of :class:`Gathered`."""
+        """Simulate the step and return its phases."""
         in_forward: list[tuple[int, int]] = []
         num_layers = self.route.num_layers
         for place, events in enumerate(self.route.forward):
@@ -60,14 +59,14 @@ class _Step:
             self.weights.top, before = self.weights.live, 0
             for at, (kind, node) in enumerate(events):
                 if at == last:
-                    # In front of a layer's last product all is saved that it saves.
+                    # Before a layer's last matmul all of its saved tensors exist.
                     before, self.weights.top = self.weights.top, self.weights.live
                 self.weights.visit(kind, node, keeps_views=not self.route.recomputes(place - 1))
             in_forward.append((max(0, min(place - 1, num_layers)), max(before, self.weights.top)))
             in_forward.append((min(place, num_layers), self.weights.top))
         forward = self.weights.live
         found = [self._part(events, place) for place, events in enumerate(self.route.backward)]
-        # The last reduction starts from the hook of the last gradient.
+        # The final reduction starts in the hook of the last gradient.
         rest = self.weights.live + self.oversized
         reduced = self._reduced() if self.trains_all else self._leaving()
         end = Instant(rest + reduced, self.swapper.kept)
@@ -76,14 +75,14 @@ class _Step:
         )
 
     def _part(self, events: list[Event], place: int) -> Part:
-        """One part of backward."""
-        # The head's gradient waits until the embedding has its own.
+        """Simulate one part of backward: head and norm, one layer, or the embedding."""
+        # A tied head's gradient stays allocated until the embedding has its own.
         waits = self.tied if place and self.trains_all else 0
         inner: list[Instant] = []
         base: Instant | None = None
         middle: Instant | None = None
         peak = behind = Instant(0, 0)
-        # Between the feed-forward and attention, whose first gradient is the last that counts.
+        # Whether the feed-forward is done; attention's first gradient ends this phase.
         between = False
         for kind, node in events:
             self.weights.top = self.weights.live
@@ -114,17 +113,16 @@ class _Step:
         return Part(base, peak, middle, tuple(inner), behind)
 
     def _more(self, peak: Instant, staging: int) -> Instant:
-        """The fuller one of an earlier instant and of now."""
+        """Return the larger one of ``peak`` and the current state with ``staging`` elements."""
         now = Instant(staging, self.swapper.kept)
         return now if now.total > peak.total else peak
 
     def _leaf(self, node: Node, inner: list[Instant]) -> tuple[int, int]:
-        """The most while a leaf goes backward, and while its gradients are reduced one by one; then it is
-        released."""
+        """Return the maxima of a leaf's backward and of reducing its gradients one by one; release it."""
         trained = node.call.trained
         waiting = sum(self.sizes[index] for index in node.own) if trained else 0
         behind = node.call.viewed[-1] + 1
-        # Experts go backward first, the last of their products first of all; then shared ones.
+        # The routed experts' backward comes first, starting at their last matmul, then shared experts'.
         shared = sum(self.sizes[index] for index in node.own[behind:]) if trained else 0
         self.weights.let_go(node.own[behind - 1])
         peak = self.weights.live + self.oversized + waiting - shared
@@ -142,25 +140,25 @@ class _Step:
         return max(peak, reduced), reduced
 
     def _head_waits(self, node: Node) -> int:
-        """The gradient of a head that is the embedding too, once it is made."""
+        """Return the elements of a tied head's gradient after the head's backward."""
         return 0 if 0 in node.own or not self.trains_all else self.tied
 
     def _gradient(self, index: int, trained: bool) -> int:
-        """Elements held while a tensor's gradient is made and put into the bucket, without that itself."""
+        """Return the most elements, besides the bucket, while a gradient is computed and copied into it."""
         size, held = self.sizes[index], self.weights.live + self.oversized
         is_last = trained and self.weights.next_use(index) is None
         most = held + size if trained else held
         if is_last:
             copied = self._reduce(index)
-            # The first of a tied embedding's gradients waits, which is counted by who asks; then there are
-            # both and their sum, and that alone is reduced.
+            # The caller counts the first of a tied embedding's two gradients. Here both and their sum are
+            # alive, and only the sum is reduced.
             both = self.tied if not index else 0
             most += max(both, copied - both)
         self.weights.let_go(index)
         return most
 
     def _reduce(self, index: int) -> int:
-        """A gradient goes into the bucket; what reducing a full one copies."""
+        """Add a gradient to the bucket. Returns the elements copied if a full bucket was reduced first."""
         bucket, size, copy = self.limits.reduce_bucket, self.sizes[index], 0
         if self.fill and self.fill + size > bucket:
             copy = self._reduced()
@@ -176,18 +174,22 @@ class _Step:
         return copy
 
     def _leaving(self) -> int:
-        """Reduced parts go to the host or to files. Of those for the host each has its norm taken in double
-        precision, so many numbers at a time (``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
+        """Return the temporary elements while reduced partitions are copied to the host or to files.
+
+        The norm of each partition for the host is computed in double precision, ``NORM_ELEMENTS`` at a time
+        (``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
         """
         part, self.largest = self.largest, 0
         norm = self.limits.norm * min(part, NORM_ELEMENTS)
         return self.limits.comes_back * part + norm + self.swapper.reduce()
 
     def _reduced(self) -> int:
-        """The interleaved copy of gradients that are reduced together; one that divides evenly has none.
+        """Return the elements copied to reduce the bucket.
 
-        What is cast has it in that type, as the bucket has: one that fits into none is cast beside. Parts of
-        it are cast back, and then it goes (``__avg_scatter_grads``, deepspeed/runtime/zero/stage3.py).
+        Several gradients are copied into an interleaved buffer; a single one that divides evenly is not. With
+        ``communication_data_type`` the bucket and this copy have that type, and a gradient too large for the
+        bucket is cast separately. The reduced partitions are cast back before the copy is freed
+        (``__avg_scatter_grads``, deepspeed/runtime/zero/stage3.py).
         """
         alone = self.num_filled == 1 and not self.fill % self.ranks
         leaving, cast = self._leaving(), self.limits.cast
@@ -199,7 +201,7 @@ class _Step:
 
 
 def _falling(tops: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """(layers passed, elements) of those that hold more than every later one."""
+    """Return the (layers passed, elements) entries that are larger than every later one, last to first."""
     found: list[tuple[int, int]] = []
     for passed, top in reversed(tops):
         if not found or top > found[-1][1]:

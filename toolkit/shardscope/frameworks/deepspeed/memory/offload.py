@@ -1,4 +1,4 @@
-"""Where ZeRO's pieces are after offloading to the host or to NVMe, and what that takes of the host.
+"""Memory of ZeRO with offloading to the host or to NVMe, on the device and on the host.
 
 Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity); buffers as
 ``deepspeed/runtime/zero`` and ``deepspeed/runtime/swap_tensor`` allocate them.
@@ -27,29 +27,29 @@ PARAMS_BUFFER_ELEMENTS = 100_000_000
 
 
 class Pieces(NamedTuple):
-    """One rank's elements that can move."""
+    """Element counts of one rank that offloading depends on."""
 
     half: int
     """Bytes of a weight and of its gradient."""
     part: int
     """Weights that this rank updates."""
     group: int
-    """Those that are updated at once: all in stages 1 and 2, but experts for themselves; in stage 3 a
+    """Weights that are updated together: in stages 1 and 2 all, with separate experts; in stage 3 a
     sub-group."""
     kept: int
-    """Gradients that it keeps: whole tensors in stages 1 and 2."""
+    """Gradients that this rank keeps: whole tensors in stages 1 and 2."""
     largest: int
-    """The largest tensor, whole."""
+    """Largest tensor, unpartitioned."""
     moments: int
     """Bytes of the optimizer's moments."""
     swapped: Swapped | None
-    """Of stage 3 what is on NVMe."""
+    """Stage 3's swapping to NVMe, in bytes; None without it."""
 
 
 def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState:
-    """``state`` less what is on the host or on NVMe, which are counted as such.
+    """Return ``state`` with its offloaded parts moved to the host or to NVMe.
 
-    On CPU ranks the host's memory is the rank's own: offloading to it moves nothing, and has its buffers.
+    On CPU ranks offloading to the host moves nothing, but its buffers are allocated.
     """
     layout: Any = plan.layout
     if layout.offload_optimizer == "cpu" and not plan.on_gpu:
@@ -71,7 +71,7 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
         host = main + p.moments + FP32 * p.part
     else:
-        # Main copies, moments and gradients are files; a pool of buffers holds the sub-group that is updated.
+        # Main copies, moments and gradients are files; a buffer pool holds the sub-group being updated.
         assert p.swapped is not None
         nvme, host = p.swapped.state_files, p.swapped.state_host
     extra: Any = 0
@@ -92,8 +92,8 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
             )
     else:
         accumulates = plan.num_micro_batches > 1
-        # What goes back to the GPU, a tensor on its way in each direction, and stage 2's sums of
-        # micro-batches; stage 1 adds them up where they are made.
+        # The updated weights for the GPU, a staging tensor in each direction, and stage 2's accumulated
+        # gradients; stage 1 accumulates on the GPU.
         host = host + p.half * (p.part + p.largest) + p.half * p.kept * accumulates * (layout.stage == 2)
         extra = p.half * p.largest
         rest = Term(extra, lambda: f"{gib(extra)} GiB for one gradient on its way to the host")
@@ -103,13 +103,13 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         name: term for name, term in state.initialisation.items() if name not in ("optimizer", "gradients")
     }
     if layout.stage < 3:
-        # The buffer for gradients on their way is made when weights are flat.
+        # The staging buffer for gradients is allocated after the weights are flattened.
         initialisation["gather_buffers"] = no_bytes("none while weights are flattened")
     find = state.find_backward
     assert find is not None
 
     def moved(shape: Backward) -> list[Peak]:
-        """The instants of backward without the gradients that have gone to the host."""
+        """Return the peak candidates of backward without the gradients that are on the host."""
         if layout.stage == 3:
             return [_written(peak, p.half * p.part) for peak in find(shape)]
         return [_moved(peak, extra, stay, gradients) for peak in find(shape)]
@@ -130,7 +130,7 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
 
 
 def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
-    """On CPU ranks: what would be moved to the host, with all that an offloading optimizer has there."""
+    """Return ``state`` of CPU ranks, with the offloading optimizer's buffers in the rank's own memory."""
     layout: Any = plan.layout
     if layout.stage == 3:
         moved, host = state, p.moments + 2 * FP32 * p.part
@@ -151,7 +151,10 @@ def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
 
 
 def _written(peak: Peak, buffer: Any) -> Peak:
-    """An instant of stage 3, whose gradients' buffer is on the host: there are those that wait in fp32."""
+    """Return a peak candidate of stage 3 with its gradient buffer on the host.
+
+    Only fp32 gradients that cannot be files stay on the device.
+    """
     waiting = largest(0, peak.gradients - buffer)
 
     def terms() -> PeakTerms:
@@ -162,7 +165,7 @@ def _written(peak: Peak, buffer: Any) -> Peak:
 
 
 def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
-    """An instant of backward with a gradient on its way to the host, and those that are there gone."""
+    """Return a peak candidate with a staging gradient, and without the gradients that are on the host."""
 
     def terms() -> PeakTerms:
         found = peak.find_terms()
@@ -175,7 +178,10 @@ def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
 
 
 def params_buffer_elements(plan: Plan) -> Any:
-    """``buffer_size`` of ``offload_param``: the layout's, or what DeepSpeed has and each tensor needs."""
+    """Return ``buffer_size`` of ``offload_param``, in elements.
+
+    The default is DeepSpeed's, or the largest partition of a tensor if that is larger.
+    """
     layout: Any = plan.layout
     if layout.offload_params_buffer_size is not None:
         return layout.offload_params_buffer_size

@@ -1,9 +1,9 @@
-"""What DeepSpeed's ``PipelineEngine`` holds beside a stage's weights and activations.
+"""Additional memory of DeepSpeed's ``PipelineEngine``, besides a stage's weights and activations.
 
-Read off ``deepspeed/runtime/pipe/engine.py``: one buffer for what comes from each side, kept for good; of
-each micro-batch in flight what was received and what is sent, until its backward; on the last stage, whose
-outputs nobody sends, the output with its graph, until another takes its place. ``reduce_gradients`` makes a
-second bucket beside the one that backward began with (runtime/zero/stage_1_and_2.py).
+Source: ``deepspeed/runtime/pipe/engine.py``. There is one permanent receive buffer for each side; per
+micro-batch in flight, the received and the sent tensors until its backward; on the last stage, the output
+with its graph until the next one replaces it. ``reduce_gradients`` allocates a second bucket besides
+backward's (runtime/zero/stage_1_and_2.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> TrainingState:
-    """``state`` with the pipeline's own buffers; as it is where there are no stages.
+    """Return ``state`` with the pipeline's buffers added; unchanged with pp = 1.
 
-    ``buckets``: bytes of those that are there when gradients are reduced, after the schedule's last backward.
+    ``buckets`` is the size of all buckets while gradients are reduced after the schedule, in bytes.
     """
     if not holds(plan.degrees.pp > 1):
         return state
@@ -36,7 +36,7 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
     hidden, logits = tokens * arch.hidden_size * width, stage.is_last * tokens * arch.vocab_size * width
     sides = 2 - stage.is_first - stage.is_last
     _, chunks = in_flight(plan, stage.number)
-    # Its input, the input's gradient and its logits: the graph of an output that nobody has let go of.
+    # The stage's input, the input's gradient and the logits: the graph of an output that is still referenced.
     ended = logits + 2 * stage.is_last * hidden
     kept = smallest(2, plan.num_micro_batches)
     rest = sides * hidden + kept * ended
@@ -49,7 +49,7 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
     assert find_backward is not None
 
     def backward(shape: Backward) -> list[Peak]:
-        # Of the last stage the output stays while its loss goes backward.
+        # The last stage's output stays alive during the loss's backward.
         found = [_beside(peak, busy + logits, received) for peak in find_backward(shape)]
         reducing = Term(rest + buckets, lambda: f"{gib(buckets)} GiB in buckets + {received(rest).explain()}")
         none = Term(0, lambda: "activations: all are used up")

@@ -1,4 +1,4 @@
-"""One step over a model's modules, as ZeRO-3 meets them: which tensors each visit needs, forward and back."""
+"""Module calls of one step in ZeRO-3's order, with the tensors that each of them needs."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 _TIED = -1
-"""Stands for the embedding's tensor."""
+"""Placeholder size of a tied head, which is the embedding's tensor."""
 
 
 class Modules(NamedTuple):
-    """Whose modules run, and the sizes of those outside of decoder layers."""
+    """Model whose modules run, with the tensor sizes outside of decoder layers, in elements."""
 
     architecture: Architecture
     adapted: Recipe | None
     dense_layers: int
     moe_layers: int
     before: tuple[int, ...]
-    """Embeddings."""
+    """Embedding tensors."""
     norm: tuple[int, ...]
     head: tuple[int, ...]
-    """Empty: the embedding is the head too."""
+    """Head tensors; empty if the head is tied to the embedding."""
 
 
 class Route:
-    """All visits of a step, and the tensors by their numbers.
+    """Module calls of a step, with numbered tensors.
 
-    Of layers every ``interval``-th, the first included, runs its forward again in its backward; 0: none does.
+    Every ``interval``-th layer, starting with the first, is recomputed in backward; 0 recomputes none.
     """
 
     def __init__(self, modules: Modules, interval: int) -> None:
         self.interval = interval
         self.sizes: list[int] = []
-        """Elements of each tensor."""
+        """Elements of each tensor, by number."""
         self.tied = 0 if modules.head else modules.before[0]
-        """Elements of an embedding that is the head too."""
+        """Elements of an embedding that is tied to the head; 0 if untied."""
         self.trains_all = modules.adapted is None
         self.forward, self.backward = self._events(*self._nodes(modules))
-        """Part by part: its ends and each layer."""
+        """Events in parts: one for each end of the model and one for each layer."""
         self.trained = self._trained()
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.forward) - 2
 
     def visits(self) -> list[Node]:
-        """Every fetch of the step, in its order."""
+        """Return the module of every fetch of the step, in order."""
         parts = (*self.forward, *self.backward)
         return [node for part in parts for kind, node in part if kind in ("fetch", "again")]
 
     def _nodes(self, modules: Modules) -> tuple[list[Node], ...]:
-        """Modules around everything, those before the layers, the layers, and those behind."""
+        """Return the wrapper modules, the modules before the layers, the layers and those after them."""
         adapted, trained = modules.adapted, modules.adapted is None
         kinds = [False] * modules.dense_layers + [True] * modules.moe_layers
         layers = [
@@ -86,7 +86,7 @@ class Route:
     def _numbered(self, call: Call) -> Node:
         own = []
         for size in call.own:
-            # The embedding's tensor is the first of all.
+            # The embedding's tensor is number 0.
             own.append(0 if size == _TIED else len(self.sizes))
             if size != _TIED:
                 self.sizes.append(size)
@@ -98,25 +98,25 @@ class Route:
     def _events(
         self, wrappers: list[Node], before: list[Node], layers: list[Node], behind: list[Node]
     ) -> tuple[list[list[Event]], list[list[Event]]]:
-        """Of forward and of backward, part by part: its ends and each layer."""
+        """Return the events of forward and of backward, in one part per layer and one per end."""
         norm, head = behind
         begin: list[Event] = [("fetch", node) for node in wrappers]
         begin += [event for node in before for event in forward_of(node)]
         forward = [begin, *(list(forward_of(layer)) for layer in layers)]
         forward.append([event for node in behind for event in forward_of(node)])
-        # The last wrapper is the model without its head.
+        # The last wrapper is the base model, without the head.
         first: list[Event] = [("fetch", node) for node in wrappers[:-1]]
         first += [*backward_of(head), ("fetch", wrappers[-1]), *backward_of(norm)]
         backward = [first]
         for place, layer in reversed(list(enumerate(layers))):
             events = list(backward_of(layer))
             backward.append(with_recomputation(layer, events) if self.recomputes(place) else events)
-        # Nothing tells that an embedding's gradient is through: it stays until backward has ended.
+        # No backward hook fires for the embedding: its parameters stay all-gathered until backward has ended.
         last = [event for node in reversed(before) for event in backward_of(node) if event[0] != "release"]
         return forward, [*backward, last]
 
     def recomputes(self, layer: int) -> bool:
-        """Whether a layer's forward runs again in backward."""
+        """Return whether ``layer`` is recomputed in backward."""
         return self.interval > 0 and layer % self.interval == 0
 
     def _trained(self) -> list[bool]:

@@ -1,8 +1,7 @@
-"""What stage 3 writes to NVMe, part by part, and what it keeps of that in memory (``runtime/swap_tensor``).
+"""ZeRO-3's swapping to NVMe: file sizes, host buffers and what stays in memory (``runtime/swap_tensor``).
 
-A file holds at least a mebibyte: smaller parts stay where they are made. Rehearsed by DeepSpeed's own
-swappers (``rehearsal/fake_files.py``), and held against files of real ranks
-(``tests/runs/test_nvme_ranks.py``).
+A file has at least a mebibyte: smaller partitions stay in memory. Rehearsed with DeepSpeed's own swappers
+(``rehearsal/fake_files.py``), and compared with the files of real ranks (``tests/runs/test_nvme_ranks.py``).
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 MIN_FILE_BYTES = 2**20
-"""Least that is swapped (``MIN_AIO_BYTES`` and the default ``block_size``)."""
+"""Minimum size of a swapped tensor (``MIN_AIO_BYTES`` and the default ``block_size``)."""
 ALIGNED_BYTES = 1024
-"""To which files and their buffers round up (``AIO_ALIGNED_BYTES``, one thread for a request)."""
+"""Alignment of files and their buffers (``AIO_ALIGNED_BYTES``, one thread per request)."""
 
 
 NORM_ELEMENTS = 250_000_000
-"""Numbers of a gradient of which stage 3 takes the norm at once."""
+"""Elements of a gradient in one step of stage 3's norm computation."""
 
 
 class Swaps(NamedTuple):
-    """What a layout moves to NVMe, and how."""
+    """Options of swapping to NVMe."""
 
     weights: bool
     state: bool
@@ -47,13 +46,13 @@ class Swaps(NamedTuple):
     """Bytes of a weight."""
     sub_group_size: int
     max_in_cpu: int
-    """Elements of weights that stay in host memory."""
+    """Elements of weights that stay in host memory (``max_in_cpu``)."""
     num_buffers: int
-    """Weights that are in host memory at once, on their way."""
+    """Number of host buffers for weights being swapped."""
 
 
 def swaps_of(layout: Any, recipe: Recipe) -> Swaps | None:
-    """What ``layout`` moves to NVMe; None: nothing."""
+    """Return the swapping options of ``layout``; None if nothing is swapped to NVMe."""
     weights, state = layout.offload_params == "nvme", layout.offload_optimizer == "nvme"
     if not (weights or state):
         return None
@@ -68,41 +67,42 @@ def swaps_of(layout: Any, recipe: Recipe) -> Swaps | None:
 
 
 class Swapped(NamedTuple):
-    """Bytes of one rank, those of buffers for weights excluded."""
+    """Bytes of swapped tensors on one rank, without the buffers for weights."""
 
     weight_files: int
     weight_host: int
     state_files: int
-    """Main copies, moments and gradients."""
+    """Main copies, moments and gradients in files."""
     state_host: int
-    """Their buffers, and sub-groups that are too small for files."""
+    """Host buffers of these, and sub-groups that are too small for files."""
     state_device: int
-    """fp32 gradients that are no files: they wait on the device until their sub-group is updated."""
+    """fp32 gradients that cannot be files: they stay on the device until their sub-group is updated."""
 
 
 def aligned(num_elements: Any, width: int) -> Any:
-    """Bytes of so many elements in a file or in a buffer of its own."""
+    """Return the aligned bytes of a file or buffer of ``num_elements``."""
     return ceil_div(width * num_elements, ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def is_file(num_elements: int, width: int) -> bool:
-    """Whether a tensor is large enough to be swapped."""
+    """Return whether a tensor is large enough to be swapped."""
     return width * num_elements >= MIN_FILE_BYTES
 
 
 def stays_whole(part: int) -> bool:
-    """Whether a gradient waits on the device in fp32: too small for a file, or with a rest that is.
+    """Return whether a gradient stays on the device in fp32: too small for a file, or not aligned.
 
-    The rest is a view, which keeps all of it (``_adjust_for_misaligned_lengths``, optimizer_utils.py).
+    The unaligned remainder is a view, which keeps the whole gradient allocated
+    (``_adjust_for_misaligned_lengths``, optimizer_utils.py).
     """
     return not is_file(part, FP32) or bool(FP32 * part % ALIGNED_BYTES)
 
 
 def kept_in_memory(parts: list[int], trained: list[bool], swaps: Swaps) -> list[bool]:
-    """Which weights are in memory all the time: the first sub-groups while there is room, and small ones.
+    """Return which weights are always in memory: the first sub-groups up to ``max_in_cpu``, and small ones.
 
-    What is frozen is in no sub-group, and on NVMe if it is large enough. Vectors, a group of their own, are
-    counted where they stand: none is large enough for a file, and all of them are too few to matter.
+    Frozen weights are in no sub-group, and on NVMe if they are large enough. Vectors are counted in model
+    order though they are a separate group: none is large enough for a file, and they are too small to matter.
     """
     stays = [not is_file(part, swaps.half) for part in parts]
     mine = [index for index, is_trained in enumerate(trained) if is_trained]
@@ -121,18 +121,18 @@ SwapFailure = Literal["no buffer", "read twice"]
 
 
 class Swapper:
-    """Parts of weights that come and go through buffers, and gradients on their way to files, in one step."""
+    """Swapping of weight partitions through buffers, and of gradients to files, in one step."""
 
     def __init__(
         self, parts: list[int], trained: list[bool], persists: list[bool], swaps: Swaps | None
     ) -> None:
         self.kept = 0
-        """Reduced gradients that stay on the device, in elements of the others' type."""
+        """Reduced fp32 gradients that stay on the device, in elements of the weights' type."""
         self.free = swaps.num_buffers if swaps else 0
         self.away: set[int] = set()
-        """Tensors whose parts are on NVMe only."""
+        """Tensors whose partitions are on NVMe only."""
         self.failure: SwapFailure | None = None
-        """Of what DeepSpeed asserts, what came first."""
+        """First assertion that DeepSpeed fails; None if there is none."""
         self._swapped: frozenset[int] = frozenset()
         self._parts: list[int] = []
         self._half = 1
@@ -145,11 +145,11 @@ class Swapper:
             self._parts, self._half = parts, swaps.half
 
     def is_away(self, index: int) -> bool:
-        """Whether a tensor's part would have to be read."""
+        """Return whether a tensor's partition is on NVMe only."""
         return index in self.away
 
     def read(self, index: int) -> None:
-        """Into a buffer, if it is not in memory."""
+        """Read a tensor's partition into a buffer, if it is not in memory."""
         if index in self.away:
             self.away.discard(index)
             self.free -= 1
@@ -157,30 +157,32 @@ class Swapper:
                 self.failure = "no buffer"
 
     def read_ahead(self, indices: list[int]) -> None:
-        """Those that come next; DeepSpeed lists a tensor as often as it comes, and fails over the second."""
+        """Prefetch tensors; DeepSpeed lists a tensor once per use, and fails if one is listed twice."""
         if len(set(indices)) < len(indices) and self.failure is None:
             self.failure = "read twice"
         for index in indices:
             self.read(index)
 
     def give_back(self, index: int) -> None:
-        """Its buffer is free as soon as the gathered tensor is released."""
+        """Free the buffer of a tensor whose all-gathered parameter is released."""
         if index in self._swapped and index not in self.away:
             self.away.add(index)
             self.free += 1
 
     def wait(self, index: int) -> None:
-        """A gradient is in the bucket."""
+        """Record a gradient in the bucket."""
         if self._parts:
             self._waiting.append(index)
 
     def reduce(self) -> int:
-        """The bucket is reduced: part by part comes back from the host, has its norm taken and is copied in
-        fp32; the first is written when all are there. The most of that beside what is kept in the end, in
-        elements of the others' type."""
+        """Swap out the reduced bucket and return the temporary elements, in the weights' type.
+
+        Each partition is copied back from the host for its norm, then copied in fp32; writing starts when all
+        copies exist. The result excludes the gradients that stay on the device.
+        """
         half, kept = self._half, self.kept * self._half
         copied = most = 0
-        # DeepSpeed sorts what it reduces together by when it was made.
+        # DeepSpeed sorts the gradients of a bucket by parameter id.
         for part in (self._parts[index] for index in sorted(self._waiting)):
             copy = FP32 * part
             most = max(most, kept + copied + half * part + max(FP64 * min(part, NORM_ELEMENTS), copy))
@@ -194,7 +196,7 @@ class Swapper:
 
 
 def swapped(plan: Plan, stage: Stage) -> Swapped | None:
-    """What one rank of ``stage`` has on NVMe, and in memory because of it; None: nothing is swapped."""
+    """Return one rank's bytes on NVMe and of its buffers in memory; None if nothing is swapped."""
     swaps = swaps_of(plan.layout, plan.recipe)
     if swaps is None:
         return None
@@ -223,8 +225,8 @@ def _swapped(
     buffers: int,
 ) -> Swapped:
     tensors = tensors_on(arch, adapted, 1, 1, dense, moe, 1, 1)
-    # A head has a tensor of its own until it is tied to the embedding. What has experts is cut when it is
-    # whole (transformers' modules of experts do not come up inside of zero.Init).
+    # A head has its own tensor, and so its own file, until it is tied to the embedding. Models with experts
+    # are partitioned after they are built (transformers' expert modules cannot be built inside zero.Init).
     tied = tensors.used[:1] if arch.tie_word_embeddings and arch.mixture_of_experts is None else ()
     weights, state = (0, 0), (0, 0, 0)
     if swaps.weights:
@@ -237,7 +239,7 @@ def _swapped(
 def _weights(
     tensors: Tensors, frozen: tuple[int, ...], ranks: int, swaps: Swaps, num_gone: int
 ) -> tuple[int, int]:
-    """Files and host; of the last ``num_gone`` tensors of ``frozen`` there are only the files."""
+    """Return (file bytes, host bytes); the last ``num_gone`` tensors of ``frozen`` have only files."""
     half = swaps.half
     files = sum(
         aligned(part, half)
@@ -247,7 +249,7 @@ def _weights(
     host = numbers = widest = 0
     fullest: list[int] = []
     loose = list(frozen[: len(frozen) - num_gone])
-    # Room is made for all that may be there, whether or not a sub-group fits, group by group
+    # DeepSpeed allocates up to ``max_in_cpu`` per parameter group, even if the next sub-group does not fit
     # (``_create_param_groups_fp16_flat_cpu_memory``).
     for decaying in by_decay(tensors.trained, tensors.vectors):
         own = cut_each(tuple(decaying), ranks)
@@ -262,13 +264,13 @@ def _weights(
                 fullest, widest = group, parts
     host += sum(half * part for part in (ceil_div(size, ranks) for size in loose) if not is_file(part, half))
     if numbers > swaps.max_in_cpu:
-        # Reserved for the largest sub-group's whole tensors, not for this rank's parts of them.
+        # DeepSpeed reserves the largest sub-group's unpartitioned tensors, not this rank's partitions.
         host += sum(aligned(size, half) for size in fullest)
     return files, host
 
 
 def _state(tensors: Tensors, ranks: int, moments: int, buffers: int, swaps: Swaps) -> tuple[int, int, int]:
-    """Files, host and device, of an optimizer that keeps ``moments`` bytes a weight."""
+    """Return (file, host, device) bytes of an optimizer with ``moments`` bytes per weight."""
     files = host = device = widest = 0
     for group in sub_groups(tensors.trained, ranks, swaps.sub_group_size, tensors.vectors):
         parts = [ceil_div(size, ranks) for size in group]

@@ -1,7 +1,7 @@
-"""The tensors of one rank in the order in which the model lists them, as DeepSpeed flattens and cuts them.
+"""Tensors of one rank in model order, as DeepSpeed flattens and partitions them.
 
-ZeRO's padding, the gradients that a partition really keeps and the parameters that are never cut all depend
-on single tensors, so counts are not enough here.
+ZeRO's padding, the gradients that a rank keeps and the persistent parameters depend on the sizes of single
+tensors, so totals are not enough.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FP64 = 8
 
 
 class Many(tuple[_Number, ...]):
-    """Numbers that are asked about again and again: their hash, sum and largest are found once."""
+    """Tuple with cached hash, sum and maximum: it is used as a cache key many times."""
 
     @cached_property
     def _hash(self) -> int:
@@ -47,12 +47,12 @@ class Many(tuple[_Number, ...]):
 
     @cached_property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of the numbers."""
         return sum(self)
 
     @cached_property
     def largest(self) -> int:
-        """The largest of them; 0 of none."""
+        """Maximum of the numbers; 0 if empty."""
         return max(self, default=0)
 
 
@@ -60,42 +60,42 @@ class Tensors(NamedTuple):
     """Elements of every tensor on one rank, in the model's order."""
 
     trained: Many[int]
-    """Tensors that get gradients, routed experts excluded."""
+    """Tensors with gradients; with expert parallelism, without routed experts."""
     experts: Many[int]
-    """Routed experts that get gradients, where expert parallelism keeps them in a group of their own."""
+    """Routed experts with gradients, if expert parallelism puts them into a separate parameter group."""
     frozen: Many[int]
-    """Tensors under adapters."""
+    """Frozen tensors under adapters."""
     used: Many[int]
-    """All of them, in the order in which forward needs them."""
+    """All tensors, in the order of their use in forward."""
     num_before: int
-    """Tensors of ``used`` before the first decoder layer."""
+    """Number of tensors of ``used`` before the first decoder layer."""
     per_layer: tuple[int, ...]
-    """Tensors of ``used`` in each decoder layer."""
+    """Number of tensors of ``used`` in each decoder layer."""
     trained_before: int
-    """Tensors of ``trained`` before the first decoder layer."""
+    """Number of tensors of ``trained`` before the first decoder layer."""
     trained_per_layer: tuple[int, ...]
-    """Tensors of ``trained`` in each decoder layer."""
+    """Number of tensors of ``trained`` in each decoder layer."""
     num_attention: int
-    """Tensors of each decoder layer that forward has met when attention ends."""
+    """Number of a decoder layer's tensors that forward has used at the end of attention."""
     trained_wide: Many[bool] = Many()
-    """Which of ``trained`` are a feed-forward's large matrices; empty under adapters."""
+    """Flags of ``trained``: a feed-forward's large matrices; empty with adapters."""
     vectors: Many[bool] = Many()
-    """Which of ``trained`` are vectors, which do not decay and so have flat buffers of their own."""
+    """Flags of ``trained``: vectors, which have no weight decay and so a separate flat buffer."""
     in_backward: Many[int] = Many()
-    """Places in ``trained``, in the order in which their gradients come."""
+    """Indices into ``trained``, in the order of their gradients."""
 
 
 def cuts_tied_head(arch: Architecture) -> bool:
-    """Whether AutoTP cuts an embedding that is the head too; else every rank has all of it.
+    """Return whether AutoTP shards an embedding that is tied to the head; else it is replicated.
 
-    ``VocabParallelEmbedding.validate_embedding`` (deepspeed/module_inject/layers.py), upon whose refusal the
+    Source: ``VocabParallelEmbedding.validate_embedding`` (deepspeed/module_inject/layers.py). If it fails the
     engine keeps both replicated (``_apply_autotp_partitioning``, deepspeed/runtime/engine.py).
     """
     return arch.tie_word_embeddings and not family_of(arch).has_own_embedding_class
 
 
 def tensors_of(plan: Plan, stage: Stage) -> Tensors:
-    """Every tensor of one rank of ``stage``."""
+    """Return the tensors of one rank of ``stage``."""
     recipe, degrees, moe = plan.recipe, plan.degrees, stage.num_moe_layers
     adapted = recipe if recipe.has_adapters else None
     ends = int(stage.is_first), int(stage.is_last)
@@ -113,8 +113,8 @@ def tensors_on(
     is_first: int,
     is_last: int,
 ) -> Tensors:
-    """The same, of a stage of so many layers; ``adapted`` is the recipe if it has adapters."""
-    # AutoTP cuts an embedding only where it is the head too.
+    """Return the tensors of one rank of a stage, given its layers; ``adapted`` is a recipe with adapters."""
+    # AutoTP shards an embedding only if it is tied to the head.
     first = outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
     last = outer_tensors(arch, tp, is_first, is_last)
     before = tuple((rows, columns) for group, rows, columns in first if group in INPUTS and rows)
@@ -123,7 +123,7 @@ def tensors_on(
 
 
 def fullest_rank(plan: Plan) -> int:
-    """The rank of a plan without pipeline stages that keeps most gradients."""
+    """Return the rank with the most kept gradients, for a plan without pipeline stages."""
     from shardscope.memory.state.stages import shapes_of, stage_of
 
     if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def _tensors(
     vectors = [columns == 1 for _, columns in outer_before]
     (frozen if adapted else trained).extend(before)
     met = list(range(len(trained)))
-    # Dense layers come first (DeepSeek's first_k_dense_replace); where kinds alternate, sizes are the same.
+    # Dense layers come first (DeepSeek's first_k_dense_replace); if kinds alternate, the sizes are the same.
     for moe, count in ((False, dense_layers), (True, moe_layers)):
         if not count:
             continue
@@ -190,7 +190,7 @@ def _tensors(
 
 
 def _num_attention(arch: Architecture, adapted: bool) -> int:
-    """Its own, and where all weights are trained those of the norms before it."""
+    """Return the number of attention's tensors; without adapters, plus those of the norms before it."""
     prefix = f"{names_of(arch).attention}."
     names = [name for _, name, _ in arch.layer_shapes(0)]
     before, _, _ = around(arch, _norms(arch, names))
@@ -198,7 +198,7 @@ def _num_attention(arch: Architecture, adapted: bool) -> int:
 
 
 def _norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
-    """Places of each norm's tensors among ``names`` of a layer, of those that are in none of its halves."""
+    """Return the indices into ``names`` of each norm outside of attention and feed-forward."""
     halves = (f"{names_of(arch).attention}.", "mlp.")
     found: dict[str, list[int]] = {}
     for place, name in enumerate(names):
@@ -208,7 +208,7 @@ def _norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
 
 
 def _in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> list[int]:
-    """Places of a decoder layer's tensors, all trained, as forward meets them: norms are registered last."""
+    """Return the indices of a decoder layer's tensors, all trained, in forward order; norms register last."""
     names = [
         shape.name for shape in rank_shapes(arch, moe, tp, ep) if not (ep > 1 and shape.group == "experts")
     ]
@@ -221,7 +221,7 @@ def _in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> list[int]:
 
 
 def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
-    """Which tensors of one decoder layer, all trained, are a feed-forward's large matrices."""
+    """Return which tensors of a decoder layer, all trained, are a feed-forward's large matrices."""
     names = names_of(arch)
     routers = (names.router, f"{names.shared_experts}_gate")
     return tuple(
@@ -232,7 +232,7 @@ def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
 
 
 def _vectors(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
-    """Which tensors of one decoder layer, all trained, are vectors."""
+    """Return which tensors of a decoder layer, all trained, are vectors."""
     return tuple(
         shape.copies == shape.columns == 1
         for shape in rank_shapes(arch, moe, tp, ep)
@@ -244,7 +244,7 @@ def _vectors(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...
 def _layer(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Trained, expert and frozen tensors of one decoder layer, and all in the order of use."""
+    """Return trained, expert and frozen tensors of a decoder layer, and all of them in the order of use."""
     shapes = rank_shapes(arch, moe, tp, ep)
     sizes = [(shape.group, shape.copies * shape.rows * shape.columns) for shape in shapes]
     used = tuple(size for _, size in sizes)
@@ -262,39 +262,39 @@ def _layer(
 
 
 def _expert_by_expert(stacked: list[RankShape]) -> tuple[int, ...]:
-    """Tensors of DeepSpeed's own experts, each of which is a module (deepspeed/moe/experts.py)."""
+    """Return the tensors of DeepSpeed's experts, each of which is a module (deepspeed/moe/experts.py)."""
     copies = stacked[0].copies if stacked else 0
     return tuple(shape.rows * shape.columns for _ in range(copies) for shape in stacked)
 
 
 class Partition(NamedTuple):
-    """Stages 1 and 2: flat buffers, each cut into equal parts; of the fullest rank where ranks differ."""
+    """Equal partitions of the flat buffers in stages 1 and 2, on the rank with the most memory."""
 
     flat: int
-    """Elements, each buffer padded to twice the ranks (``nccl_start_alignment_factor``)."""
+    """Elements of the buffers, each padded to twice the ranks (``nccl_start_alignment_factor``)."""
     parts: tuple[int, int]
-    """Elements of one rank's part of each buffer: of matrices, and of vectors."""
+    """Elements of one rank's partition of each buffer: of matrices, and of vectors."""
     whole: int
-    """Elements of all tensors that the rank's parts touch: their gradients are kept whole."""
+    """Elements of all tensors that overlap the rank's partitions: their gradients are kept whole."""
     piece: int
-    """Elements of the largest piece of a tensor in the parts."""
+    """Elements of the largest slice of a tensor in the partitions."""
     rank: int
-    """The rank that holds most when the optimizer begins."""
+    """Rank with the most memory at the start of the optimizer step."""
 
     @property
     def part(self) -> int:
-        """Elements of one rank's parts."""
+        """Elements of one rank's partitions."""
         return sum(self.parts)
 
 
 @lru_cache(maxsize=4096)
 def partition(sizes: tuple[int, ...], num_ranks: int, half: int, vectors: tuple[bool, ...] = ()) -> Partition:
-    """``DeepSpeedZeroOptimizer``'s flat buffers over ``sizes`` and what each rank's parts touch.
+    """Partition ``DeepSpeedZeroOptimizer``'s flat buffers over ``sizes``.
 
-    A group of parameters that decays alike has one buffer: matrices one, and ``vectors`` another.
-    ``copy_grads_in_partition`` keeps whole gradients of all tensors that a partition touches
-    (deepspeed/runtime/zero/stage_1_and_2.py), and the norm takes each piece in double precision, so ranks
-    differ. ``half`` is the bytes of a gradient.
+    Each parameter group has one buffer: matrices, with weight decay, and ``vectors``, without.
+    ``copy_grads_in_partition`` keeps the whole gradients of all tensors that overlap a partition
+    (deepspeed/runtime/zero/stage_1_and_2.py), and the norm of each slice is in double precision, so ranks
+    differ. ``half`` is the size of a gradient in bytes.
     """
     touched, pieces = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     parts: list[int] = []
@@ -310,18 +310,18 @@ def partition(sizes: tuple[int, ...], num_ranks: int, half: int, vectors: tuple[
 def _follow(
     group: NDArray[np.int64], part: int, touched: NDArray[np.int64], pieces: NDArray[np.int64]
 ) -> None:
-    """Add what each rank's ``part`` of one buffer touches; note its largest piece."""
+    """Add the overlapping tensors of each rank's partition to ``touched``, and update its largest slice."""
     ends = np.cumsum(group)
     starts = ends - group
     first, last = starts // part, (ends - 1) // part
-    # What begins to be touched at a rank, less what no longer is.
+    # Elements of tensors that start to overlap at a rank, minus those that no longer do.
     change, inside = np.zeros((2, len(touched) + 1), np.int64)
     np.add.at(change, first, group)
     np.subtract.at(change, last + 1, group)
     touched += np.cumsum(change)[:-1]
     np.maximum.at(pieces, first, np.minimum(ends, (first + 1) * part) - starts)
     np.maximum.at(pieces, last, ends - np.maximum(starts, last * part))
-    # Between the first and the last rank of a tensor all of a part is its.
+    # Between the first and the last rank of a tensor, whole partitions belong to it.
     is_long = last > first
     np.add.at(inside, first[is_long] + 1, 1)
     np.subtract.at(inside, last[is_long], 1)
@@ -329,13 +329,14 @@ def _follow(
 
 
 def working(half: int, part: Any, piece: Any) -> Any:
-    """Bytes beside kept gradients: a piece in fp64 for its norm, or the part flat, and flat in fp32."""
+    """Return the bytes besides kept gradients: a slice in fp64 for its norm, or the flat partition in both
+    types."""
     return largest(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
 
 
 @lru_cache(maxsize=4096)
 def cut_each(sizes: tuple[int, ...], num_ranks: int) -> int:
-    """Elements that one rank of stage 3 keeps: every tensor is cut, and its parts rounded up."""
+    """Return the elements on one rank of stage 3: every tensor is partitioned, rounded up."""
     return sum(ceil_div(size, num_ranks) for size in sizes)
 
 
@@ -343,7 +344,7 @@ def cut_each(sizes: tuple[int, ...], num_ranks: int) -> int:
 def largest_group(
     sizes: tuple[int, ...], num_ranks: int, sub_group_size: int, vectors: tuple[bool, ...] = ()
 ) -> int:
-    """Elements of this rank's parts of stage 3's largest sub-group."""
+    """Return the elements of one rank's partitions of stage 3's largest sub-group."""
     groups = sub_groups(sizes, num_ranks, sub_group_size, vectors)
     return max(cut_each(tuple(group), num_ranks) for group in groups)
 
@@ -351,8 +352,11 @@ def largest_group(
 def sub_groups(
     sizes: tuple[int, ...], num_ranks: int, sub_group_size: int, vectors: tuple[bool, ...] = ()
 ) -> list[list[int]]:
-    """Whole tensors that stage 3 updates together: a group ends with the tensor whose part fills it
-    (``_create_fp16_sub_groups``); matrices come first, and ``vectors`` share none with them."""
+    """Return stage 3's sub-groups, the tensors that are updated together, as unpartitioned sizes.
+
+    A sub-group ends with the tensor whose partition fills it (``_create_fp16_sub_groups``); matrices come
+    first, and ``vectors`` are in separate sub-groups.
+    """
     found: list[list[int]] = []
     for group in filter(None, by_decay(sizes, vectors)):
         found.append([])
@@ -367,7 +371,7 @@ def sub_groups(
 
 
 def by_decay(sizes: tuple[int, ...], vectors: tuple[bool, ...]) -> tuple[list[int], list[int]]:
-    """The optimizer's groups: matrices, and ``vectors``, which do not decay; either may be empty."""
+    """Return the optimizer's parameter groups: matrices, and ``vectors``, without weight decay."""
     marks = vectors or (False,) * len(sizes)
     matrices = [size for size, is_vector in zip(sizes, marks, strict=True) if not is_vector]
     return matrices, [size for size, is_vector in zip(sizes, marks, strict=True) if is_vector]

@@ -1,8 +1,8 @@
-"""DeepSpeed ZeRO's training state, as DeepSpeed 0.19 keeps it (Rajbhandari et al. 2020, section 5).
+"""DeepSpeed ZeRO's training state, as of DeepSpeed 0.19 (Rajbhandari et al. 2020, section 5).
 
-Read off ``deepspeed/runtime``: which optimizer really wraps which stage and precision
-(``engine.py: _do_optimizer_sanity_check``), flat buffers and their padding, buckets, gathers and what each of
-them copies. Checked against DeepSpeed's own engine in
+Source: ``deepspeed/runtime``. It covers the optimizer that wraps each stage and precision
+(``engine.py: _do_optimizer_sanity_check``), flat buffers and their padding, buckets, all-gathers and the
+copies that each of them makes. Compared with DeepSpeed's own engine in
 ``tests/unit/frameworks/deepspeed/test_deepspeed_memory.py``.
 """
 
@@ -35,24 +35,26 @@ if TYPE_CHECKING:
 
 
 _IN_TWO_GROUPS = ("adamw_8bit", "adafactor")
-"""Client optimizers, whose matrices decay and vectors do not; DeepSpeed's own take all as one group."""
+"""Client optimizers, with separate groups for matrices, with weight decay, and vectors, without; DeepSpeed's
+own optimizers have one group."""
 counts_neighbours = True
-"""A stage between two others receives from both, and so may hold more than an earlier one of more layers."""
+"""Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and so
+may need more than an earlier stage with more layers."""
 _WHOLE = no_bytes("parameters are whole, so nothing is gathered in forward")
 
 
 def shapes(plan: Plan) -> Shapes:
-    """Stages of DeepSpeed's pipeline module, or the one of the whole model."""
+    """Return the stage shapes of DeepSpeed's pipeline module, or the one shape of the whole model."""
     return shapes_of(plan.architecture, plan.stage_layers)
 
 
 def stage(plan: Plan, shape: StageShape) -> Stage:
-    """The weights of one of them."""
+    """Return the weights of one stage."""
     return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
-    """What one rank keeps, on the device, on the host and on NVMe."""
+    """Return one rank's training state on the device, on the host and on NVMe, in bytes."""
     layout: Any = plan.layout
     check_predicted(layout)
     numbers = _Numbers.of(plan, stage)
@@ -70,11 +72,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 
 class _Numbers(NamedTuple):
-    """What all stages count with."""
+    """Sizes that the formulas of all ZeRO stages use."""
 
     counted: Counted
     half: int
-    """Bytes of a weight as forward reads it, and of its gradient."""
+    """Bytes of a weight in the compute type, and of its gradient."""
     ranks: int
     accumulates: bool
     trains_all: bool
@@ -91,23 +93,27 @@ class _Numbers(NamedTuple):
 
     @property
     def frozen(self) -> int:
-        """Bytes of weights under adapters, which no optimizer sees."""
+        """Bytes of frozen weights under adapters, which have no optimizer state."""
         return self.half * self.counted.frozen
 
 
 def group_sizes(plan: Plan) -> tuple[int, ...]:
-    """Ranks of each communicator: pipeline neighbours send and receive in one for each pair (torch's
-    ``ProcessGroupNCCL``; deepspeed/runtime/pipe/p2p.py)."""
+    """Return the number of ranks of each communicator.
+
+    Adjacent pipeline stages have one communicator per pair (torch's ``ProcessGroupNCCL``;
+    deepspeed/runtime/pipe/p2p.py).
+    """
     degrees = plan.degrees
     neighbours = (where(degrees.pp > 1, 2, 1), where(degrees.pp > 2, 2, 1))
     return (degrees.data_parallel, degrees.tp, *neighbours, degrees.ep)
 
 
 def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
-    """Stage 0 of bf16 in a pipeline: ``BF16_Optimizer``, which cuts main copies and moments like stage 1.
+    """Return the state of stage 0 in bf16 with pp > 1: ``BF16_Optimizer``, partitioned like stage 1.
 
-    Gradients are there twice: each micro-batch's, and their sum in a flat buffer of the same type
-    (deepspeed/runtime/engine.py, ``_do_optimizer_sanity_check``; bf16_optimizer.py, pipe/engine.py).
+    Main copies and moments are partitioned. Gradients exist twice: each micro-batch's, and their sum in a
+    flat buffer of the same type (deepspeed/runtime/engine.py, ``_do_optimizer_sanity_check``;
+    bf16_optimizer.py, pipe/engine.py).
     """
     half, c, name = n.half, n.counted, plan.recipe.optimizer
     sums, whole = half * c.flat, half * c.trained
@@ -137,7 +143,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
 
 def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
-    """Stage 0: ``FP16_Optimizer`` also for bf16, or the optimizer itself for fp32."""
+    """Return the state of stage 0: ``FP16_Optimizer``, also for bf16, or the optimizer itself for fp32."""
     if holds(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
         return _in_pipeline(plan, stage, n)
     trained, name = n.counted.trained, plan.recipe.optimizer
@@ -148,12 +154,12 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         words = "the optimizer's own moments: fp32 weights are their own main copies"
     else:
         optimizer = FP32 * trained + moments
-        # With FusedAdam fp32 gradients exist one by one and flattened; other optimizers keep main copies one
-        # by one (FP16_UnfusedOptimizer), and so their gradients.
+        # With FusedAdam fp32 gradients exist both separately and flattened; other optimizers have separate
+        # main copies (FP16_UnfusedOptimizer), and so separate gradients only.
         fused = name == "adamw" and plan.on_gpu
         singly = flat_working(plan.recipe.optimizer, n.counted.largest)
         update = (2 if fused else 1) * FP32 * trained + singly
-        # FP16_UnfusedOptimizer has zeros of both types.
+        # FP16_UnfusedOptimizer allocates zero gradients of both types.
         begins = (FP32 if fused else FP32 + n.half) * trained + singly
         words = "FP16_Optimizer's fp32 main copies and moments, for bf16 too"
     kept = Kept(before=n.accumulates * gradients, trains_all=n.trains_all)
@@ -168,7 +174,7 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
             lambda: f"{gib(update)} GiB fp32 gradients (FP16_Optimizer.step makes them singly, then flat)",
         ),
         initialisation={
-            # Before the first step FP16_Optimizer takes one with gradients of zeros.
+            # FP16_Optimizer runs a step with zero gradients before the first real one.
             "parameters": Term(parameters, lambda: "weights"),
             "optimizer": Term(
                 optimizer + begins,
@@ -180,21 +186,21 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
 
 def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
-    """Stages 1 and 2: one flat buffer of weights, whose parts are updated by one rank each."""
+    """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition."""
     layout: Any = plan.layout
     half, c = n.half, n.counted
     optimizer = FP32 * c.part + flat_state(plan.recipe.optimizer, c.part)
     waits = is_late(layout.stage, bool(layout.overlap_comm), n.accumulates)
     in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
     bucket = in_backward * half * _bucket(plan, c)
-    # Where both do not fit, DeepSpeed flattens on the host.
+    # If weights and flat buffer do not both fit on the GPU, DeepSpeed flattens on the host.
     both = half * (c.flat + c.trained)
     flattening = where(both + n.frozen > plan.cluster.usable_bytes_per_gpu, half * c.flat, both)
     arch = plan.architecture
     tied = arch.tie_word_embeddings & stage.is_first & stage.is_last
     untied = half * tied * arch.vocab_size * arch.hidden_size
-    # Gradients of the part are one buffer, gone once the part is flat, unless another group of weights has
-    # its own there: experts, or vectors, which do not decay.
+    # The kept gradients are freed once the partition is flattened, unless there is another parameter group:
+    # experts, or vectors without weight decay.
     in_one = plan.recipe.has_adapters or plan.recipe.optimizer not in _IN_TWO_GROUPS
     alone = (plan.degrees.ep == 1) * in_one
     update = largest(
@@ -210,11 +216,11 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
     kept = Kept(
         bucket=bucket,
-        # The head's own gradient has its hook first; a tied one only with the embedding's.
+        # An untied head's hook runs first; a tied head's only with the embedding's gradient.
         first_hook=always | ((c.tied == 0) & n.trains_all),
         trains_all=n.trains_all,
         forward=bucket * always,
-        # Of stage 2's micro-batches before, the own part's gradients wait.
+        # Stage 2 keeps its own partition's gradients of earlier micro-batches.
         waiting=where(waits, 0, half * c.kept * n.accumulates),
         before=half * held * n.accumulates,
     )
@@ -263,7 +269,10 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
 
 def _bucket(plan: Plan, c: Counted) -> Any:
-    """Elements of the contiguous bucket, allocated whole however small the model; twice to overlap."""
+    """Return the elements of the bucket.
+
+    A contiguous bucket is allocated in full, however small the model; twice with ``overlap_comm``.
+    """
     layout: Any = plan.layout
     if not layout.contiguous_gradients:
         return smallest(c.trained, layout.reduce_bucket_size)
@@ -271,14 +280,17 @@ def _bucket(plan: Plan, c: Counted) -> Any:
 
 
 def _reducing(plan: Plan, n: _Numbers) -> Any:
-    """Bytes of buckets and of copies while stages reduce: of contiguous ones a second beside that of the
-    backwards, in the type in which gradients are reduced (``reduce_gradients``)."""
+    """Return the bytes of buckets and copies while a pipeline stage reduces its gradients.
+
+    With contiguous gradients there is a second bucket besides backward's, in the reduction type
+    (``reduce_gradients``).
+    """
     layout: Any = plan.layout
     bucket = _bucket(plan, n.counted)
     if layout.contiguous_gradients:
         buckets = (n.half + reduced_width(layout, plan.recipe)) * bucket
         return (layout.stage == 1) * (buckets + n.half * n.counted.end[1].staging)
-    # Flattened, and beside that cast.
+    # A flattened copy, and its cast.
     return (layout.stage == 1) * n.half * (1 + cast_elements(layout, plan.recipe)) * bucket
 
 
@@ -287,7 +299,7 @@ def _bucket_term(layout: Any, bucket: int) -> Term:
 
 
 def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
-    """Stage 3: every tensor cut over all ranks, gathered when a module needs it."""
+    """Return the state of stage 3: every tensor is partitioned, and all-gathered when a module needs it."""
     layout: Any = plan.layout
     half, c = n.half, n.counted
     part = c.part
@@ -368,29 +380,30 @@ def _parameters_term(n: _Numbers, num_bytes: int, words: Callable[[], str]) -> T
 
 
 def _each(num_bytes: int, numbers: int) -> str:
-    """Bytes of each number; not always a whole one, for 8-bit moments have scales."""
+    """Return the bytes per element as text; not always an integer, since 8-bit moments have scales."""
     return f"{num_bytes / max(1, numbers):.4g}"
 
 
-# ---- The head under DeepSpeed's AutoTP: cut over tp, but for what transformers' own plan gathers again
+# ---- The head with DeepSpeed's AutoTP: sharded over tp, unless transformers' plan all-gathers its logits
 #
-# AutoTP follows the plan that transformers has for a model: an untied head's logits are gathered, so that
-# every rank has the whole vocabulary; a head that is the embedding too stays cut, and DeepSpeed's own loss
-# goes over the cut logits (``deepspeed/sequence/cross_entropy.py``, ``_VocabParallelCrossEntropy``).
+# AutoTP follows transformers' tensor-parallel plan: an untied head's logits are all-gathered, so that every
+# rank has the whole vocabulary; a tied head stays sharded, and DeepSpeed's own loss is computed from sharded
+# logits (``deepspeed/sequence/cross_entropy.py``, ``_VocabParallelCrossEntropy``).
 
 
 def logits(step: StageStep) -> tuple[Term, Term]:
-    """Logits and loss at the end of forward, and as backward starts."""
+    """Return the logits and loss at the end of forward, and at the start of backward. Bytes."""
     plan, arch = step.plan, step.plan.architecture
     usual = head_terms(plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size)
     if not cuts_tied_head(arch) or loss_in_force(plan) != "full":
         return usual
     tp, width = plan.degrees.tp, step.modules.compute
     vocab = ceil_div(arch.vocab_size, tp)
-    # Of several sequences the logits without each one's last are a copy.
+    # With several sequences, dropping each one's last logits makes a copy.
     shifted = where(plan.recipe.micro_batch_size > 1, width, 0)
     copy = FP32 if width < FP32 else 0
-    # The copy in fp32, less its largest, and e to that; then that, its gradient, and the gradient's cast.
+    # Forward: the fp32 copy, the logits minus their maximum and their exponential. Backward: the softmax, its
+    # gradient and the gradient's cast.
     forward = width + shifted + copy + 2 * FP32
     backward = 2 * FP32 + (width if copy else 0) + shifted
     parallel = _terms(step, vocab, forward), _terms(step, vocab, backward)
@@ -409,28 +422,28 @@ def _terms(step: StageStep, vocab: Any, each: Any) -> Term:
 
 # ---- Second partitions of stage 3's weights (ZeRO++'s hpZ, Wang et al. 2023, section 3.2)
 #
-# Read off ``deepspeed/runtime/zero/partition_parameters.py`` (``_partition_param_sec``) and ``stage3.py``
-# (``_post_step``, which forgets those of what was trained) of DeepSpeed 0.19.
+# Source: ``deepspeed/runtime/zero/partition_parameters.py`` (``_partition_param_sec``) and ``stage3.py``
+# (``_post_step``, which drops the second partitions of trained weights) of DeepSpeed 0.19.
 
 
 class SecondParts(NamedTuple):
-    """Elements of one rank's second partitions (hpZ), each tensor cut over ``zero_hpz_partition_size``."""
+    """Elements of one rank's second partitions (hpZ), over ``zero_hpz_partition_size`` ranks."""
 
     trained: Any = 0
-    """Of what is not always gathered: from its release in forward until the optimizer has stepped."""
+    """Trained, not persistent weights: from the release in forward until the optimizer step."""
     frozen: Any = 0
-    """Of what is frozen, all along."""
+    """Frozen weights, permanently."""
     at_first: Any = 0
-    """Of all tensors: ``zero.Init`` makes them all."""
+    """All weights, as created by ``zero.Init``."""
 
     @property
     def all(self) -> Any:
-        """Most that there is in a step."""
+        """Maximum in a step."""
         return self.trained + self.frozen
 
 
 def second_parts(plan: Plan) -> SecondParts:
-    """Second partitions of one rank; none unless the layout asks for them."""
+    """Return the second partitions of one rank; zeros unless the layout enables them."""
     layout: Any = plan.layout
     group = layout.zero_hpz_partition_size
     if group == 1:
@@ -443,7 +456,7 @@ def second_parts(plan: Plan) -> SecondParts:
     cut = tuple(size for size in tensors.trained if size > threshold)
 
     def each(sizes: tuple[int, ...]) -> Any:
-        # Padded for all ranks first, then cut among the fewer.
+        # Padded for all ranks first, then partitioned over the smaller group.
         return looked_up(lambda number: cut_each(sizes, number), ranks) * ranks // group
 
     return SecondParts(each(cut), each(tensors.frozen), each((*tensors.trained, *tensors.frozen)))

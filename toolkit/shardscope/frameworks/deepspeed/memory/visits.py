@@ -1,4 +1,4 @@
-"""Which modules a step visits, one after the other: what ZeRO-3's hooks see of forward and of backward."""
+"""Events of ZeRO-3's module hooks in forward and backward, in order."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """A call whose tensors have numbers."""
+    """Module call with its tensors numbered."""
 
     own: tuple[int, ...]
     calls: tuple[Node, ...]
     call: Call
     inside: tuple[int, ...] = ()
-    """Its own and those of all modules that it calls; empty: its own."""
+    """Tensors of the module and all its submodules; empty if these are just ``own``."""
 
 
 Event = tuple[Literal["fetch", "again", "gradients", "release"], Node]
 
 
 def forward_of(node: Node) -> Iterator[Event]:
-    """A module and those that it calls, in order."""
+    """Yield the forward events of a module and its submodules, in order."""
     yield "fetch", node
     for inner in node.calls:
         yield from forward_of(inner)
@@ -32,7 +32,7 @@ def forward_of(node: Node) -> Iterator[Event]:
 
 
 def backward_of(node: Node) -> Iterator[Event]:
-    """The other way round; of a module with several products the last one goes first."""
+    """Yield the backward events, in reverse order; a module with several matmuls starts with the last."""
     if not node.call.goes_back:
         return
     yield "fetch", node
@@ -53,7 +53,7 @@ def backward_of(node: Node) -> Iterator[Event]:
 
 
 def with_recomputation(layer: Node, events: list[Event]) -> list[Event]:
-    """The layer's forward again, once its backward needs what it had saved."""
+    """Insert the layer's recomputation before the first gradients of its backward ``events``."""
     place = next((at for at, (kind, _) in enumerate(events) if kind == "gradients"), len(events))
     begun = [node for _, node in events[:place]]
     again: list[Event] = []

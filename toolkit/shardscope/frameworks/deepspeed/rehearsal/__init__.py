@@ -1,1 +1,1 @@
-"""DeepSpeed's own code on fake tensors."""
+"""DeepSpeed rehearsal: DeepSpeed's own engine on fake tensors."""

@@ -1,4 +1,4 @@
-"""What rehearsals of ZeRO and of its pipeline share: a rank's world, its model, DeepSpeed's engine."""
+"""Shared setup of ZeRO and pipeline rehearsals: a rank's world, its model and DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracke
 
 
 def _inner(model: Any) -> torch.nn.Module:
-    """transformers' model, of which peft's is a wrapper."""
+    """Return transformers' model, without peft's wrapper."""
     found: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return found
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's methods make while they are rehearsed, by component."""
+"""Labels of the memory that DeepSpeed's methods allocate in a rehearsal, by component."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _PHASES = {
 
 
 def stages(plan: Plan, deepspeed: Any, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]:
-    """Every stage of ``plan``, each by its first rank."""
+    """Rehearse every stage of ``plan``, each on its first rank."""
     pp = plan.degrees.pp
     found = []
     for number in range(pp):
@@ -53,7 +53,7 @@ class _Stage:
     def __init__(self, plan: Plan, deepspeed: Any, tracker: Tracker, device: str, number: int) -> None:
         self.plan, self.deepspeed, self.tracker = plan, deepspeed, tracker
         self.device, self.number = device, number
-        # As many as are ever in flight, and one that another gives way to.
+        # The most that are ever in flight, and one more to reach the steady state.
         self.num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
 
     def play(self) -> RehearsedStage:

@@ -41,7 +41,7 @@ MAX_MICRO_BATCHES = 2
 
 
 def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]:
-    """The one stage of ``plan``. Raises ``ValueError`` for what is not rehearsed yet."""
+    """Rehearse the one stage of ``plan``. Raises ``ValueError`` for plans that cannot be rehearsed."""
     check_plan(plan)
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
@@ -58,7 +58,7 @@ AUTOTP_FAMILIES = families_with("autotp_rehearsal")
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
+    """Raise ``ValueError`` for plans that DeepSpeed's engine cannot run on fake tensors."""
     layout: Any = plan.layout
     if layout.ep > 1:
         check_experts(plan)

@@ -1,1 +1,1 @@
-"""The FSDP2 engine, which really trains."""
+"""FSDP2 engines, which run the training."""

@@ -1,4 +1,4 @@
-"""Which engine runs a plan of FSDP2: pipeline stages, and sequences in parts, have engines of their own."""
+"""Choice of the FSDP2 engine: the plain one, pipeline parallel or context parallel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shardscope.training.engine import Context
 
 
 def engine_of(ctx: Context) -> Fsdp2Engine:
-    """The engine of a rank of ``ctx.plan``."""
+    """Return the engine that runs ``ctx.plan`` on this rank."""
     degrees = ctx.plan.degrees
     if degrees.cp > 1:
-        # Imported where it is run: it asks for transformers, which other engines leave to the model.
+        # Imported here: it requires transformers, which the other engines do not import.
         from shardscope.frameworks.fsdp2.engine.context_parallel import ContextParallelEngine
 
         return ContextParallelEngine(ctx)

@@ -1,8 +1,8 @@
-"""FSDP2 over sequences in parts: torch's own ``context_parallel``, an experiment of theirs, called directly.
+"""FSDP2 with context parallelism: torch's experimental ``context_parallel``, called directly.
 
-Ranks of one context-parallel group read the same sequences and keep a part of each; what they hold of the
-state they shard as all others do (torchtitan's ``dp_shard_cp``). Only attention needs the other parts, and
-gets their keys and values from torch's ring (Liu et al. 2023).
+Ranks of one context-parallel group read the same sequences, and each keeps a shard of every sequence. The
+training state is sharded over these ranks too (torchtitan's ``dp_shard_cp``). Only attention needs the other
+shards: torch's ring attention passes their keys and values around (Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""How far two sums of the same numbers in another order may be apart; parts in wrong places are far past."""
+"""Relative tolerance between attention over the ring and over the whole sequence, by compute type: it allows
+for another order of summation, and is far below the error of misplaced shards."""
 
 
 class ContextParallelEngine(Fsdp2Engine):
-    """The engine on a rank that has a part of each of its sequences."""
+    """FSDP2 engine with context parallelism: each rank computes a shard of each sequence."""
 
     cp_mesh: Any = None
-    """This rank's context-parallel group: ranks next to each other."""
+    """This rank's context-parallel group of consecutive ranks."""
     _here: torch.Tensor
-    """Positions of a sequence that are this rank's, while a micro-batch is under way."""
+    """This rank's positions in the sequence during a micro-batch."""
     _is_seen = False
-    """Whether a step has shown that attention goes through the ring."""
+    """Whether a step has verified that attention runs through the ring."""
 
     def make_mesh(self) -> Any:
         cp = self.plan.degrees.cp
@@ -51,7 +52,10 @@ class ContextParallelEngine(Fsdp2Engine):
 
     @property
     def _repeats_keys(self) -> bool:
-        """CUDA's flash attention alone has grouped queries, in half precision (torch's sdp_utils.cpp)."""
+        """Whether keys and values are repeated for grouped-query attention.
+
+        Of CUDA's fused kernels only flash attention, in half precision, supports it (torch's sdp_utils.cpp).
+        """
         if self.ctx.device.type == "cpu":
             return False
         return self.recipe.precision == "fp32" or not self.plan.cluster.gpu.has_flash_attention
@@ -103,7 +107,7 @@ class ContextParallelEngine(Fsdp2Engine):
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         here, cp = self._here, self.plan.degrees.cp
-        # Moved before it is cut: the label after a part's last token is in another part.
+        # Shift the labels before sharding: the label after a shard's last token is in another shard.
         following = F.pad(micro["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
         own = following[:, here]
         part = {
@@ -111,16 +115,16 @@ class ContextParallelEngine(Fsdp2Engine):
             "position_ids": here[None],
             "labels": own,
             "shift_labels": own,
-            # Each part's sum over all tokens of the sequences, its own and the others'.
+            # Each rank divides its shard's loss by the labels of the whole sequences.
             "num_items_in_batch": (following != IGNORED_LABEL).sum(),
             "use_cache": False,
         }
-        # Frameworks average over ranks, and parts are to be added up.
+        # FSDP2 averages gradients over ranks, but the shards' losses must be summed.
         return super()._loss(part) * cp
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], seq_len: int) -> None:
-    """Raise ``ValueError`` for a batch that cannot be split along its sequences."""
+    """Raise ``ValueError`` for a batch that cannot be sharded along the sequence."""
     others = sorted(set(batch) - {"input_ids", "labels"})
     if others or len(batch) != 2:
         raise ValueError(

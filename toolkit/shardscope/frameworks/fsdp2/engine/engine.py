@@ -1,4 +1,4 @@
-"""FSDP2 really training: ``torch.distributed.fsdp.fully_shard``, called directly, layer by layer."""
+"""FSDP2 engine: ``torch.distributed.fsdp.fully_shard``, called directly on each layer."""
 
 from __future__ import annotations
 
@@ -35,31 +35,32 @@ from shardscope.training.weights.initial_weights import InitialWeights, Region, 
 
 
 class Fsdp2Engine(TorchEngine):
-    """Parameters, gradients and optimizer state in shards (arXiv:2304.11277, per-parameter: torch's FSDP2).
+    """Engine with sharded parameters, gradients and optimizer state (FSDP, arXiv:2304.11277; per parameter).
 
-    Gradients are reduce-scattered after every micro-batch, as torchtitan does: holding them back would hold
-    whole gradients on every rank, which is what sharding is there to avoid. What accumulation does save is
-    HSDP's all-reduce between replicas, taken once a step.
+    Gradients are reduce-scattered after every micro-batch, as in torchtitan: delaying it would keep unsharded
+    gradients on every rank, which sharding is meant to avoid. Gradient accumulation does save HSDP's
+    all-reduce between replicas, which runs once a step.
 
-    The next layer's gather runs beneath this one's arithmetic as torch does it by itself: in forward because
-    it is issued on a stream of its own, ahead of the device, in backward by the recorded order of forward.
-    Naming the next layer by ``set_modules_to_forward_prefetch`` overlaps the same, and is issued earlier by
-    the host; naming more holds more gathered layers than the plan counts (torch, _fully_shard.py).
+    torch's implicit prefetching overlaps the next layer's all-gather with this layer's compute: in forward
+    because it is issued on a separate stream, ahead of the device, in backward by the recorded order of
+    forward. Setting the next layer with ``set_modules_to_forward_prefetch`` gives the same overlap, issued
+    earlier by the host; setting more layers keeps more of them all-gathered than the plan predicts (torch,
+    _fully_shard.py).
     """
 
     framework = "fsdp2"
     shards_parameters = True
     mesh: Any = None
-    """The ranks by copy and shard; made when wrapping, unless there is one already."""
+    """Device mesh of replicas and shards; created in :meth:`wrap` unless it is already set."""
     tp_mesh: Any = None
-    """This rank's tensor-parallel group; None without one."""
+    """This rank's tensor-parallel group; None with tp = 1."""
     stage_mesh: Any = None
-    """The ranks that hold this rank's part of the other pipeline stages; None without stages."""
+    """This rank's pipeline group, one rank per stage; None with pp = 1."""
 
     def make_mesh(self) -> Any:
-        """The plan's ranks as a device mesh, tensor-parallel ones next to each other; all of them take part.
+        """Create the plan's device mesh with tensor-parallel ranks innermost; all ranks must call it.
 
-        The axes of the state's copies and shards are returned, the others kept.
+        Returns the replicate and shard axes; the other axes become ``tp_mesh`` and ``stage_mesh``.
         """
         sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
         sizes["shard"] = self.num_shards
@@ -83,7 +84,7 @@ class Fsdp2Engine(TorchEngine):
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of the state; those with parts of the same sequences are among them."""
+        """Number of ranks that one replica is sharded over, context-parallel ranks included."""
         size: int = self.plan.degrees.shard * self.plan.degrees.cp
         return size
 
@@ -91,7 +92,7 @@ class Fsdp2Engine(TorchEngine):
         if self.mesh is None:
             self.mesh = self.make_mesh()
         none_yet = self.weights is not None or self.is_drawn_in_parts
-        # What is quantised is quantised from numbers.
+        # A quantized base needs real weights to quantize.
         self._on_meta = none_yet and not self.recipe.base_quantization
         build = build_on_meta if self._on_meta else (lambda make: make())
         model = build(lambda: self.build_on_host(build_model))
@@ -104,17 +105,17 @@ class Fsdp2Engine(TorchEngine):
         return model
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
-        # On meta it is filled once every rank knows its shards.
+        # A model on meta gets its weights after sharding.
         return build_model() if self._on_meta else super().built(build_model)
 
     def _fill(self, model: torch.nn.Module) -> None:
-        """Give the shards of ``model`` memory and their first weights."""
+        """Allocate the shards of ``model`` and write their initial weights."""
         weights, device = self.first_weights(model, self.ctx.device), self.ctx.device
         materialise(model, weights, device=self._home, compute=device)
         fill_buffers(model, weights)
 
     def _shard(self, model: torch.nn.Module) -> None:
-        """Bottom-up: each decoder layer is one group of collectives, the rest is the root's."""
+        """Shard ``model`` bottom-up: one ``fully_shard`` group per decoder layer, and the root."""
         kind = MIXED_TYPES.get(self.recipe.precision)
         offload = self.plan.layout.offload == "cpu"
         pinned = self.ctx.device.type == "cuda"
@@ -132,17 +133,17 @@ class Fsdp2Engine(TorchEngine):
             layers = decoder_layers(unit)
             for layer in layers:
                 fully_shard(layer, reshard_after_forward=reshard, **options)
-            # The root is needed again as soon as backward starts: torch's own rule (None) keeps it gathered.
+            # Backward needs the root's parameters first: torch's default (None) keeps them all-gathered.
             fully_shard(unit, reshard_after_forward=None, **options)
             self._num_groups += len(layers) + 1
 
     def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """What is called as one module, and so has a root of its own: ``model``, or its pipeline chunks."""
+        """Return the modules with a root group each: ``model``, or its pipeline chunks."""
         return [model]
 
     @property
     def called(self) -> tuple[torch.nn.Module, ...]:
-        """Those of this engine."""
+        """Modules with a root group: the model."""
         return (self.model,)
 
     def what_it_is(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class Fsdp2Engine(TorchEngine):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What FSDP2 casts gathered parameters to, as its root module says."""
+        """Type of the all-gathered parameters, from the root module's mixed precision policy."""
         root: Any = self.called[0]
         policy: MixedPrecisionPolicy = root._get_fsdp_state()._mp_policy
         return policy.param_dtype or super().compute_dtype
@@ -220,18 +221,18 @@ class Fsdp2Engine(TorchEngine):
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super()._loss(micro)
-        # Of a vocabulary in parts it is a DTensor, whole on each rank.
+        # With a sharded vocabulary the loss is a DTensor, replicated on each rank.
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     @property
     def shard_group(self) -> Any:
-        """The ranks that share one copy of the state; all ranks where a part of it is on several of them."""
+        """Ranks that one replica is sharded over; with tp or pp, all ranks."""
         if self.tp_mesh is None and self.stage_mesh is None:
             return self.mesh.get_group("shard")
         return dist.group.WORLD
 
     def part_copies(self, parameter: torch.nn.Parameter) -> int:
-        """On how many ranks of ``shard_group`` this rank's part of ``parameter`` is."""
+        """Return how many ranks of ``shard_group`` have the same shard of ``parameter`` as this rank."""
         degrees = self.plan.degrees
         if self.tp_mesh is None and self.stage_mesh is None:
             return 1
@@ -248,15 +249,15 @@ class Fsdp2Engine(TorchEngine):
         )
 
     def norm_copies(self, parameter: torch.nn.Parameter) -> int:
-        """How often the squares of a parameter's gradient are among those that ranks sum."""
+        """Return how many times a parameter's squared gradients are counted in the sum over ranks."""
         return self.part_copies(parameter)
 
 
-# ---- Models too large to build whole on every rank: built without memory, sharded, filled shard by shard
+# ---- Models too large to build whole on every rank: built on meta, sharded, initialized shard by shard
 
 
 def check_has_weights(model: torch.nn.Module) -> None:
-    """Raise ``ValueError`` if ``model`` has parameters without values: it would train on what memory held."""
+    """Raise ``ValueError`` if ``model`` has parameters on meta: they would train uninitialized memory."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(
@@ -269,9 +270,10 @@ def check_has_weights(model: torch.nn.Module) -> None:
 def materialise(
     model: torch.nn.Module, weights: InitialWeights, *, device: torch.device, compute: torch.device
 ) -> None:
-    """Give every sharded parameter memory on ``device``, and this rank's part of ``weights``.
+    """Allocate every sharded parameter on ``device`` and write this rank's shard of ``weights`` to it.
 
-    Buffers go where forward reads them, to ``compute``. 1 rank or 64 start from the same model.
+    Buffers are allocated on ``compute``, where forward reads them. The initial model is the same for any
+    number of ranks.
     """
     give_memory(model, device, buffers_on=compute)
     with torch.no_grad():
@@ -281,13 +283,14 @@ def materialise(
 
 
 def own_region(parameter: torch.Tensor) -> Region:
-    """What of ``parameter`` this rank keeps, cut as ``Shard`` cuts: equal runs, the last ones short or empty.
+    """Return the index ranges of this rank's shard of ``parameter``, one range per dimension.
 
-    Of a ``DTensor`` along its mesh; of any other tensor all.
+    ``Shard`` makes equal chunks, of which the last ones may be shorter or empty. A tensor that is not a
+    ``DTensor`` is not sharded: its ranges are complete.
     """
     ranges = [range(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
-        # The last axis cut first: under a tensor-parallel cut FSDP2 shards what that left (_StridedShard).
+        # The last mesh axis first: FSDP2 shards the tensor-parallel shard further (_StridedShard).
         for axis, placement in reversed(list(enumerate(parameter.placements))):
             if isinstance(placement, Shard | _StridedShard):
                 run = ranges[placement.dim]

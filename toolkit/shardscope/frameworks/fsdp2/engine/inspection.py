@@ -1,4 +1,4 @@
-"""What ``fully_shard`` really made of a module: read off its parameters, and held against the plan."""
+"""Checks that a module is sharded by ``fully_shard`` as the plan says."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardscope.training.optimizers.gradients import local
 
 
 def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ...], tp: int) -> None:
-    """Raise ``RuntimeError`` unless all are DTensors in shards over a mesh of ``planned`` sizes.
+    """Raise ``RuntimeError`` unless all parameters are DTensors sharded over a mesh of ``planned`` sizes.
 
-    With ``tp`` > 1 that mesh has one more axis, over which all matrices are cut.
+    With ``tp`` > 1 that mesh has one more axis, over which all matrices must be sharded.
     """
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     if whole:
@@ -46,7 +46,7 @@ def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ..
 
 
 def groups_of(module: torch.nn.Module) -> Iterator[Any]:
-    """The groups of parameters that ``fully_shard`` gathers at once, of a module that it was called on."""
+    """Yield the ``FSDPParamGroup`` objects of ``module``; none if ``fully_shard`` was not called on it."""
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
         # A list since torch 2.13, one group before.
@@ -55,10 +55,10 @@ def groups_of(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def check_resharding(layers: Sequence[torch.nn.Module], planned: bool | int) -> bool | int | None:
-    """What becomes of the gathered weights of ``layers`` after their forward; None without layers.
+    """Return the ``reshard_after_forward`` of ``layers``; None without layers.
 
-    False: they stay; True: only this rank's shards do; a number: shards over so many ranks. Raises
-    ``RuntimeError`` unless all do as ``planned``.
+    False keeps the parameters all-gathered, True reshards them, an int reshards them to that many ranks.
+    Raises ``RuntimeError`` unless all layers do as ``planned``.
     """
     found = {_resharded(group) for layer in layers for group in groups_of(layer)}
     if found - {planned} or len(found) < bool(layers):
@@ -77,7 +77,10 @@ def _resharded(group: Any) -> bool | int:
 
 
 def prefetch_of(units: Iterable[torch.nn.Module]) -> dict[str, str]:
-    """Who orders the gathers ahead in forward and in backward: torch ("implicit"), or a list ("explicit")."""
+    """Return the kind of prefetching in forward and in backward.
+
+    "implicit" is torch's default; "explicit" means that modules to prefetch were set.
+    """
     states: list[Any] = [
         module._get_fsdp_state()
         for unit in units
@@ -98,9 +101,9 @@ def check_home(
     planned: str | None,
     device: torch.device,
 ) -> str | None:
-    """Where shards wait between their uses, as ``Layout.offload`` says it: "cpu", None for ``device``.
+    """Return where shards are stored, as a value of ``Layout.offload``: "cpu", or None for ``device``.
 
-    Raises ``RuntimeError`` if a group's policy, or where a shard really is, is not as ``planned``.
+    Raises ``RuntimeError`` if a group's offload policy or the device of a shard is not as ``planned``.
     """
     groups = [group for unit in units for module in unit.modules() for group in groups_of(module)]
     policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
@@ -115,7 +118,7 @@ def check_home(
 
 
 def is_tp_cut(parameter: Any, tp: int) -> bool:
-    """Whether tensor-parallel ranks have parts of ``parameter`` of their own."""
+    """Return whether ``parameter`` is sharded over the tensor-parallel ranks."""
     return tp > 1 and _is_cut(parameter, len(parameter.placements) - 1)
 
 
@@ -131,16 +134,16 @@ def count_weights(
     copies: Callable[[torch.nn.Parameter], int],
     device: torch.device,
 ) -> tuple[int, int]:
-    """(weights that this rank holds, weights of the model that all ranks of ``group`` hold between them).
+    """Return (elements on this rank, elements of the model that ``group`` is sharded over).
 
-    ``copies`` tells on how many ranks of the group the same part of a parameter is, ``num_holders`` on how
-    many at most. Raises ``RuntimeError`` if parts do not make up the whole.
+    ``copies`` returns how many ranks of the group have the same shard of a parameter, ``num_holders`` is its
+    maximum. Raises ``RuntimeError`` if the shards do not add up to the whole model.
     """
     held = once = whole = 0
     for parameter in parameters.values():
         number = local(parameter).numel()
         held += number
-        # What fewer ranks hold counts as often as what most of them do, so that sums are whole numbers.
+        # Scale each shard's count to num_holders replicas, so that the sums are integers.
         once += number * num_holders // copies(parameter)
         whole += parameter.numel()
     sums = torch.tensor([once * num_shards, whole], dtype=torch.int64, device=device)
@@ -152,5 +155,5 @@ def count_weights(
 
 
 def placements_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """How many parameters are placed how."""
+    """Return the number of parameters by placement."""
     return dict(Counter(str(tuple(getattr(p, "placements", ()))) for p in parameters.values()))

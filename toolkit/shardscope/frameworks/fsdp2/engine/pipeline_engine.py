@@ -1,7 +1,7 @@
-"""FSDP2 under ``torch.distributed.pipelining``: stages of shards, and the schedule that feeds them.
+"""FSDP2 engine with pipeline parallelism: sharded stages under ``torch.distributed.pipelining``.
 
-1F1B, interleaved where a stage has several chunks (Narayanan et al. 2021, section 2.2), or GPipe where the
-layout asks for it. A stage's gradients are reduced once, when the schedule has ended.
+The schedule is 1F1B, interleaved with several chunks per stage (Narayanan et al. 2021, section 2.2), or
+GPipe. A stage's gradients are reduced once, when the schedule has ended.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class PipelinedEngine(Fsdp2Engine):
-    """The engine on the ranks of one pipeline stage: it shards that stage's part of the model.
+    """FSDP2 engine of one pipeline stage.
 
-    ``model`` is that part, under the whole model's names; the schedule calls ``chunks``, which share its
-    modules.
+    ``model`` has the stage's layers, under the whole model's names; the schedule calls ``chunks``, which
+    share its modules.
     """
 
     chunks: tuple[StageModule, ...] = ()
@@ -47,19 +47,19 @@ class PipelinedEngine(Fsdp2Engine):
 
     @property
     def stage(self) -> int:
-        """Which pipeline stage is this rank's, from 0."""
+        """Index of this rank's pipeline stage, from 0."""
         found: int = self.stage_mesh.get_local_rank()
         return found
 
     @property
     def chunk_numbers(self) -> tuple[int, ...]:
-        """Which of the pipeline's chunks are this rank's: every pp-th."""
+        """Indices of this rank's model chunks: every pp-th."""
         degrees = self.plan.degrees
         return tuple(range(self.stage, degrees.pp * degrees.vpp, degrees.pp))
 
     @property
     def chunk_layers(self) -> tuple[range, ...]:
-        """The layers of each of this rank's chunks."""
+        """Layer indices of each of this rank's chunks."""
         degrees = self.plan.degrees
         sizes = even_stages(self.plan.architecture.num_hidden_layers, degrees.pp * degrees.vpp)
         return tuple(range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in self.chunk_numbers)
@@ -72,10 +72,10 @@ class PipelinedEngine(Fsdp2Engine):
             self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
             part: torch.nn.Module = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
-            part.in_stages = True  # Checkpoints name what each rank has.
+            part.in_stages = True  # Checkpoints record which tensors each rank has.
             return part
 
-        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
+        # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
         return super().build_on_host(build_stage)
 
     @property
@@ -104,14 +104,17 @@ class PipelinedEngine(Fsdp2Engine):
         self._tied_group = self._make_tied_group() if self._is_tied else None
         tied = self._tied_parameter() if self._is_tied else None
         if tied is not None:
-            # Drawn by their names, the two copies would begin apart.
+            # Initial weights are seeded by parameter name, so the two copies would differ.
             dist.broadcast(local(tied.detach()), group=self._tied_group, group_src=0)
         if self._scaler is not None:
             self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device)
         return trained
 
     def _make_tied_group(self) -> Any:
-        """The first and the last stage's ranks that have the same part of the embedding."""
+        """Return this rank's group of first-stage and last-stage rank with the same embedding shard.
+
+        None on the stages between them. Creates the groups of all pairs, so every rank must call it.
+        """
         pp, each = self.plan.degrees.pp, self.ctx.world_size // self.plan.degrees.pp
         pairs = [[place, (pp - 1) * each + place] for place in range(each)]
         groups = [dist.new_group(pair) for pair in pairs]
@@ -122,7 +125,7 @@ class PipelinedEngine(Fsdp2Engine):
     def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
         counted = micro_batches.LossWeights(micros)
-        # All at once: a stage that refuses in the middle of a schedule would leave others waiting for it.
+        # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         weights = [counted[index] for index in range(len(micros))]
         device = self.ctx.device
         losses = _Losses(weights, self._scaler, device)
@@ -134,7 +137,7 @@ class PipelinedEngine(Fsdp2Engine):
                 **({"target": there["labels"]} if self._has_last else {}),
                 return_outputs=False,
             )
-        # Ranks of other stages have nothing to add.
+        # Ranks of other stages add zero.
         summing = dist.all_reduce(losses.total, async_op=True)
         self._sum_tied_gradients()
         watch.begin("optimizer")
@@ -149,12 +152,12 @@ class PipelinedEngine(Fsdp2Engine):
 
     @property
     def schedule_name(self) -> str:
-        """torch's own name of the plan's schedule."""
+        """Name of the plan's schedule in torch."""
         layout: Any = self.plan.layout
         return f"Interleaved{layout.pipeline_schedule}" if layout.vpp > 1 else layout.pipeline_schedule
 
     def _schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> Any:
-        """torch's schedule for micro-batches of ``shape``; stages are told once what they send."""
+        """Return torch's schedule for micro-batches of ``shape``; it is rebuilt when the shape changes."""
         if self._schedule_shape != tuple(shape):
             self._schedule_shape = tuple(shape)
             stages = [
@@ -178,7 +181,7 @@ class PipelinedEngine(Fsdp2Engine):
         return self._losses.add(loss.to_local() if isinstance(loss, DTensor) else loss)
 
     def _sum_tied_gradients(self) -> None:
-        """A tied head is the embedding's copy on another stage: each gets both gradients."""
+        """Sum the gradients of a tied head and embedding, which are copies on different stages."""
         tied = self._tied_parameter() if self._is_tied else None
         if tied is not None:
             dist.all_reduce(local(tied.grad), group=self._tied_group)
@@ -188,7 +191,7 @@ class PipelinedEngine(Fsdp2Engine):
         return 2 * copies if self._is_tied and id(parameter) == id(self._tied_parameter()) else copies
 
     def _tied_parameter(self) -> torch.nn.Parameter | None:
-        """The embedding on the first stage, its copy under the head on the last, nothing between them."""
+        """Return the embedding on the first stage, its copy in the head on the last, None on others."""
         name = {0: EMBEDDING, self.plan.degrees.pp - 1: HEAD}.get(self.stage)
         return dict(self.model.named_parameters())[name] if name else None
 
@@ -258,14 +261,14 @@ class PipelinedEngine(Fsdp2Engine):
 
 
 class _Losses:
-    """The losses of one step's micro-batches, which the schedule asks for in their order."""
+    """Weighted losses of one step's micro-batches, which the schedule computes in order."""
 
     def __init__(self, weights: list[float], scaler: Any, device: torch.device) -> None:
         self.total = torch.zeros((), device=device)
         self._weights, self._scaler, self._next = weights, scaler, 0
 
     def add(self, loss: torch.Tensor) -> torch.Tensor:
-        """What goes backward for the next micro-batch, whose mean loss is ``loss``."""
+        """Return the weighted, scaled loss of the next micro-batch, and add it to the total."""
         part = loss * self._weights[self._next]
         self._next += 1
         self.total += part.detach().float()
@@ -274,7 +277,7 @@ class _Losses:
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]
-    """torch's stage, whose phases are watched; stages know beforehand what they send each other."""
+    """torch's stage with memory measurements per phase and static shapes of what stages exchange."""
 
     watch: MemoryWatch
 
@@ -314,12 +317,12 @@ class _Stage(PipelineStage):  # type: ignore[misc]
 
 
 class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
-    """fp16's scaler, of which all stages skip the same steps: an overflow on one is an overflow."""
+    """fp16 gradient scaler shared by all stages: an overflow on one stage skips the step on all."""
 
     def __init__(self, stages: Any, device: torch.device) -> None:
         super().__init__(device.type, init_scale=2.0**12)
         self._stages_group = stages
-        # Its scale is made with the first loss, which only the last stage has.
+        # torch creates the scale at the first loss, which only the last stage computes.
         self.scale(torch.zeros((), device=device))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -329,7 +332,7 @@ class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
 
 
 def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """``batch``; ``ValueError`` for tensors that the stages do not pass on."""
+    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not pass on."""
     if set(batch) != {"input_ids", "labels"}:
         raise ValueError(
             f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
@@ -341,14 +344,14 @@ def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 # ---- Pipeline stages of a transformers model, for ``torch.distributed.pipelining``
 #
 # Each stage has some of the model's decoder layers, the first one the embedding, and the last one the final
-# norm and the head. What passes between stages are hidden states; the loss is the schedule's.
+# norm and the head. Stages send hidden states to each other; the schedule computes the loss.
 
 
 class StageModule(torch.nn.Module):  # type: ignore[misc]
-    """One stage: token ids or hidden states in, hidden states or logits out.
+    """Pipeline stage of a transformers model: token ids or hidden states in, hidden states or logits out.
 
-    Under tensor parallelism (``tp_mesh``) the stream is cut along the sequence, and each rank passes on its
-    own part: stages send plain tensors.
+    With tensor parallelism (``tp_mesh``) hidden states are sharded along the sequence, and each rank sends
+    its local shard: stages exchange plain tensors, not DTensors.
     """
 
     def __init__(
@@ -360,11 +363,11 @@ class StageModule(torch.nn.Module):  # type: ignore[misc]
         self._tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence), or (batch, sequence, hidden), to (batch, sequence, hidden or vocabulary)."""
+        """Run the stage: (batch, sequence[, hidden]) in, (batch, sequence, hidden or vocabulary) out."""
         if self._tp_mesh is not None and not self.is_first:
             x = DTensor.from_local(x, self._tp_mesh, [Shard(1)], run_check=False)
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        # The last stage is the whole model's own forward, whatever that does to its logits.
+        # The last stage runs the causal language model's own forward, which may scale its logits.
         found = (self.model if self.is_last else self.model.model)(**given, use_cache=False)
         states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
         if isinstance(states, DTensor) and not self.is_last:

@@ -1,4 +1,4 @@
-"""Attention of transformers' models in torch's ring: what calls it, and how a run finds out that it does."""
+"""Ring attention of transformers models: torch's implementation, its registration and its verification."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from shardscope.frameworks.fsdp2.limits import check_rope
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-"""Those that have a ring. Plain math has none: DTensor would attend within the part that is here, and say
-nothing."""
+"""Kernels with a ring implementation. The math backend has none: DTensor would silently attend within the
+local shard only."""
 PROBE_TOKENS = 8
-"""In each of the two pieces of a sequence that a rank has."""
+"""Tokens of the verification, in each of the two pieces of a sequence that a rank has."""
 
 _numbers = count()
 
 
 class Ring:
-    """Causal attention over sequences that the ranks of ``mesh`` have in parts, as transformers calls it.
+    """Causal ring attention over sequences sharded on ``mesh``, as an attention function of transformers.
 
-    Under a name of its own transformers makes no mask for it: positions that jump, as those of a rank's part
-    do, would look to it like documents that were packed. ``repeats_keys`` is for kernels without grouped
-    queries.
+    It is registered under its own name, for which transformers builds no mask: the positions of a rank's
+    shard are not contiguous, which transformers would take for packed documents. ``repeats_keys`` is for
+    kernels without grouped-query attention.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, *, repeats_keys: bool) -> None:
@@ -49,9 +49,10 @@ class Ring:
         AttentionInterface.register(self.name, self)
 
     def take_over(self, model: torch.nn.Module) -> None:
-        """Make ``model``'s attention this one.
+        """Replace the attention of ``model`` by this one.
 
-        Raises ``ValueError`` unless it is transformers' SDPA, at angles that parts of a sequence share.
+        Raises ``ValueError`` unless it is transformers' SDPA, and for RoPE types whose angles would differ
+        between ranks.
         """
         configs = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
         found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
@@ -69,10 +70,10 @@ class Ring:
 
     @contextmanager
     def split(self, num_tokens: int) -> Iterator[torch.Tensor]:
-        """While inside, attention is over all of ``mesh``; the positions of a sequence that are here.
+        """Enable ring attention over ``mesh`` inside the context. Yields this rank's positions.
 
-        Each rank has a piece from the front and one from the back, so that all have as many keys to attend
-        to (torch's ``_HeadTailLoadBalancer``). Forward and backward both belong inside.
+        Each rank has a piece from the front and one from the back of a sequence, so that all ranks attend to
+        equally many keys (torch's ``_HeadTailLoadBalancer``). Forward and backward must both run inside.
         """
         here = torch.arange(num_tokens, device=self._device)
         split = context_parallel(self.mesh, buffers=[here], buffer_seq_dims=[0], no_restore_buffers={here})
@@ -82,7 +83,7 @@ class Ring:
                 yield here
         finally:
             self._is_split = False
-            # Torch keeps each function that it ever put in SDPA's place, one more for every entry.
+            # Torch never removes the SDPA replacements that it records: they would grow with every entry.
             _attention._replaced_functions.clear()
 
     def __call__(
@@ -94,7 +95,11 @@ class Ring:
         attention_mask: torch.Tensor | None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """As ``transformers.integrations.sdpa_attention``: (batch, heads, sequence, width) each."""
+        """Compute attention with the signature of ``transformers.integrations.sdpa_attention``.
+
+        Shapes are (batch, heads, local sequence, head dimension). Raises ``RuntimeError`` outside
+        :meth:`split` or with a mask.
+        """
         if attention_mask is not None or not self._is_split:
             what = "without its ring" if attention_mask is None else "a mask, which no ring takes"
             raise RuntimeError(f"the plan splits sequences over ranks, and attention was called with {what}")
@@ -107,10 +112,10 @@ class Ring:
         return found
 
     def distance_from_whole(self, num_heads: int, num_key_heads: int, width: int, kind: torch.dtype) -> float:
-        """How far attention over the ring is from attention to the whole, gradients too, on any rank.
+        """Return the largest relative difference between ring attention and attention over whole sequences.
 
-        The largest difference, as a part of the largest number; both are computed here and now, on a few
-        tokens. Zero but for rounding where keys of all ranks come by and parts lie where they should.
+        Both are computed on a few random tokens, with gradients; the result is the maximum over all ranks. It
+        is zero up to rounding if all ranks' keys are used and the shards are in the right order.
         """
         ranks = self.mesh.size()
         num_tokens = 2 * ranks * PROBE_TOKENS
@@ -145,10 +150,10 @@ class Ring:
 
 # ---- Torch's ring attention on CPU ranks: the one fused kernel for which ``context_parallel`` has no ring
 #
-# Torch's template (``_templated_ring_attention``, torch 2.13) sends keys and values round a group and merges
-# what any kernel makes of each part, if that kernel gives its logsumexp. Torch names CUDA's three of them.
-# CPUs have one too, and here it is handed to the same template: where keys go and how parts are merged is
-# torch's.
+# Torch's template (``_templated_ring_attention``, torch 2.13) sends keys and values around a group and merges
+# the partial outputs of any kernel that returns its logsumexp. Torch registers CUDA's three such kernels. The
+# CPU's flash attention is one too, and is registered here with the same template: communication and merging
+# are torch's.
 
 
 SEQUENCE = 2
@@ -158,14 +163,14 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def add_cpu_ring() -> None:
-    """Give torch's ``context_parallel`` a ring for CPU tensors; it asks for one only while it is entered."""
+    """Register a ring for CPU tensors with torch's ``context_parallel``, which looks it up on entry."""
     for kernel in (FORWARD, BACKWARD):
-        # A torch that has a ring of its own for CPUs keeps it.
+        # A torch version with its own CPU ring keeps it.
         _attention.custom_ops.setdefault(kernel, _ring)
 
 
 def _ring(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """What DTensor calls in ``kernel``'s place: arguments are DTensors in parts along the sequence."""
+    """Run ``kernel`` as ring attention: DTensor's handler, for DTensors sharded along the sequence."""
     call = DTensor._op_dispatcher.unwrap_to_op_info(kernel, args, kwargs)
     mesh: Any = call.compute_mesh
     given = _by_name(kernel, call.local_args, call.local_kwargs)

@@ -1,8 +1,8 @@
-"""Tensor parallelism of transformers' own modules: the plan that ``parallelize_module`` takes.
+"""Tensor parallelism of transformers modules: the plan for ``parallelize_module``.
 
-PyTorch's own plan for a decoder (torchtitan, ``models/llama3/infra/parallelize.py``): projections cut by
-columns and then by rows, norms and the residual stream cut along the sequence, the vocabulary cut for
-embedding, head and loss. Whole sequences exist only inside attention and feed-forward.
+It is PyTorch's plan for a decoder (torchtitan, ``models/llama3/infra/parallelize.py``): column-parallel, then
+row-parallel projections, norms and the residual stream sharded along the sequence, and the vocabulary sharded
+for embedding, head and loss. Unsharded sequences exist only inside attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from shardscope.training.model.on_meta import tie, tied_names
 from shardscope.training.model.recompute import decoder_layers
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
-"""Projections out of the stream: each rank has some of their outputs."""
+"""Column-parallel projections, which read the residual stream: each rank has some of their outputs."""
 ROWS = ("o_proj", "down_proj", "c_proj")
-"""Projections back into the stream: each rank has some of their inputs, and their sums are reduced."""
+"""Row-parallel projections into the stream: each rank has some of their inputs, and outputs are summed."""
 HEAD_NORMS = ("q_norm", "k_norm")
-"""Norms of single heads, which each rank applies to its own."""
+"""Norms of single heads, which each rank applies to its own heads."""
 
 
 def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Cut ``model``, a causal language model of transformers', over the one axis of ``mesh``, in place.
+    """Apply tensor parallelism to ``model``, a transformers causal language model, over ``mesh``, in place.
 
-    Every rank must have the same weights, or none yet (meta): nothing is sent. The loss must be computed, and
-    go backward, under ``torch.distributed.tensor.parallel.loss_parallel``.
+    Every rank must have the same weights, or parameters on meta: no weights are sent. The loss and its
+    backward must run under ``torch.distributed.tensor.parallel.loss_parallel``. Raises ``ValueError`` for a
+    module with parameters that the plan does not cover.
     """
     tied = tied_names(model)
     outer = {name: style for name, style in _outer_plan().items() if _has(model, name)}
@@ -47,14 +48,17 @@ def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _has(model: torch.nn.Module, name: str) -> bool:
-    """Whether there is such a module: a pipeline stage has not all of them."""
+    """Return whether ``model`` has the module with parameters: a pipeline stage lacks some of them."""
     return any(
         found == name and any(True for _ in module.parameters()) for found, module in model.named_modules()
     )
 
 
 def _outer_plan() -> dict[str, ParallelStyle]:
-    """The embedding gives the stream its cut; the head takes it whole, and gives a part of the vocabulary."""
+    """Return the styles of embedding, final norm and head.
+
+    The embedding's output is sharded along the sequence, the head's output along the vocabulary.
+    """
     return {
         "model.embed_tokens": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
@@ -65,7 +69,11 @@ def _outer_plan() -> dict[str, ParallelStyle]:
 
 
 def _layer_plan(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """Attention and feed-forward gather the sequence; norms and what they give back are cut along it."""
+    """Return the styles of one decoder layer's modules.
+
+    Attention and feed-forward all-gather the sequence; their outputs and the norms are sharded along it.
+    Raises ``ValueError`` for other modules with parameters.
+    """
     plan: dict[str, ParallelStyle] = {}
     for name, module in layer.named_modules():
         leaf = name.rpartition(".")[2]

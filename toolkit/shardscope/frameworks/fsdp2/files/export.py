@@ -1,4 +1,5 @@
-"""FSDP2's files: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments, train.py."""
+"""Exported files of FSDP2 plans: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments and
+train.py."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16", "fp8-mixed": "bfloat16"}
 LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
-"""Fields of the layout that the files carry."""
+"""Layout fields that the exported files contain."""
 
 
 def files(plan: Plan) -> list[Exported | Absent]:
-    """What an export of an FSDP2 plan writes beside its JSON."""
+    """Return the files that an export of an FSDP2 plan writes in addition to its JSON."""
     return [_arguments(plan), *_accelerate(plan), *started(plan, *train_files(plan, COVERED))]
 
 
 def _arguments(plan: Plan) -> Exported:
-    """Keyword arguments of ``init_device_mesh``, ``fully_shard`` and its policies (torch.distributed)."""
+    """Return the arguments of ``init_device_mesh``, ``fully_shard`` and its policies as a JSON file."""
     layout: Any = plan.layout
     degrees = plan.degrees
     kind = MIXED.get(plan.recipe.precision)

@@ -1,1 +1,1 @@
-"""FSDP2's part of the memory formulas: what it keeps on one rank, and when."""
+"""FSDP2 memory formulas: training state, all-gather buffers and peak candidates of one rank."""

@@ -1,4 +1,4 @@
-"""How FSDP2's ranks come by their model: a large one on the meta device, others whole in host memory."""
+"""Host memory while FSDP2's ranks build the model: on the meta device if large, else whole in host memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def on_host(plan: Plan) -> Term:
-    """Host memory of one rank while it makes the model (``Fsdp2Engine.wrap``).
+    """Return the host memory of one rank while it builds the model (``Fsdp2Engine.wrap``). Bytes.
 
-    What is quantised is quantised from numbers, so such a base is there before it is sharded.
+    A quantized base is never built on meta: quantization needs the real weights, before they are sharded.
     """
     where = "on every rank, then sharded"
     if not is_drawn_in_parts(plan):

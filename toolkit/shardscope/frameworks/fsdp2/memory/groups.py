@@ -1,10 +1,11 @@
-"""All-gather and reduce-scatter buffers of each ``fully_shard`` group: a decoder layer's, and the root's.
+"""All-gather and reduce-scatter buffers of each ``fully_shard`` group: one per decoder layer, and the root.
 
-Read off ``torch.distributed.fsdp._fully_shard`` (torch 2.13, ``_fsdp_collectives.py``,
-``_fsdp_param_group.py``): a gather has its whole output beside the parameters that are copied out of it, and
-its input where that is cast; a reduction its input and its output. Under adapters of a mixed recipe only
-these are cast: the frozen base is kept in the type that it is gathered in (``FSDPParam.init_dtype_attrs``),
-which a group allows, for it asks one type of its trained parameters only (``_init_mp_dtypes``).
+Source: ``torch.distributed.fsdp._fully_shard`` (torch 2.13, ``_fsdp_collectives.py``,
+``_fsdp_param_group.py``). An all-gather allocates its flat output in addition to the parameters that are
+copied out of it, and its input if that is cast; a reduce-scatter allocates its input and its output. With
+adapters under mixed precision only the adapters are cast: the frozen base is stored in the compute type
+(``FSDPParam.init_dtype_attrs``). A group allows this because only its trainable parameters must have the same
+type (``_init_mp_dtypes``).
 """
 
 from __future__ import annotations
@@ -26,67 +27,67 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Bytes of one decoder layer's group."""
+    """Buffer sizes of one decoder layer's group, in bytes."""
 
     parameters: Any
-    """Gathered, in the compute type, every tensor's rows padded for all ranks."""
+    """All-gathered parameters in the compute type, each tensor's rows padded to a multiple of the ranks."""
     staging: Any
-    """The all-gather's output beside them; one rank alone copies without any."""
+    """Flat all-gather output, in addition to ``parameters``; 0 with one rank, which copies directly."""
     copying: Any
-    """What a gather needs beside its output: its input where that is cast, or comes from the host; of one
-    rank alone the casts of one tensor and the one before."""
+    """Temporary memory of an all-gather besides its output: its input if that is cast or copied from the
+    host; with one rank, the casts of one tensor and the previous one."""
     kept: Any
-    """Of the gathered parameters, what forward leaves for backward."""
+    """All-gathered parameters that stay from forward to backward."""
     reduction: Any
-    """The reduce-scatter's input."""
+    """Reduce-scatter input."""
     shard: Any
-    """Its output: one rank's part of the gradients."""
+    """Reduce-scatter output: this rank's gradient shards."""
     gradient: Any
-    """Whole gradients in the reduction type, of which no row is padded."""
+    """Unsharded gradients in the reduction type, without padding."""
 
 
 _NOTHING = Group(0, 0, 0, 0, 0, 0, 0)
 
 
 class Before(NamedTuple):
-    """Bytes of all layers before one."""
+    """Sums over all layers before a given one, in bytes."""
 
     kept: Any
-    """Gathered parameters that forward leaves for backward."""
+    """All-gathered parameters that stay from forward to backward."""
     shard: Any
-    """One rank's part of the gradients."""
+    """This rank's gradient shards."""
     parameters: Any
-    """All of their gathered parameters."""
+    """All-gathered parameters."""
     gradient: Any
-    """All of their whole gradients."""
+    """Unsharded gradients."""
 
 
 class Groups(NamedTuple):
-    """All groups of one stage."""
+    """Buffer sizes of all groups of one pipeline stage, in bytes."""
 
     dense: Group
-    """A layer without routed experts."""
+    """Group of a layer without routed experts."""
     experts: Group
-    """A layer with routed experts."""
+    """Group of a layer with routed experts."""
     first_with_experts: Any
-    """Index of the first layer that has them."""
+    """Index of the first layer with routed experts."""
     root: Any
-    """Embedding, final norm and head, gathered from forward to the end of backward."""
+    """Embedding, final norm and head, all-gathered from forward to the end of backward."""
     root_staging: Any
     head: Any
-    """The gradient of the head's weight."""
+    """Gradient of the head's weight."""
     root_gradient: Any
     root_reduction: Any
     root_shard: Any
     embedding: Any
-    """With tp the embedding's gradient is made whole, and then cut: DTensor's backward of it knows no cut of
-    the vocabulary (torch, tensor/_ops/_embedding_ops.py)."""
+    """Unsharded gradient of the embedding with tp > 1, before it is sharded: DTensor's embedding backward
+    does not support a vocabulary shard (torch, tensor/_ops/_embedding_ops.py)."""
     left_over: Any
-    """The last reduce-scatter's input of the micro-batch before, held until the next one: the root's, or
-    where that is frozen the first layer's."""
+    """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
+    root's, or the first layer's if the root is frozen."""
 
     def at(self, index: Any) -> Group:
-        """The group of the layer at ``index``; nothing before the first layer."""
+        """Return the group of the layer at ``index``; all zeros for an index below 0."""
         if type(index) is int and type(self.first_with_experts) is int:
             if index < 0:
                 return _NOTHING
@@ -98,17 +99,17 @@ class Groups(NamedTuple):
         return Group(*(there * field for field in found))
 
     def kept_before(self, index: Any) -> Any:
-        """Gathered parameters of all layers before ``index`` that forward leaves for backward."""
+        """Return the bytes of all layers before ``index`` that stay all-gathered from forward to backward."""
         dense = smallest(index, self.first_with_experts)
         return dense * self.dense.kept + (index - dense) * self.experts.kept
 
     def shards_before(self, index: Any) -> Any:
-        """One rank's part of the gradients of all layers before ``index``."""
+        """Return this rank's gradient shards of all layers before ``index``. Bytes."""
         dense = smallest(index, self.first_with_experts)
         return dense * self.dense.shard + (index - dense) * self.experts.shard
 
     def before(self, index: Any) -> Before:
-        """Sums over all layers before ``index``."""
+        """Return the sums over all layers before ``index``."""
         dense = smallest(index, self.first_with_experts)
         experts = index - dense
         return Before(
@@ -120,7 +121,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(plan: Plan, stage: Stage) -> Groups:
-    """The groups of one stage."""
+    """Return the buffer sizes of all groups of ``stage``."""
     width = widths[plan.recipe.precision]
     ranks = by_value(plan.degrees.shard * plan.degrees.cp)
     trains_edges = not plan.recipe.has_adapters
@@ -193,10 +194,10 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
 
 @lru_cache(maxsize=1024)
 def _casts(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int) -> int:
-    """Numbers that one rank alone holds beside a layer's parameters while it casts them, tensor by tensor.
+    """Return the most temporary elements while a single rank casts a layer's parameters, tensor by tensor.
 
-    The cast before goes when the next one is there, and each is copied into a tensor of its own
-    (``FSDPParamGroup.wait_for_unshard``). Under adapters only these are cast.
+    Each cast is copied into a new parameter tensor, and freed once the next cast exists
+    (``FSDPParamGroup.wait_for_unshard``). With adapters only the adapters are cast.
     """
     made = most = last = 0
     for size, is_cast in _tensors(arch, adapted, moe, tp, ep):
@@ -211,7 +212,7 @@ def _casts(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: i
 def _tensors(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, bool]]:
-    """(numbers, whether they are trained) of a layer's tensors in their order, adapters behind their own."""
+    """Return (elements, whether trainable) of a layer's tensors in order, adapters after their Linear."""
     found = []
     linears = dict(arch.layer_linears(first_layer(arch, moe)))
     targets = adapter_targets(arch, adapted) if adapted else ()

@@ -1,8 +1,8 @@
-"""The instants of an FSDP2 step: which groups are gathered, and which gradients wait, layer by layer.
+"""Peak candidates of an FSDP2 step: all-gathered groups and unreduced gradients, layer by layer.
 
-Read off ``FSDPParamGroup`` (torch 2.13): forward frees an all-gather's output only after the next one is
-copied out; backward gathers the layer before while it computes one; a reduce-scatter's input is held until
-the next reduction, and whole gradients until they are copied into it.
+Source: ``FSDPParamGroup`` (torch 2.13). Forward frees an all-gather's output only after the next one is
+copied out. Backward prefetches the previous layer while it computes one. A reduce-scatter's input is alive
+until the next reduce-scatter, and unsharded gradients until they are copied into that input.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 
 def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
-    """At the loss: the root group, what forward left, and the last all-gather's output."""
+    """Return the all-gather buffers at the loss.
+
+    They are the root group, the layers that stay all-gathered after forward and the last all-gather's output.
+    """
     last = stage.num_layers - 1
-    # A pipeline's loss is computed outside of the root module, which has given up its staging by then.
+    # A pipeline computes the loss outside the root module, which has freed its staging buffer by then.
     staging = (plan.degrees.pp == 1) * groups.at(last).staging
     kept = groups.kept_before(stage.num_layers)
     reshard = getattr(plan.layout, "reshard_after_forward", True)
@@ -48,7 +51,7 @@ def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -
 
 
 class Step:
-    """One micro-batch on one rank, the last of the step."""
+    """Peak candidates of the step's last micro-batch on one rank."""
 
     def __init__(
         self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
@@ -57,13 +60,14 @@ class Step:
         self.waits = waits
         layout: Any = plan.layout
         self.whole = layout.reshard_after_forward is False
-        """Whether gathered layers stay until they have gone backward."""
+        """Whether layers stay all-gathered until their backward is done."""
         self.accumulates = plan.num_micro_batches > 1
         self.outputs = self.accumulates | (trained == 0)
-        """Whether a reduction's output is a tensor beside gradients: added to them, or moved to the host."""
+        """Whether a reduce-scatter's output is allocated besides the gradients: it is added to them, or moved
+        to the host."""
         width = widths[plan.recipe.precision]
         self.compute, self.original = width.compute, width.original
-        # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
+        # Autograd holds a tied head's gradient until the embedding's exists: it is not yet in ``.grad``.
         tied = plan.architecture.tie_word_embeddings
         self.held_head = groups.head if tied else 0
         self.own_head = 0 if tied else groups.head
@@ -87,7 +91,7 @@ class Step:
         return [*found, self._first(), *self._loss_and_norm(), *self._root()]
 
     def _loss_and_norm(self) -> list[Peak]:
-        """While the loss goes backward, and then the final norm."""
+        """Return the candidates in the backward of the loss and of the final norm."""
         shape, groups = self.shape, self.groups
         full = (shape.layers, shape.edges, shape.cast, 0)
         gathered = (groups.root, 0, 0, self.in_layers.kept, groups.left_over)
@@ -100,17 +104,20 @@ class Step:
         ]
 
     def _growth(self, moe: bool) -> Any:
-        """Bytes that come with each layer that has gone backward, less those that go."""
+        """Return the bytes allocated minus the bytes freed by each layer whose backward is done."""
         group = self.groups.experts if moe else self.groups.dense
         return where(self.accumulates, 0, group.shard) - group.kept
 
     def _gradients(self, before: Any) -> Any:
-        """Shards of the layers that are reduced; ``before`` are the bytes of those before them."""
+        """Return the gradient shards that are reduced so far. Bytes.
+
+        ``before`` is the size of the gradient shards of the layers that are not reduced yet.
+        """
         done = (self.trained > 0) * (self.in_layers.shard - before)
         return where(self.accumulates, self.trained, done)
 
     def _forward(self, place: Place) -> list[Peak]:
-        """While a layer is gathered in forward, and while it computes."""
+        """Return the candidates of one layer's forward: during its all-gather and during its compute."""
         groups, index = self.groups, place.index
         group, before_it = groups.at(index), groups.at(index - 1)
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
@@ -146,7 +153,7 @@ class Step:
         ]
 
     def _first(self) -> Peak:
-        """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
+        """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
         groups, first = self.groups, self.groups.at(0)
         gathered = (
             groups.root,
@@ -159,9 +166,10 @@ class Step:
         return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
 
     def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
-        """Before a layer, at the fullest of its instants, and after it, with its gradients whole.
+        """Return the candidates of one layer's backward.
 
-        ``held`` and ``done`` are those of :meth:`_fullest`.
+        They are before it starts, at its own maximum, and after it with its gradients unsharded. ``held`` and
+        ``done`` are the result of :meth:`_fullest`.
         """
         groups, shape, index = self.groups, self.shape, place.index
         layers = self.stage.num_layers
@@ -173,7 +181,7 @@ class Step:
         own = (*kept, group.parameters, reducing)
         coming, arriving = self._arriving(group, next_one)
         gradient = self.compute * place.kind.weights
-        # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
+        # Either the unsharded gradients and the reduce-scatter's input are alive, or its input and output.
         is_reduced = where(group.shard > gradient, 1, 0)
         output = self.outputs * group.shard
         not_yet = self._gradients(shards + group.shard)
@@ -198,11 +206,11 @@ class Step:
         ]
 
     def _arriving(self, group: Group, next_one: Group) -> tuple[Any, Any]:
-        """All-gathers under way in backward: while a layer computes, and before it starts to."""
+        """Return the buffers of pending all-gathers in backward: during a layer's compute, and before it."""
         if self.whole:
             return 0, 0
         coming = next_one.staging
-        # A gather's input is there before its output is; parameters are copied out of that.
+        # The all-gather's input is allocated before its output; the parameters are copied out of the output.
         arriving = largest(
             group.kept + group.staging + (group.staging == 0) * group.copying,
             coming + (coming > 0) * next_one.copying,
@@ -210,10 +218,10 @@ class Step:
         return coming, arriving
 
     def _fullest(self, place: Place, adds: Any = True) -> tuple[Any, Any]:
-        """(bytes held, weights with gradients) at the instant of a layer that has most of both together.
+        """Return (activation bytes, weights with new gradients) at the maximum of both in a layer's backward.
 
-        Without ``adds``, gradients are there only while they are made: they are added to those of
-        micro-batches before.
+        Without ``adds`` only gradients being computed count: finished ones were added to the gradients of
+        earlier micro-batches.
         """
         compute, rows = self.compute, []
         for one in place.kind.backward:
@@ -223,13 +231,13 @@ class Step:
         return held, done
 
     def _root(self) -> list[Peak]:
-        """The embedding's gradient, and the root group's reduction."""
+        """Return the candidates at the embedding's gradient and at the root group's reduce-scatter."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0)
         held = (shape.stream, 2 * self.held_head, groups.embedding, 0)
         reduced = groups.root_reduction + self.outputs * groups.root_shard
         staged = groups.at(0).reduction
-        # foreach_reduce's loop variable still has the last gradient of its list.
+        # The loop variable in foreach_reduce still references the last gradient of its list.
         last = (groups.root_staging > 0) * self.own_head
         in_root = groups.root_gradient + groups.root_reduction
         return [
@@ -248,7 +256,7 @@ class Step:
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        """An instant from its parts, in the order of ``words``. Bytes."""
+        """Return a peak candidate from its components in bytes, in the order of ``words``."""
         return Peak(
             fraction,
             sum(held),

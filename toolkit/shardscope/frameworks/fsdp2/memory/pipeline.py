@@ -1,7 +1,8 @@
-"""What FSDP2 holds under ``torch.distributed.pipelining``, beside what it holds without stages.
+"""Additional memory of FSDP2 under ``torch.distributed.pipelining``, compared to one stage.
 
-A pipeline stage reduces its gradients once, when the schedule has ended, and keeps parameters gathered after
-a backward (torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``, ``perform_reduce_grad``).
+A pipeline stage reduces its gradients once, when the schedule has ended, and keeps its parameters
+all-gathered after a backward (torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``,
+``perform_reduce_grad``).
 """
 
 from __future__ import annotations
@@ -21,55 +22,55 @@ if TYPE_CHECKING:
 
 
 class Waiting(NamedTuple):
-    """Bytes that wait on a stage; all 0 where there are no stages."""
+    """Pipeline buffers and unreduced gradients of a stage, in bytes; all 0 without pipeline parallelism."""
 
     received: Any = 0
-    """Buffers for what other stages send: torch makes them once, for every micro-batch of a step."""
+    """Receive buffers: torch allocates them once, for every micro-batch of a step."""
     all_gradients: Any = 0
-    """Whole gradients of the stage, in the reduction type, once a micro-batch has gone backward."""
+    """Unsharded gradients of the stage in the reduction type, after the first backward."""
     repeats: Any = False
-    """Whether a backward comes between two forwards, so that all later ones find these gradients."""
+    """Whether a forward follows a backward, so that later forwards run with ``all_gradients`` allocated."""
     hidden: Any = 0
-    """Hidden states that the stage sends for one micro-batch; 0 on the last one."""
+    """Hidden states sent to the next stage per micro-batch; 0 on the last stage."""
     ended: Any = 0
-    """What the last stage's norm, head and loss leave of one micro-batch, its output too; 0 on others."""
+    """Saved tensors of the last stage's norm, head and loss per micro-batch, with its output; 0 on others."""
     hidden_back: Any = 0
-    """The gradient that it sends back for one; 0 on the first."""
+    """Gradient sent to the previous stage per micro-batch; 0 on the first stage."""
     logits: Any = 0
-    """The last stage's output: its schedule holds one until the next, or the step, is done."""
+    """Output of the last stage: the schedule keeps one until the next, or the end of the step."""
     chunks: Any = 1
-    """Micro-batches in flight, in chunks of a stage."""
+    """Micro-batches in flight, counted in model chunks of the stage."""
     adds: Any = True
-    """Whether a backward's own gradients stay beside those that wait, being of another type."""
+    """Whether a backward's new gradients are separate tensors from the accumulated ones: types differ."""
 
     @property
     def gradients(self) -> Any:
-        """What waits while micro-batches are in flight."""
+        """Unreduced gradients while micro-batches are in flight. Bytes."""
         return self.repeats * self.all_gradients
 
     @property
     def sent(self) -> Any:
-        """Hidden states of all micro-batches in flight but one, or what their ends left."""
+        """Sent hidden states, or the last stage's saved tensors, of all micro-batches in flight but one."""
         return (self.chunks - 1) * (self.hidden + self.ended)
 
     @property
     def gathered(self) -> Any:
-        """All that is there while a step runs, less parameters."""
+        """Receive buffers and unreduced gradients during the step. Bytes."""
         return self.received + self.gradients
 
     def with_output(self, logits: Term) -> Term:
-        """Logits and loss, and the output that the schedule holds beside them."""
+        """Return ``logits`` plus the previous output that the schedule still references."""
         held = self.logits
         return Term(logits[0] + held, lambda: f"{logits.explain()} + {gib(held)} GiB the stage's own output")
 
     def output(self, copies: int) -> Term:
-        """The last stage's output while layers compute; and its gradient, once the loss has gone backward."""
+        """Return the bytes of the last stage's output; with ``copies=2`` its gradient is included."""
         held = copies * self.logits
         what = "the stage's output, its gradient" if copies > 1 else "the output of the last forward"
         return Term(held, lambda: f"{gib(held)} GiB {what}")
 
     def words(self) -> str:
-        """What comes on top of what is gathered, in words; empty: nothing."""
+        """Return the explanation of ``gathered``, as a suffix; empty if it is 0."""
         if not self.gathered:
             return ""
         return (
@@ -82,12 +83,12 @@ NOTHING_WAITS = Waiting()
 
 
 def is_pipelined(plan: Plan) -> bool:
-    """Whether there are stages: in all of an array of plans, or in none (prediction/batch/memory.py)."""
+    """Return whether pp > 1; the plans of one array agree on it (prediction/batch/memory.py)."""
     return holds(plan.degrees.pp > 1)
 
 
 def waiting(plan: Plan, stage: Stage) -> Waiting:
-    """What waits on ``stage``."""
+    """Return the pipeline buffers and unreduced gradients of ``stage``."""
     degrees, recipe, width = plan.degrees, plan.recipe, widths[plan.recipe.precision]
     several = degrees.pp > 1
     tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
@@ -96,14 +97,15 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
     per_micro_batch, chunks = in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
     arch, modules = plan.architecture, modules_of(plan)
-    # The loss keeps its log-softmax in fp32, and the schedule the logits.
+    # The loss saves its log-softmax in fp32, and the schedule keeps the logits.
     left = edge_activations(arch, modules) + head_input(arch, modules) + vocab * (FP32 + width.compute)
     return Waiting(
         received=plan.num_micro_batches * hidden * num_sides,
         all_gradients=several * width.reduce * stage.trainable,
         repeats=several & (plan.num_micro_batches * per_micro_batch > chunks),
         hidden=(1 - stage.is_last) * hidden,
-        # Of a stage's interleaved chunks only the very last one has a head, and it waits for nobody.
+        # Only GPipe has several micro-batches alive at the head: with 1F1B, interleaved or not, the chunk
+        # with the head runs its backward right after its forward.
         ended=several * stage.is_last * tokens * left if plan.layout.runs_all_forwards_first else 0,
         hidden_back=(1 - stage.is_first) * hidden,
         logits=several * stage.is_last * tokens * vocab * width.compute,
@@ -113,7 +115,7 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
 
 
 def received(waits: Waiting, plan: Plan) -> Term:
-    """The receive buffers, which are there at rest too."""
+    """Return the receive buffers, which stay allocated between steps."""
     return Term(
         waits.received,
         lambda: (
@@ -124,6 +126,6 @@ def received(waits: Waiting, plan: Plan) -> Term:
 
 
 def unreduced(plan: Plan, trained: Any) -> Term:
-    """Shards of earlier micro-batches' gradients: none in stages, which reduce after the last."""
+    """Return the gradient shards of earlier micro-batches; 0 with pp > 1, which reduces after the last."""
     held = (plan.degrees.pp == 1) * trained
     return Term(held, lambda: f"{gib(held)} GiB reduced after earlier micro-batches")

@@ -1,12 +1,12 @@
-"""A base in NF4 under ``fully_shard``: bitsandbytes' packed weights are cut like any tensor.
+"""Memory of an NF4 base under ``fully_shard``: bitsandbytes' packed weights are sharded like any tensor.
 
-They are stored as the type that a group gathers in (``bnb_4bit_quant_storage``, as accelerate asks for before
-it shards such weights: 1.15, ``utils/fsdp_utils.py``), and so are taken as they are, beside adapters in fp32
-that it casts (``FSDPParam.init_dtype_attrs``). Four weights are one stored number of two bytes, eight one of
-four, in a column of one. Their scales
-are no parameters: every rank keeps them whole. ``fully_shard`` makes a plain parameter of a quantised
-Linear's, of which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_quant_state_from_module`` in
-``nn/modules.py``); for int8 it does not. Counted on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
+They are stored in the group's compute type (``bnb_4bit_quant_storage``, which accelerate requires for sharded
+weights: 1.15, ``utils/fsdp_utils.py``), so they are all-gathered without a cast, unlike fp32 adapters
+(``FSDPParam.init_dtype_attrs``). One stored element of two bytes packs four weights, one of four bytes eight;
+the packed tensor has one column. The scales are not parameters: every rank keeps them unsharded.
+``fully_shard`` replaces a quantized Linear's weight by a plain parameter, which bitsandbytes converts back to
+a ``Params4bit`` (``fix_4bit_weight_quant_state_from_module`` in ``nn/modules.py``); for int8 it does not.
+Measured on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def _linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of every quantised matrix of one layer."""
+    """Return (rows, columns) of every quantized matrix of one layer."""
     targets = {target for target, _ in arch.layer_linears(first_layer(arch, moe))}
     return tuple(
         (shape.rows, shape.columns)
@@ -41,9 +41,9 @@ def _linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def numbers_saved(arch: Architecture, moe: bool, width: int, ranks: int) -> int:
-    """Stored numbers by which one rank's shard of one layer is smaller than unquantised, padding included.
+    """Return by how many stored elements quantization shrinks one rank's shard of one layer, with padding.
 
-    ``width`` is the bytes of a stored number, which holds two weights in each.
+    ``width`` is the size of a stored element in bytes; each byte packs two weights.
     """
     return sum(
         ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // (2 * width), ranks)
@@ -52,7 +52,7 @@ def numbers_saved(arch: Architecture, moe: bool, width: int, ranks: int) -> int:
 
 
 def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
-    """The same of all layers of a stage; 0 where nothing is quantised."""
+    """Return the sum of :func:`numbers_saved` over the layers of a stage; 0 without a quantized base."""
     if plan.recipe.base_quantization is None:
         return 0
     arch, width = plan.architecture, widths[plan.recipe.precision].compute
@@ -64,7 +64,7 @@ def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
 
 
 def scales_bytes(plan: Plan, stage: Stage) -> Any:
-    """Bytes of what unpacks a stage's weights, whole on every rank."""
+    """Return the bytes of a stage's quantization scales, which are unsharded on every rank."""
     if plan.recipe.base_quantization is None:
         return 0
     double = plan.recipe.method == "qlora"
@@ -80,7 +80,10 @@ def _scales(numel: int, double: bool) -> int:
 
 
 def check_quantized(recipe: Recipe, layout: Any) -> None:
-    """Refuse what was never counted: packed weights in a wider group, cut by tp, or away on the host."""
+    """Raise ``ValueError`` for options whose memory with a quantized base was never measured.
+
+    They are unsupported kernels, tp > 1 and offloading to the host.
+    """
     if recipe.base_quantization is None:
         return
     check_kernels(recipe)

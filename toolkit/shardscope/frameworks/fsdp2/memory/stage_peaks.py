@@ -1,8 +1,8 @@
-"""The instants of an FSDP2 step in a pipeline stage, beside those of ``peaks.py``.
+"""Peak candidates of an FSDP2 step in a pipeline stage, extending those of ``peaks.py``.
 
-Read off ``torch.distributed.pipelining`` (torch 2.13): ``backward_maybe_with_nosync`` neither reduces
-gradients nor gives up a layer, the forward after it gives layers up one by one, and ``perform_reduce_grad``
-reduces every group when the schedule has ended, the root first.
+Source: ``torch.distributed.pipelining`` (torch 2.13). ``backward_maybe_with_nosync`` neither reduces
+gradients nor reshards a layer, the following forward reshards the layers one by one, and
+``perform_reduce_grad`` reduces every group when the schedule has ended, the root first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ if TYPE_CHECKING:
 def peaks(
     plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
 ) -> list[Peak]:
-    """Layers in forward, the loss, the final norm, layers in backward, the embedding, the reductions."""
+    """Return the peak candidates of a step.
+
+    They cover the layers in forward, the loss, the final norm, the layers in backward, the embedding and the
+    reduce-scatters.
+    """
     if waits is NOTHING_WAITS:
         return Step(plan, stage, shape, groups, waits, trained).peaks()
     return StagedStep(plan, stage, shape, groups, waits, trained).peaks()
 
 
 def _only(here: Any, peak: Peak) -> Peak:
-    """``peak``, with nothing in it in other rows of an array."""
+    """Return ``peak`` with zeros in the array rows where ``here`` is false."""
     logits = peak.logits
     return Peak(
         peak.fraction,
@@ -50,19 +54,19 @@ def _only(here: Any, peak: Peak) -> Peak:
 
 
 class StagedStep(Step):
-    """One stage on one rank: micro-batches in flight, and gradients that wait for the schedule's end."""
+    """Peak candidates of a pipeline stage: micro-batches in flight, gradients reduced after the schedule."""
 
     def __init__(
         self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
     ) -> None:
         super().__init__(plan, stage, shape, groups, waits, trained)
-        # Where embedding and head are on two stages, both have a weight of their own.
+        # With embedding and head on different stages, each stage has its own copy of a tied weight.
         self.held_head, self.own_head = 0, groups.head
         self.adds = where(waits.repeats, waits.adds, True)
-        """Whether new gradients come beside those there are: the first ones always do."""
+        """Whether new gradients are separate tensors from accumulated ones; always for the first ones."""
         self.learns_positions = plan.architecture.position_embedding == "learned"
         self.chunk = shape.layers // waits.chunks
-        """What the layers of one micro-batch saved."""
+        """Saved tensors of one micro-batch's layers. Bytes."""
         self.back = waits.repeats * waits.hidden_back
         self.stays = waits.output(1)
 
@@ -73,7 +77,7 @@ class StagedStep(Step):
         for place in order.last_places(self.shape.layers):
             found += self._forward(place)
             found += self._where(waits.repeats, self._forward_again, place)
-            # Before the last layers most is held, and as much is gathered as before any other.
+            # At the last layers the saved tensors are largest, and all layers are all-gathered anyway.
             found += self._where(waits.chunks > 1, self._backward_again, place)
         fullest: dict[int, tuple[Any, Any]] = {}
         for place in order.places(self.shape.layers, self._growth):
@@ -81,15 +85,15 @@ class StagedStep(Step):
             is_other_end = kind in fullest and place.index == place.kind.lowest
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
-            # Of arrays each place has a kind of its own.
+            # In an array of plans each place has its own kind.
             if is_array(place.kind.num_layers) or is_array(place.index) or is_other_end:
-                # The other end of a kind, where most of its layers are gathered.
+                # The lowest layer of a kind, where most of its layers are all-gathered.
                 found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
         return found
 
     def _where(self, there: Any, find: Callable[[Place], Peak], place: Place) -> list[Peak]:
-        """An instant, if there is one; of an array of plans with nothing in it in the others."""
+        """Return the candidate of ``find`` if ``there``; for an array of plans, zeroed where it is false."""
         if is_array(there):
             return [_only(there, find(place))]
         return [find(place)] if there else []
@@ -99,11 +103,11 @@ class StagedStep(Step):
         return group.parameters + where(self.waits.repeats, 0, group.gradient) - group.kept
 
     def _gradients(self, before: Any) -> Any:
-        """None is reduced before the schedule has ended."""
+        """Return 0 bytes: no gradient is reduced before the schedule has ended."""
         return 0 * before
 
     def _forward_again(self, place: Place) -> Peak:
-        """A forward after a backward, which has left this layer and all behind it gathered."""
+        """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
         groups, waits, index = self.groups, self.waits, place.index
         group, gone = groups.at(index), groups.before(index)
         later = self.in_layers.parameters - gone.parameters - group.parameters
@@ -124,7 +128,7 @@ class StagedStep(Step):
         full = (shape.layers, shape.edges, shape.cast, waits.sent + waits.hidden + self.back)
         gathered = (*self.waiting, self.in_layers.kept, 0)
         prefetched = 0 if self.whole else self.groups.at(self.stage.num_layers - 1).staging
-        # A pipeline's loss is computed outside of the root module, which gathers nothing for it.
+        # A pipeline computes the loss outside the root module, so nothing is all-gathered for it.
         return [
             self._peak(0.34, full, (*gathered, 0), 0, said.AT_LOSS, waits.with_output(shape.logits)),
             self._peak(
@@ -138,7 +142,10 @@ class StagedStep(Step):
         ]
 
     def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
-        """As without stages; but layers that are done stay gathered, and their gradients whole."""
+        """Return the candidates of one layer's backward.
+
+        Unlike without stages, layers whose backward is done stay all-gathered and their gradients unsharded.
+        """
         groups, shape, waits, index = self.groups, self.shape, self.waits, place.index
         group, gone = groups.at(index), groups.before(index)
         fraction = 0.36 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers
@@ -178,7 +185,10 @@ class StagedStep(Step):
         ]
 
     def _backward_again(self, place: Place) -> Peak:
-        """A backward after a backward: a micro-batch less is in flight, and all layers are gathered."""
+        """Return the candidate of a backward after a backward.
+
+        One micro-batch fewer is in flight, and all layers are all-gathered.
+        """
         waits, index = self.waits, place.index
         held, done = self._fullest(place, waits.adds)
         gathered = (
@@ -201,11 +211,11 @@ class StagedStep(Step):
         )
 
     def _root(self) -> list[Peak]:
-        """The embedding's gradient, and the casts of the root's first ones."""
+        """Return the candidates at the embedding's gradient and at the casts of the first root gradients."""
         shape, groups, waits = self.shape, self.groups, self.waits
         gradients = where(waits.repeats, waits.all_gradients, self.in_layers.gradient)
         stay = waits.received + gradients + self.in_layers.parameters
-        # The head's gradient is added long before.
+        # The head's gradient was accumulated at the start of this backward.
         own = groups.root_gradient - (1 - self.adds) * groups.head
         others = self.chunk * (waits.chunks - 1)
         sent = waits.sent + waits.hidden
@@ -225,15 +235,15 @@ class StagedStep(Step):
         return found
 
     def _reductions(self) -> list[Peak]:
-        """When the schedule has ended: each group gives up its parameters, and then reduces its gradients.
+        """Return the candidates after the schedule: each group reshards, then reduces its gradients.
 
-        The root comes first, then layers in the order of forward; of a kind the first is fullest.
+        The root comes first, then the layers in forward order; the first layer of each kind has the maximum.
         """
         groups, waits, layers = self.groups, self.waits, self.in_layers
         shards, held = self.trained > 0, (waits.hidden + waits.hidden_back,)
         root = (layers.parameters, waits.all_gradients, groups.root_reduction, waits.received)
-        # Of several ranks foreach_reduce's loop variable still has the last gradient of its list when the
-        # output is made: all of the list, where no learned positions follow.
+        # With several ranks the loop variable in foreach_reduce still references the last gradient of its
+        # list when the output is allocated: the only one, unless learned positions follow.
         output = shards * (groups.root_staging > 0) * (not self.learns_positions) * groups.root_shard
         found = [self._peak(0.975, held, root, output, said.REDUCING, self.stays)]
         with_experts, last = groups.first_with_experts, self.stage.num_layers - 1

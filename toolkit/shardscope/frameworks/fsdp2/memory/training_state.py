@@ -1,9 +1,9 @@
-"""FSDP2's training state: every tensor cut along its first dimension, gathered one decoder layer at a time.
+"""FSDP2's training state: tensors sharded along dimension 0, all-gathered one decoder layer at a time.
 
-Read off ``torch.distributed.fsdp`` (``_fully_shard/_fsdp_param.py``, ``_fsdp_collectives.py``): sharded
-originals stay in their own type (a frozen base in the compute type: it never updates), groups are gathered in
-the compute type, gradients are reduce-scattered in the reduction type, and while one layer computes the next
-is already on its way.
+Source: ``torch.distributed.fsdp`` (``_fully_shard/_fsdp_param.py``, ``_fsdp_collectives.py``). Sharded
+originals stay in their own type (a frozen base in the compute type: it is never updated), groups are
+all-gathered in the compute type, gradients are reduce-scattered in the reduction type, and the next layer is
+prefetched while one computes.
 """
 
 from __future__ import annotations
@@ -46,21 +46,26 @@ if TYPE_CHECKING:
 
 
 counts_neighbours = True
-"""A stage between two others receives from both, and so may hold more than an earlier one of more layers."""
+"""Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and so
+may need more than an earlier stage with more layers."""
 
 
 def shapes(plan: Plan) -> Shapes:
-    """Stages of ``torch.distributed.pipelining``, or the one of the whole model."""
+    """Return the stage shapes of ``torch.distributed.pipelining``, or the one shape of the whole model."""
     return shapes_of(plan.architecture, plan.stage_layers)
 
 
 def stage(plan: Plan, shape: StageShape) -> Stage:
-    """The weights of one of them."""
+    """Return the weights of one stage."""
     return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
-    """Sharded originals, gradients and moments; gathered layers and reductions as staging."""
+    """Return one rank's training state, in bytes.
+
+    It has the sharded originals, gradients and optimizer state, and the buffers of all-gathers and
+    reduce-scatters.
+    """
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     width, each = widths[recipe.precision], base_width(recipe)
@@ -70,7 +75,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     scales = scales_bytes(plan, stage)
     base = each * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
     parameters = base + (trained if recipe.has_adapters else 0)
-    # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
+    # CPU ranks train in host memory, so offloading moves nothing.
     on_host = layout.offload == "cpu" and plan.on_gpu
 
     def parameter_words() -> str:
@@ -95,7 +100,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     groups = groups_of(plan, stage)
     pipelined = is_pipelined(plan)
     waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
-    # Copies hold what they have all-reduced until backward ends, though gradients themselves have left.
+    # With HSDP the all-reduced gradients stay on the GPU until backward ends, even with offloaded gradients.
     here: Any = 1 if not on_host else degrees.replicate > 1
     away = no_bytes("in host memory (CPUOffloadPolicy)")
     return TrainingState(
@@ -121,7 +126,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 
 def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
-    """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
+    """Return the peak while the parameters are initialized.
+
+    Large models are initialized on the GPU, one unsharded tensor at a time; small ones are moved from the
+    host, one unsharded group at a time.
+    """
     width = base_width(plan.recipe)
     if is_drawn_in_parts(plan):
         whole = width * _largest_matrix(plan.architecture, stage)
@@ -136,7 +145,7 @@ def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
 
 
 def _largest_matrix(arch: Architecture, stage: Stage) -> Any:
-    """Numbers of the largest matrix on a stage before anything is cut: each is drawn whole."""
+    """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
     outer = outer_tensors(arch, 1, stage.is_first, stage.is_last)
     layers = [(count > 0) * _largest_in_layer(arch, moe) for moe, count in layers_by_kind(arch, stage)]
     return largest(0, *(rows * columns for _, rows, columns in outer), *layers)

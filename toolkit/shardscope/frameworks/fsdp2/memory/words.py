@@ -1,4 +1,4 @@
-"""What is held at each instant of an FSDP2 step, in words, part by part."""
+"""Explanations of FSDP2's peak candidates, one text for each component."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ SOURCE = "torch.distributed.fsdp, fully_shard"
 
 
 class Words(NamedTuple):
-    """What the parts of an instant are, one by one."""
+    """Texts for the components of a peak candidate, in the order of its bytes."""
 
     held: tuple[str, ...]
     gathered: tuple[str, ...]
     explains_layers: bool = True
-    """Whether ``held`` includes what layers saved."""
+    """Whether ``held`` includes the layers' saved tensors."""
 
 
 _ROOT = ("root group (embedding, final norm, head)",)

@@ -1,1 +1,1 @@
-"""FSDP2's own code on fake tensors."""
+"""FSDP2 rehearsal: torch's ``fully_shard`` on fake tensors."""

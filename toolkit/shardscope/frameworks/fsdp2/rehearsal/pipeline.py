@@ -1,7 +1,8 @@
-"""FSDP2 under ``torch.distributed.pipelining`` rehearsed: torch's own schedule, one stage at a time.
+"""Rehearsal of FSDP2 with pipeline parallelism: torch's own schedule, one stage at a time.
 
-What other stages would send is received at once from nobody. A stage is always made for all micro-batches of
-a step, for torch allocates what it receives for each of them; only as many are played as change anything.
+Receives from other stages complete immediately, without a sender. A stage is always created for all
+micro-batches of a step, because torch allocates receive buffers for each of them; only as many micro-batches
+are run as affect the peak.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_staged(plan: Plan) -> None:
-    """Raise ``ValueError`` for stages that train, and are not played one at a time."""
+    """Raise ``ValueError`` for pipeline plans that can be trained but not rehearsed one stage at a time."""
     degrees = plan.degrees
     if degrees.vpp > 1:
         refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", {"vpp": 1})
@@ -36,7 +37,7 @@ def check_staged(plan: Plan) -> None:
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]
-    """Receives for all micro-batches of the plan's step, whatever number of them is played."""
+    """torch's stage with receive buffers for all micro-batches of the plan, however many are run."""
 
     def __init__(self, *args: Any, tracker: Tracker, num_planned: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,10 +69,10 @@ class _Stage(PipelineStage):  # type: ignore[misc]
 def play_stage(
     engine: PipelinedEngine, tracker: Tracker, note_progress: NoteProgress, *, built_on_host: bool
 ) -> RehearsedStage:
-    """Two optimizer steps of one stage, of which the second counts."""
+    """Run two optimizer steps of one stage and return the memory of the second."""
     plan, number = engine.plan, engine.stage
     trained = prepare(engine, tracker, built_on_host=built_on_host)
-    # As many as are ever in flight, and one that another gives way to.
+    # The most that are ever in flight, and one more to reach the steady state.
     num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
     if plan.layout.runs_all_forwards_first:
         num_micro_batches = plan.num_micro_batches
@@ -97,7 +98,7 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
     plan, module = engine.plan, engine.chunks[0]
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     with tracker.paused(), torch.device(engine.ctx.device):
-        # Shapes only: a real stage sends and receives them once, before the first step.
+        # Used for their shapes only: real stages exchange these once, before the first step.
         ids = torch.zeros(shape, dtype=torch.int64)
         hidden = torch.empty(
             (*shape, plan.architecture.hidden_size), dtype=engine.compute_dtype, requires_grad=True
@@ -132,6 +133,6 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
 
 
 def _shapes_are_known(stages: Any, *_: Any) -> None:
-    """In place of a vote between stages whether all of them know their shapes."""
+    """Replace torch's agreement between stages on static shapes: they are known here."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

@@ -1,4 +1,4 @@
-"""FSDP2 rehearsed: ``fully_shard`` itself over fake tensors, one rank of any mesh."""
+"""FSDP2 rehearsal: torch's ``fully_shard`` on fake tensors, for one rank of any mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "fina
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
-    """Every pipeline stage of ``plan``, mostly one. Raises ``ValueError`` for what is not rehearsed."""
+    """Rehearse every pipeline stage of ``plan``. Raises ``ValueError`` for plans that cannot be rehearsed."""
     check_rehearsed(plan)
     pp, found = plan.degrees.pp, []
     for number in range(pp):
@@ -47,14 +47,14 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
 
 
 def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedStage:
-    """The rank of one stage that is first in all other groups."""
+    """Rehearse one stage, on its rank that is first in all other groups."""
     degrees = plan.degrees
-    # Where shards are the host's, fake tensors have two devices; on CPU ranks there is but one.
+    # With offloading on a GPU the fake tensors have two devices; CPU ranks have only one.
     away = getattr(plan.layout, "offload", None) == "cpu" or plan.recipe.recompute == "offload"
     apart = plan.on_gpu and away
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
         engine = engine_of(FakeContext(plan, "cpu:0" if apart else "cpu"))
-        # The mesh is made of real numbers, so before tensors stop having any.
+        # The mesh needs real tensors, so it is created before fake tensor mode starts.
         engine.mesh = engine.make_mesh()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
         has_flash = plan.cluster.gpu.has_flash_attention
@@ -62,7 +62,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
         with fake as tracker:
 
             def gradients_here(group: Any) -> None:
-                """Whole ones, which autograd made, wait for their reduce-scatter; HSDP's parts add up."""
+                """Label unsharded gradients as buffers, and HSDP's partial reduce output as gradients."""
                 for parameter in group.fsdp_params:
                     whole = getattr(parameter, "_unsharded_param", None)
                     if whole is not None and whole.grad is not None:
@@ -85,7 +85,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
 
 
 def check_rehearsed(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is not rehearsed, naming the field."""
+    """Raise ``ValueError`` for plans that cannot be rehearsed, naming the field."""
     layout: Any = plan.layout
     if layout.cp > 1:
         why = "1 in a rehearsal: context parallelism sends keys while attention runs, which is a GPU kernel's"
@@ -98,12 +98,12 @@ def check_rehearsed(plan: Plan) -> None:
     if layout.pp == layout.tp == 1:
         check_rehearsed_recipe(plan.recipe, "torchao")
     else:
-        # Stages and vocabularies that are cut have losses of their own.
+        # Pipeline schedules and sharded vocabularies compute their own loss.
         check_recipe(plan.recipe, PART_TRAINED)
 
 
 def _build_on_host(engine: Any, tracker: Tracker) -> None:
-    """Modules are made in host memory, even those whose parameters go to meta one by one."""
+    """Exclude the build from tracking: modules are built in host memory, then moved to meta."""
     build = engine.build_on_host
 
     def build_unseen(build_model: BuildModel) -> torch.nn.Module:
@@ -116,7 +116,7 @@ def _build_on_host(engine: Any, tracker: Tracker) -> None:
 
 @contextlib.contextmanager
 def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
-    """``fully_shard`` makes meshes of its own: smaller ones to reshard to, and those with tp's axis."""
+    """Let ``fully_shard`` create its meshes (to reshard to, and with tp's axis) with real tensors."""
     places: tuple[tuple[Any, str], ...] = (
         (_fully_shard, "_get_post_forward_mesh_info"),
         (DeviceMesh, "_concatenate"),
@@ -142,7 +142,7 @@ def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathers_to(device: torch.device) -> Iterator[None]:
-    """Where layers are gathered: a mesh of CPU ranks names no other device than the host's."""
+    """Set the device of all-gathers: a mesh of CPU ranks has no device but the host's."""
     before = _fully_shard._get_device_from_mesh
     _fully_shard._get_device_from_mesh = lambda mesh: device
     try:
