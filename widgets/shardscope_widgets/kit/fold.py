@@ -26,7 +26,7 @@ class FoldHead(anywidget.AnyWidget):
 
 
 class Fold(widgets.VBox):
-    """One collapsible question. :attr:`head` is its header; ``body`` is hidden by the stylesheet if closed."""
+    """One collapsible question. :attr:`head` is its header; the stylesheet hides ``body`` while closed."""
 
     def __init__(self, title: str, *body: widgets.Widget, is_open: bool = False) -> None:
         self.head = FoldHead(title=title, expanded=is_open, layout=controls.layout())

@@ -35,7 +35,7 @@ _SPELLED = {
 
 
 def title(name: str) -> str:
-    """Return a display name: ``llama-3.1-8b`` -> ``Llama 3.1 8B``, ``h100-sxm-80gb`` -> ``H100 SXM 80 GB``."""
+    """Return ``Llama 3.1 8B`` for ``llama-3.1-8b``, ``H100 SXM 80 GB`` for ``h100-sxm-80gb``."""
     return " ".join(_word(part) for part in re.split(r"[-_ ]", name) if part)
 
 
