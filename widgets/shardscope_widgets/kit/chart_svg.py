@@ -321,7 +321,7 @@ def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str
 
 
 def _values(trace: Props, letter: str) -> list[Any]:
-    """Return the values that an axis must cover for a trace; stacked bars of one category are added up."""
+    """Return the values of a trace on one axis, without missing ones."""
     return [value for value in _listed(trace.get(letter)) if value is not None]
 
 

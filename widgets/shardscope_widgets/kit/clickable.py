@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 60
 
 
 class IgnoredError(ValueError):
-    """The error for an unknown action: it is logged, and the click has no other effect."""
+    """The error for an unknown action: it is shown, and the click has no other effect."""
 
     def __init__(self, act: object) -> None:
         shown = repr(act)

@@ -52,7 +52,7 @@ class Question(NamedTuple):
         return f"{title(self.architecture.name)} on {device_count(self.cluster)}"
 
     def outdated_by(self, other: Question) -> str:
-        """Return how this question differs from the current one, ``other``, as a phrase for the user."""
+        """Return a phrase for what a result was computed for, if the current question is ``other``."""
         if self == other:
             return "for another plan on screen"
         if self._replace(familiar_with=other.familiar_with) == other:

@@ -1,4 +1,4 @@
-"""What the main button launches: the plan on its GPUs, the task on CPU ranks, or a tiny model."""
+"""The launch offer of the main button: the plan on its GPUs, the task on CPU ranks, or a tiny model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
 
 
 def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer:
-    """Return the offer to run ``code`` with ``plan``, or without a plan if the code does not support it."""
+    """Return the offer to run ``code`` with ``plan``, or one with only the error if ``code`` rejects it."""
     check = getattr(code, "check", None)
     try:
         if callable(check):

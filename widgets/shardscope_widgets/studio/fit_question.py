@@ -13,7 +13,7 @@ LEARNT = ("method", "precision", "optimizer", "quantization", "seq_len", "global
 
 
 def fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
-    """Return the notice and its button label, or None if ``fit`` changes none of these."""
+    """Return the notice and its button label, or None if ``fit`` needs no confirmation."""
     found = fit.plan
     room = f"{gib(found.memory().peak_bytes)} GiB"
     same_nouns = (plan.architecture, plan.cluster) == (found.architecture, found.cluster)

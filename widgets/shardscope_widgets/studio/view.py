@@ -355,7 +355,7 @@ class Studio(View):
         self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
 
     def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
-        """Restore ``before`` without carrying over any setting of the plan that is undone."""
+        """Restore ``before``, and reset the framework of the plan that is undone."""
         self.apply(before)
         self.layout_picker.forget(undone.layout.framework)
 

@@ -10,7 +10,7 @@ from shardscope_widgets.kit.background_work import Progress, WorkPanel
 
 
 class CalibratePanel(WorkPanel):
-    """A button for ``ss.calibrate()``, for plans on this machine's GPUs; ``on_done`` is called afterwards."""
+    """A button for ``ss.calibrate()``, for plans of this machine; ``on_done`` is called at the end."""
 
     def __init__(self, machine: ss.Cluster, on_done: Callable[[], None]) -> None:
         self._machine = machine
