@@ -130,7 +130,7 @@ class ClusterPicker(Picker):
 
     @property
     def _node(self) -> dict[str, widgets.Text]:
-        """Return the resources of each node by field."""
+        """The resources of each node by field."""
         return {
             "host_memory_bytes": self.host,
             "nvme_bytes": self.nvme,

@@ -148,7 +148,7 @@ class Advanced:
                 dropdown.value = value
 
     def fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
-        """The recipe fields given by these inputs."""
+        """Return the recipe fields given by these inputs."""
         found = {field: chosen(dropdown.value) for field, dropdown in self.dropdowns.items()}
         found["dropout"] = typed_real(self.dropout.value)
         found["recompute_interval"] = _number(self.interval.value) if recomputes else 1

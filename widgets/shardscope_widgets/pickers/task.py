@@ -177,7 +177,7 @@ class TaskPicker(Picker):
 
     @property
     def subject(self) -> str:
-        """Return the short name of the folder or of the code."""
+        """Short name of the folder or of the code."""
         if self.kind == "pretrain":
             return ""
         name = self._weights.name if self.kind == "finetune" and self._weights else Path(self.code.value).name

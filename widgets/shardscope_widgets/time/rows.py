@@ -51,7 +51,7 @@ class PlanStep(NamedTuple):
 
     @property
     def why_no_rates(self) -> str:
-        """Return why there are no rates and prices; empty if there are."""
+        """The reason why there are no rates and prices; empty if there are."""
         return self.lacks or self.refusal
 
 
