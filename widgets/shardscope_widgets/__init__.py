@@ -1,6 +1,6 @@
-"""Widgets over ``shardscope``'s reports, plans and runs: the Studio, and one package for each view.
+"""Widgets for ``shardscope``'s reports, plans and runs: the Studio, and one package for each view.
 
-Each view stands alone and shows itself as the last line of a cell; ``Studio()`` is all of them together.
+Each view can be displayed alone as the last line of a cell; ``Studio()`` combines them all.
 """
 
 from shardscope_widgets.memory.view import MemoryView

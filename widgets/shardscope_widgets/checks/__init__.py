@@ -1,1 +1,1 @@
-"""The checks view: findings of a plan, and of a user's own script."""
+"""The checks view: findings of a plan and of the user's own script."""

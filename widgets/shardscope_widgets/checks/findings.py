@@ -10,7 +10,7 @@ from shardscope.planner.checks import SEVERITIES, Finding
 from shardscope_widgets.kit.numbers import keep_units
 
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
-"""The shape of each severity: colour is never the only sign."""
+"""The symbol of each severity, so that it does not depend on colour alone."""
 
 _SPELLED = {
     "gpu": "GPU",
@@ -20,11 +20,11 @@ _SPELLED = {
     "fsdp1": "FSDP1",
     **{name: framework.title for name, framework in frameworks.items()},
 }
-"""Parts of a finding's name that are spelled otherwise."""
+"""Special spellings of parts of a finding's name."""
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings by severity; ties keep their order."""
+    """Return findings by severity, ties in their original order."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -40,7 +40,7 @@ def list_html(findings: Sequence[Finding], rows: Sequence[str]) -> str:
 
 
 def row_html(finding: Finding, *, place: str = "", controls: str = "") -> str:
-    """Return one finding. ``place``: file and line; ``controls``: the HTML of its button and input."""
+    """Return one finding as HTML. ``place``: file and line; ``controls``: HTML of its button and input."""
     where = f"<span class='ss-hint'>{escape(place)}</span>" if place else ""
     fix = f"<span><b>Suggested fix:</b> {escape(keep_units(finding.change))}</span>{controls}"
     return (

@@ -1,4 +1,4 @@
-"""The user's code that is checked: a file, or a function of this notebook by its name."""
+"""The user's code to check: a file, or a function of this notebook by name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SUFFIXES = (".py", ".yaml", ".yml")
 
 
 class OwnCode(NamedTuple):
-    """The text to check, and where it is from."""
+    """The text to check, and its origin."""
 
     text: str
     file: Path
     function: str = ""
-    """The name of the function; empty for a file."""
+    """The function's name; empty for a file."""
     known: str = ""
-    """Imports of the notebook that a function uses, appended to its text when that is checked."""
+    """Notebook imports that a function uses, appended to its text for the check."""
 
 
 def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
-    """Return the file at the path ``name``, or else the function of that name among ``functions``.
+    """Return the file at the path ``name``, or the function of that name among ``functions``.
 
     Raise ``ValueError`` with a message for the user.
     """
@@ -43,12 +43,12 @@ def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
 def _is_file(file: Path) -> bool:
     try:
         return file.is_file()
-    except OSError:  # A name that is too long for one.
+    except OSError:  # The name is too long for a path.
         return False
 
 
 def functions_here() -> Mapping[str, Any]:
-    """Return the names that the notebook's cells have defined; none outside a notebook."""
+    """Return the names defined in the notebook's cells; none outside a notebook."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -63,7 +63,7 @@ def _text_of_function(name: str, function: Any) -> str:
 
 
 def imports_behind(function: Any) -> str:
-    """Return the imports behind the function's global names, a line each; "" if there are none."""
+    """Return the imports behind the function's global names, one per line; "" if there are none."""
     lines = []
     for name in sorted(_names_in(function.__code__)):
         value = function.__globals__.get(name)
@@ -82,13 +82,13 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _home_of(value: Any) -> str | None:
-    """Return the outermost package of a class or function; None for the notebook's own, or neither."""
+    """Return the top-level package of a class or function; None for the notebook's own and other objects."""
     module = getattr(value, "__module__", None)
     if not (inspect.isclass(value) or inspect.isroutine(value)) or module in (None, "__main__", "builtins"):
         return None
     parts = str(module).split(".")
     homes = (".".join(parts[: number + 1]) for number in range(len(parts)))
-    # Not by getattr: a package with lazy imports would import.
+    # Not getattr, which would trigger the imports of a lazily importing package.
     return next((one for one in homes if vars(sys.modules.get(one, sys)).get(value.__name__) is value), None)
 
 
@@ -117,7 +117,7 @@ def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
 
 
 def _nearest(file: Path, functions: Mapping[str, Any]) -> str | None:
-    """Return the nearest name among the folder's files and the notebook's functions."""
+    """Return the closest name among the folder's files and the notebook's functions."""
     try:
         files = {one.name: str(one) for one in file.parent.iterdir() if one.suffix in SUFFIXES}
     except OSError:

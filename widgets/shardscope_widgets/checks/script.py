@@ -1,4 +1,4 @@
-"""Checks of a training script, a configuration or a function of the notebook: findings to read."""
+"""Checks of a training script, a configuration or a notebook function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGURATIONS = (".yaml", ".yml")
 
 
 class ScriptChecks(View):
-    """An input for a file or a function, and the findings in it. It is read, never run or changed.
+    """An input for a file or a function, and its findings. The code is read, never executed or changed.
 
     ``functions`` are found by name; by default, the notebook's.
     """
@@ -45,13 +45,13 @@ class ScriptChecks(View):
             self.add_class(name)
 
     def offer(self, plan: ss.Plan) -> None:
-        """Check the file for ``plan``."""
+        """Check the file against ``plan``."""
         if plan is not self._plan:
             self._plan = plan
             self._show()
 
     def freeze(self, frozen: bool) -> None:
-        """Show the findings pale while an input is wrong."""
+        """Dim the findings while an input is invalid."""
         (self.add_class if frozen else self.remove_class)("ss-old")
 
     def _read(self, change: object = None) -> None:
@@ -77,7 +77,7 @@ class ScriptChecks(View):
 
 
 def _findings_of(code: OwnCode, plan: ss.Plan | None) -> list[Finding]:
-    """Return what the preflight finds in the text, without the imports that are appended for a function."""
+    """Return the preflight findings in the text, except in the imports appended for a function."""
     last = len(code.text.splitlines())
     return [one for one in findings_in(code.text + code.known, plan) if (one.line or 0) <= last]
 

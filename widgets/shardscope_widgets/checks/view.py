@@ -1,4 +1,4 @@
-"""The list of checks: ``plan.findings()``, each with the button that applies its fix."""
+"""The list of checks: ``plan.findings()``, each with a button that applies its suggested fix."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOTHING = "No findings: every check of this plan passed."
 
 
 class ChecksView(View):
-    """Findings, the worst first: severity, reason with its number, and fix.
+    """Findings, worst first, with severity, reason with its number, and suggested fix.
 
-    A button applies a fix: ``on_apply`` gets the fixed plan, and :attr:`plan` has it; a fixed task goes to
-    ``on_apply_task`` and :attr:`task`. A fix that takes seconds to find is searched for by a button of its
-    own. A finding that asks how much host memory or NVMe a node has takes the answer in an input.
+    A button applies a fix: ``on_apply`` receives the fixed plan, which :attr:`plan` holds; a fixed task goes
+    to ``on_apply_task`` and :attr:`task`. A fix that takes seconds to find has its own search button. A
+    finding that needs a node's host memory or NVMe capacity has an input for it.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -51,14 +51,14 @@ class ChecksView(View):
             self.show(plan.findings())
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Draw findings."""
+        """Draw ``findings``."""
         self.findings = worst_first(findings)
         acts = zip(_acts(self.findings), self.findings, strict=True)
         rows = [row_html(one, controls=_controls(one, act)) for act, one in acts]
         self.list.value = list_html(self.findings, rows) if rows else f"<p class='ss-hint'>{NOTHING}</p>"
 
     def freeze(self, frozen: bool) -> None:
-        """Disable the buttons while an input is wrong."""
+        """Disable the buttons while an input is invalid."""
         self.list.frozen = frozen
 
     def _act(self, act: str) -> None:
@@ -71,14 +71,14 @@ class ChecksView(View):
             raise IgnoredError(act)
 
     def _answer(self, act: str, typed: str) -> None:
-        """Apply the plan with the typed GiB of host memory or NVMe."""
+        """Apply the plan with the GiB of host memory or NVMe that the user typed."""
         question = self._named(act).question
         if question is None:
             raise IgnoredError(act)
         self._apply_plan(question.answered(typed_bytes(f"Cluster.{question.field}", typed)))
 
     def _named(self, act: str) -> Finding:
-        """Return the finding of a name. The list may have changed since the click was sent."""
+        """Return the finding with this name. The list may have changed since the click was sent."""
         found = dict(zip(_acts(self.findings), self.findings, strict=True)).get(act)
         if found is None:
             raise IgnoredError(act)
@@ -93,9 +93,9 @@ class ChecksView(View):
                 self._on_apply_task(found.task)
 
     def _search_fix(self, found: Finding) -> None:
-        """Replace the finding by one with a fix, which is read before it is applied."""
+        """Replace the finding by one with a fix, which the user reads before applying it."""
         waiting = replace(found, change=LOOKING, way=None)
-        # The page shows this before the search begins.
+        # The page shows this before the search starts.
         self._replace(found, waiting)
         self._replace(waiting, found.look())
 
@@ -113,14 +113,14 @@ def _can_apply(finding: Finding) -> bool:
 
 
 def _acts(findings: Sequence[Finding]) -> list[str]:
-    """Return what a press on each finding sends: its name, numbered where a plan and a task share it."""
+    """Return the action name of each finding, numbered if a plan and a task share a name."""
     names = [one.name for one in findings]
     before = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}:{again}" if again else name for name, again in zip(names, before, strict=True)]
 
 
 def _controls(finding: Finding, act: str) -> str:
-    """Return the button of a finding, and the input of one that asks; "" if nothing can be pressed."""
+    """Return the button of a finding and its input if it has a question; "" if it has neither."""
     act = escape(act, quote=True)
     change = escape(finding.change, quote=True)
     box = ""

@@ -1,1 +1,1 @@
-"""What views share: controls, theme, charts, tabs, clickable tables, numbers and the front-end loader."""
+"""Shared parts of the views: controls, theme, charts, tabs, clickable tables, numbers, front-end loader."""

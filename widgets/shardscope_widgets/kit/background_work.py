@@ -1,4 +1,4 @@
-"""A button that starts long work in the background, how far that is, and the way to stop it."""
+"""A button that runs long work in the background, with progress and a way to cancel."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardscope_widgets.kit.clickable import Clickable
 
 SHOWN_WORDS = 300
 TELLING_FRACTION = 0.3
-"""From here on, what is done says how long the rest takes; before, it was starting."""
+"""Fraction after which progress is used to estimate the remaining time; earlier progress is startup."""
 LEAST_SECONDS_BETWEEN_WORDS = 0.1
-"""A browser that gets a thousand messages shows the last of them long after it was true."""
+"""Minimum seconds between progress messages: a browser that receives too many falls behind."""
 
 Answer = TypeVar("Answer")
 Progress = Callable[[str, float], None]
 
 
 class CancelledError(Exception):
-    """Somebody pressed Cancel."""
+    """The error raised in work that the user cancelled."""
 
 
 class Takes:
-    """How long work takes: as it was expected, and once a part of it is done, as that part says."""
+    """The duration of the work: the expected one at first, then an estimate from the progress."""
 
     def __init__(self, expected_seconds: float | None) -> None:
         self._whole = expected_seconds
@@ -36,8 +36,8 @@ class Takes:
         self._fraction = 0.0
 
     def words(self, seconds: float, fraction: float) -> str:
-        """``12 s of about 40 s``; of work that was not expected to take any time, only the first half."""
-        # Only as a part ends: in the midst of one, nobody knows how far it is.
+        """Return ``12 s of about 40 s``; only the elapsed time if no duration was expected."""
+        # Update the estimate only when a part ends: progress within a part is unknown.
         if self._is_told and fraction >= TELLING_FRACTION and fraction > self._fraction:
             self._fraction, self._whole = fraction, seconds / fraction
         whole = self._whole
@@ -45,22 +45,22 @@ class Takes:
 
 
 def about(seconds: float) -> str:
-    """``about 40 s``, ``about 3 minutes``."""
+    """Return ``about 40 s`` or ``about 3 minutes``."""
     return (
         f"about {max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
     )
 
 
 class WorkPanel(widgets.HBox):
-    """Does one piece of work at a time, in a thread: the kernel stays free, and so does the notebook."""
+    """A button that runs one piece of work at a time in a thread, so that the kernel stays responsive."""
 
     def __init__(
         self, label: str, tooltip: str, on_press: Callable[[], None], words: Clickable | None = None
     ) -> None:
         self._cancel = threading.Event()
         self.is_busy = False
-        """Whether work is under way."""
-        # Reentrant: who sees the button let go may start the next work there and then.
+        """Whether work is running."""
+        # Reentrant: an observer of the enabled button may start the next work immediately.
         self._changing = threading.RLock()
         self.button = controls.button(label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout())
         self.button.on_click(lambda _: on_press())
@@ -70,14 +70,14 @@ class WorkPanel(widgets.HBox):
         self.cancel = controls.button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
         self.cancel.on_click(lambda _: self._cancel.set())
         self.words = words or controls.html()
-        """Stands apart, where the view puts it: these words can be long."""
+        """The status text, which the view places itself because it can be long."""
         for name in ("ss-hint", "ss-words"):
             self.words.add_class(name)
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
 
     def offer(self, offered: bool) -> None:
-        """Whether there is anything that a press on the button would do."""
+        """Show the button if ``offered``, else hide it."""
         self.button.layout.display = "" if offered else "none"
 
     def start(
@@ -87,12 +87,12 @@ class WorkPanel(widgets.HBox):
         done_words: Callable[[Answer, float], str | None],
         expected_seconds: float | None = None,
     ) -> None:
-        """Do ``work`` unless other work is under way; ``on_done`` gets what it returns, in the same thread.
+        """Run ``work`` unless other work is running; ``on_done`` receives its result in the same thread.
 
-        ``work`` is given ``progress(words, fraction)``, which raises :class:`CancelledError` once somebody
-        pressed Cancel. ``done_words`` says, of the answer and its seconds, what stands beside the button, or
-        None where ``on_done`` wrote that itself. ``expected_seconds`` stand beside those that have passed,
-        until the work's own progress says more.
+        ``work`` receives ``progress(words, fraction)``, which raises :class:`CancelledError` once the user
+        has pressed Cancel. ``done_words`` receives the result and the elapsed seconds and returns the status
+        text, or None if ``on_done`` has set it. ``expected_seconds`` is shown next to the elapsed time until
+        the progress gives a better estimate.
         """
         with self._changing:
             if self.is_busy:
@@ -136,7 +136,7 @@ class WorkPanel(widgets.HBox):
                 self.say(done)
         except CancelledError:
             self.say("cancelled")
-        except Exception as error:  # a notebook shows nobody what is raised in a thread
+        except Exception as error:  # an exception in a thread is not shown in a notebook
             self.say(str(error) or type(error).__name__, is_error=True)
         finally:
             with self._changing:
@@ -147,21 +147,21 @@ class WorkPanel(widgets.HBox):
         self.progress.value = 0
         for widget in (self.progress, self.cancel):
             widget.layout.display = "" if busy else "none"
-        # Last: who watches it may start the next work.
+        # Last, because an observer may start the next work.
         self.button.disabled = busy
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the latest work was told to stop."""
+        """Whether the latest work was cancelled."""
         return self._cancel.is_set()
 
     def close(self) -> None:
-        """End the work too: nobody is left to read what it finds."""
+        """Cancel the work as well: its result is no longer needed."""
         self._cancel.set()
         super().close()
 
     def say(self, words: str, is_error: bool = False) -> None:
-        """Words under the button."""
+        """Show ``words`` below the button."""
         first = words.partition("\nTraceback")[0].partition("\n")[0]
         shown = first if len(first) <= SHOWN_WORDS else first[:SHOWN_WORDS] + " …"
         role = " class='ss-error' role='alert'" if is_error else ""

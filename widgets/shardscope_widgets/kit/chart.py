@@ -1,4 +1,4 @@
-"""A plotly figure in a notebook: every view of it draws the figure as it is now."""
+"""A plotly figure widget whose views all draw the current state of the figure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
 
 ClickListener = Callable[[int, int, Any], None]
-"""Called with the trace's index, the point's index in it, and the point's ``customdata``."""
+"""Called with the trace index, the point index in that trace, and the point's ``customdata``."""
 
 PLOTLY_PROTOCOL = ("_py2js_", "_js2py_", "_widget_", "_last_")
-"""Prefixes of the traits by which plotly's own front end is sent changes."""
+"""Prefixes of the traits through which plotly sends changes to its own front end."""
 
 POINTS = ("x", "y", "customdata", "text")
 
-# plotly.js is no module: it looks for CommonJS first, and writes itself into the page's globals in any case,
-# where another plotly may be.
+# plotly.js is not an ES module: it checks for CommonJS first, and always sets a global on the page,
+# where another version of plotly may be loaded.
 AS_MODULE = """
 const module = {{ exports: {{}} }}, found = globalThis.Plotly;
 {script}
@@ -38,7 +38,7 @@ export default module.exports;
 
 
 class PlotlySource(anywidget.AnyWidget):
-    """plotly.js, once for all charts of a kernel: 5 MB of text, packed to 1.5 of bytes."""
+    """plotly.js, shared by all charts of a kernel: 5 MB of text, compressed to 1.5 MB."""
 
     _esm = "export default {};"
     packed = traitlets.Bytes().tag(sync=True)
@@ -54,10 +54,10 @@ def _source() -> PlotlySource:
 
 
 def _current_figure(_: object, chart: Chart) -> Any:
-    """Return the figure as it is at this moment, whoever asks: a change, a new view, a page loaded anew."""
-    # Both are missing while plotly's constructor runs.
+    """Return the current figure for serialization: on a change, for a new view, or after a page reload."""
+    # Both attributes are missing while plotly's constructor runs.
     traces, layout = getattr(chart, "_data", []), getattr(chart, "_layout_obj", None)
-    # A trace out of sight is not drawn: its points need not be sent.
+    # Hidden traces are not drawn, so their points are not sent.
     in_sight = [
         {name: value for name, value in trace.items() if name not in POINTS}
         if trace.get("visible") is False
@@ -69,10 +69,10 @@ def _current_figure(_: object, chart: Chart) -> Any:
 
 
 class Chart(go.FigureWidget):
-    """A FigureWidget with a front end of its own, which is sent the whole figure at each change.
+    """A FigureWidget with its own front end, which receives the whole figure at each change.
 
-    Use it as a figure: set attributes in ``batch_update``, ``add_traces``, or give many properties to
-    :meth:`redraw`. :meth:`on_click` reports clicks on marks from any view, :meth:`to_svg` draws the figure
+    Use it like any figure: set attributes in ``batch_update``, call ``add_traces``, or pass many properties
+    to :meth:`redraw`. :meth:`on_click` reports clicks on marks from any view, :meth:`to_svg` draws the figure
     without a browser.
     """
 
@@ -89,11 +89,11 @@ class Chart(go.FigureWidget):
         self._listeners: list[ClickListener] = []
         super().__init__(*args, **kwargs)
         self.on_msg(self._receive)
-        self._send_figure()  # ipywidgets opened it before plotly had made the figure.
+        self._send_figure()  # ipywidgets opened the widget before plotly created the figure.
 
     @traitlets.default("_source")
     def _shared_source(self) -> PlotlySource:
-        if _source().comm is None:  # closed with all widgets: Widget.close_all()
+        if _source().comm is None:  # closed with all other widgets by Widget.close_all()
             _source.cache_clear()
         return _source()
 
@@ -106,18 +106,18 @@ class Chart(go.FigureWidget):
         return [name for name in self.traits(sync=True) if not name.startswith(PLOTLY_PROTOCOL)]
 
     def _send_figure(self, *_: object, **__: object) -> None:
-        """Send the whole figure, whatever changed of it."""
+        """Send the whole figure, whichever part of it changed."""
         self.send_state("_figure")
         self.revision += 1
 
-    # Each of these sends a change to plotly's own front end (plotly/basewidget.py).
+    # Each of these methods sends a change to plotly's own front end (plotly/basewidget.py).
     _send_relayout_msg = _send_restyle_msg = _send_update_msg = _send_animate_msg = _send_figure
     _send_addTraces_msg = _send_moveTraces_msg = _send_deleteTraces_msg = _send_figure  # noqa: N815
 
     def redraw(self, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-        """Give each trace and the layout these properties, in one update.
+        """Set these properties of each trace and of the layout in one update.
 
-        Only what differs from the last redraw is set: plotly takes 0.1 ms to check a property.
+        Only properties that differ from the last redraw are set: plotly takes 0.1 ms to validate each.
         """
         with self.batch_update():
             nodes = (self.layout, *self.data)
@@ -132,13 +132,13 @@ class Chart(go.FigureWidget):
         self.clickable = True
 
     def to_svg(self) -> str:
-        """Return the figure as it is now as one ``<svg>`` element, without a browser."""
+        """Return the current figure as one ``<svg>`` element, without a browser."""
         return draw_svg(self._data, self._layout_obj._props)
 
     def _receive(self, _: object, content: Any, __: object) -> None:
         match content:
             case {"click": {"trace": int(trace), "point": int(point), "customdata": customdata}}:
-                # A click that was sent before the figure changed may name a trace that has gone.
+                # A click sent before the figure changed may refer to a trace that no longer exists.
                 if 0 <= trace < len(self.data):
                     for listener in self._listeners:
                         listener(trace, point, customdata)

@@ -1,7 +1,7 @@
-"""A plotly figure as SVG, drawn in Python: bars, lines, areas and markers, as the views use them.
+"""SVG rendering of plotly figures in Python: the bars, lines, areas and markers that the views use.
 
-It stands in saved notebooks, where no kernel draws: text takes the colour of its page, and nothing in it
-runs or is fetched.
+Saved notebooks contain it, for readers without a kernel: text inherits the colour of its page, and the SVG
+contains no scripts and loads nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = 760
 DEFAULT_HEIGHT = 450
 DEFAULT_MARGIN: Props = {"l": 80, "r": 80, "t": 100, "b": 80}
 MOST_POINTS = 300
-"""Of each line and cloud: more cannot be told apart, and a notebook keeps all of them."""
+"""Maximum points of a line or scatter trace: more would be indistinguishable and enlarge the notebook."""
 DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 5"}
 TICKS = 6
 INK = "currentColor"
@@ -29,28 +29,28 @@ INK = "currentColor"
 
 @dataclass
 class Axis:
-    """Where values of one axis stand in the picture."""
+    """The mapping of one axis from values to pixels."""
 
     props: Props
     start: float
     end: float
-    """Pixels of the beginning and the end of the range."""
+    """Pixels of the start and the end of the range."""
     categories: list[str] = field(default_factory=list)
     low: float = 0.0
     high: float = 1.0
 
     @property
     def is_visible(self) -> bool:
-        """Whether the axis itself, its ticks and its title, is shown."""
+        """Whether the axis is drawn with its ticks and its title."""
         return self.props.get("visible", True) is not False
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the axis has no room: what belongs to it is not drawn."""
+        """Whether the axis has no extent; its traces and annotations are then not drawn."""
         return abs(self.end - self.start) < 2
 
     def at(self, value: Any) -> float:
-        """Return the pixel of ``value``: a number, or the name of a category."""
+        """Return the pixel of ``value``, which is a number or a category name."""
         if isinstance(value, str):
             value = self.categories.index(value) if value in self.categories else math.nan
         share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
@@ -61,7 +61,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield each tick's pixel and words."""
+        """Yield the pixel and the label of each tick."""
         if self.props.get("showticklabels") is False:
             return
         if self.props.get("tickvals") is not None:
@@ -83,12 +83,12 @@ class Axis:
 
 
 def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH) -> str:
-    """Return the figure of these plotly traces and layout as one ``<svg>`` element."""
+    """Return a plotly figure with these traces and layout as one ``<svg>`` element."""
     return _Drawing(traces, layout, width).draw()
 
 
 class _Drawing:
-    """One picture: its place, its axes, and the parts that are drawn on them."""
+    """One SVG drawing: its size, its axes and its elements."""
 
     def __init__(self, traces: Sequence[Props], layout: Props, width: int) -> None:
         self.traces = [trace for trace in traces if trace.get("visible", True) is True]
@@ -103,7 +103,7 @@ class _Drawing:
                 self.axis(trace.get(f"{letter}axis") or letter)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis ``x``, ``y2`` or another; it is made when it is first needed."""
+        """Return the axis ``x``, ``y2`` or another, creating it on first use."""
         if name not in self.axes:
             self.axes[name] = self._make_axis(name)
         return self.axes[name]
@@ -142,7 +142,7 @@ class _Drawing:
         return (low if low == 0 else low - room), high + room
 
     def draw(self) -> str:
-        """Return the whole picture, from what lies below to what lies above."""
+        """Return the whole SVG, from the bottom layer to the top layer."""
         parts = [*self._grid(), *self._bars(), *self._scatters(), *self._shapes(), *self._annotations()]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
@@ -253,10 +253,10 @@ class _Drawing:
         if "markers" in mode:
             yield from _marks(marker, places)
 
-    # --------------------------------------------------------------------------- lines and words on top
+    # --------------------------------------------------------------------------- lines and text on top
 
     def _place(self, value: Any, ref: str, letter: str) -> float:
-        """Return the pixel of a shape's or annotation's coordinate, or NaN where its axis is out of sight."""
+        """Return the pixel of a shape's or annotation's coordinate, or NaN if its axis is not visible."""
         if ref == "paper":
             begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
             return begin + float(value) * (end - begin)
@@ -298,7 +298,7 @@ class _Drawing:
 
 
 def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Draw full marks as round ends of lines without length, which are few bytes, open ones as circles."""
+    """Draw filled markers as zero-length lines with round caps, open ones as circles."""
     alike: dict[tuple[str, float, float], list[str]] = {}
     for number, (across, down) in enumerate(places):
         if not (math.isfinite(across) and math.isfinite(down)):
@@ -321,7 +321,7 @@ def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str
 
 
 def _values(trace: Props, letter: str) -> list[Any]:
-    """Return what one axis must reach of a trace; bars of one place stand on each other."""
+    """Return the values of a trace on one axis, without missing ones."""
     return [value for value in _listed(trace.get(letter)) if value is not None]
 
 
@@ -332,7 +332,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _of_point(values: Any, number: int, default: Any) -> Any:
-    """Return one point's own of a property that is one for all of them, or a list."""
+    """Return the property of one point, given a single value for all points or a list."""
     if isinstance(values, list | tuple | np.ndarray):
         return values[number] if number < len(values) else default
     return default if values is None else values
@@ -395,7 +395,7 @@ def _line(
 
 
 def _text(x: float, y: float, words: str, anchor: str, *, size: float = 12, opacity: float = 1) -> str:
-    """Write plotly's words, whose only markup is kept as bold."""
+    """Return plotly's text as SVG; the only markup kept is bold."""
     plain = escape(re.sub(r"<br\s*/?>", " ", words).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
     plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
     is_balanced = plain.count("\0") == plain.count("\1")

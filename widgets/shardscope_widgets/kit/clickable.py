@@ -1,4 +1,4 @@
-"""HTML that a person presses: tables whose headings sort, whose rows and buttons do something."""
+"""Clickable HTML: tables with sortable headings, and with rows and buttons that trigger actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 60
 
 
 class IgnoredError(ValueError):
-    """What was pressed means nothing here: it is said, and nothing else happens."""
+    """The error for an unknown action: it is shown, and the click has no other effect."""
 
     def __init__(self, act: object) -> None:
         shown = repr(act)
@@ -28,16 +28,16 @@ def _not_asked(act: str, typed: str) -> None:
 
 
 class Clickable(anywidget.AnyWidget):
-    """Shows ``value``; pressing an element with ``data-act='...'`` calls ``on_act`` with these words.
+    """An HTML widget; clicking an element with ``data-act='...'`` calls ``on_act`` with that value.
 
-    Where an ``input`` has the same words as its ``data-answer``, ``on_answer`` gets them and what was typed.
-    Both raise ``IgnoredError`` for words that they do not know; ``on_answer`` also ``ValueError`` for what
-    was typed.
+    If an ``input`` has the same value as its ``data-answer``, ``on_answer`` receives it and the typed text.
+    Both raise ``IgnoredError`` for unknown values; ``on_answer`` also raises ``ValueError`` for invalid
+    text.
 
-    In an element with ``data-roving``, Tab stops once and arrow keys move between its buttons, links and rows
-    (``front_end/roving.js``); the view's ``Sheet`` sees to it.
+    In an element with ``data-roving``, Tab stops once and the arrow keys move between its buttons, links and
+    rows (``front_end/roving.js``); the view's ``Sheet`` enables this.
 
-    One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
+    One model serves a whole table: a widget per button would slow down page loading.
     """
 
     _esm = front_end_text("kit/front_end", "keys.js", "clickable.js")
@@ -62,7 +62,7 @@ class Clickable(anywidget.AnyWidget):
         self.on_msg(self._heard)
 
     def press(self, act: str) -> None:
-        """What a person's click on the element with this ``data-act`` does."""
+        """Handle a click by the user on the element with this ``data-act``."""
         self._tell(act, lambda: self._on_act(act), IgnoredError)
 
     def open_row(self, key: str) -> None:
@@ -70,12 +70,12 @@ class Clickable(anywidget.AnyWidget):
         self.send({"open": key})
 
     def answer(self, act: str, typed: str) -> None:
-        """What it does beside an input in which they typed something."""
+        """Handle text that the user typed into an input with this ``data-answer``."""
         self._tell(act, lambda: self._on_answer(act, typed), ValueError)
 
     def _tell(self, act: str, do: Callable[[], None], said: type[ValueError]) -> None:
         try:
-            if self.frozen:  # A click that was sent a moment before.
+            if self.frozen:  # The click was sent before the content changed.
                 raise IgnoredError(act)
             do()
         except said as error:

@@ -1,7 +1,7 @@
-"""Widgets that share layouts and styles, for each of ipywidgets' widgets would bring one or two of its own.
+"""Widgets that share layouts and styles, because ipywidgets creates one or two for each widget.
 
-A page that is loaded anew must have every model within two seconds, or JupyterLab says "model not found":
-a Studio has 200 of them this way, instead of 700. What changes later gets a layout of its own.
+A reloaded page must load every model within two seconds, or JupyterLab reports "model not found". Sharing
+reduces a Studio from 700 models to 200. Widgets whose layout changes later get their own layout.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ def _made(kind: type[Shared], traits: tuple[tuple[str, str], ...]) -> Shared:
 
 
 def keep(widget: Shared) -> Shared:
-    """``widget``, which from now on belongs to several views: no one of them closes it."""
+    """Mark ``widget`` as shared by several views, so that none of them closes it, and return it."""
     widget.belongs_to_several = True
     return widget
 
 
 def is_shared(widget: widgets.Widget) -> bool:
-    """Whether other views may use ``widget`` as well."""
-    # No set of them: plotly's figures have no hash.
+    """Return whether other views may use ``widget`` as well."""
+    # Not a set: plotly's figures are not hashable.
     return getattr(widget, "belongs_to_several", False)
 
 
 def _shared(kind: type[Shared], **traits: str) -> Shared:
     found = _made(kind, tuple(sorted(traits.items())))
-    if found.comm is None:  # closed with all widgets: Widget.close_all()
+    if found.comm is None:  # closed with all other widgets by Widget.close_all()
         _made.cache_clear()
         found = _made(kind, tuple(sorted(traits.items())))
     return found
 
 
 def layout(**traits: str) -> widgets.Layout:
-    """The layout with these traits. Nobody changes it."""
+    """Return the shared layout with these traits, which must not be modified."""
     return _shared(widgets.Layout, **traits)
 
 
 def fixed(width: str = "auto") -> widgets.Layout:
-    """As wide as it says, whatever stands beside it."""
+    """Return a layout of fixed width that does not shrink."""
     return layout(flex="0 0 auto", width=width, min_width="0")
 
 
 def filling() -> widgets.Layout:
-    """As wide as its place."""
+    """Return a layout that fills the available width."""
     return layout(flex="1 1 0", width="auto", min_width="0")
 
 
 def html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
-    """Words with markup, on a shared layout unless one is given."""
+    """Return an HTML widget, on a shared layout unless one is given."""
     words = widgets.HTML(
         value, **{"layout": layout(), "style": _shared(widgets.widgets.widget_string.HTMLStyle), **traits}
     )
@@ -65,24 +65,24 @@ def html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
 
 
 def vertical(*children: widgets.Widget) -> widgets.VBox:
-    """Return ``children`` below one another."""
+    """Return ``children`` stacked vertically."""
     return widgets.VBox(list(children), layout=layout())
 
 
 def label(text: str, width: str = "auto") -> widgets.Label:
-    """Plain words beside an input."""
+    """Return a plain-text label for an input."""
     style = _shared(widgets.widgets.widget_string.LabelStyle)
     return widgets.Label(text, layout=fixed(width), style=style)
 
 
 def dropdown(**traits: Any) -> widgets.Dropdown:
-    """A list to choose one of."""
+    """Return a dropdown list with one choice."""
     style = _shared(widgets.widgets.widget_description.DescriptionStyle)
     return widgets.Dropdown(**{"layout": filling(), "style": style, **traits})
 
 
 def text(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
-    """A text box that reports once the person is done (Enter or leaving it), named for screen readers."""
+    """Return a text box that reports on Enter or on losing focus, with a name for screen readers."""
     style = _shared(widgets.widgets.widget_string.TextStyle)
     place = filling() if width is None else fixed(width)
     given = {"continuous_update": False, "layout": place, "style": style, "tooltip": tooltip, **traits}
@@ -90,7 +90,7 @@ def text(value: object, tooltip: str, width: str | None = None, **traits: Any) -
 
 
 def segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons:
-    """A few choices side by side, one of them chosen."""
+    """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(
         options=options,
         tooltips=[f"{name}: {words}" for words, _ in options],
@@ -102,7 +102,7 @@ def segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons
 
 
 def button(description: str, *classes: str, **traits: Any) -> widgets.Button:
-    """A button that looks as its classes say, on a shared layout unless one is given."""
+    """Return a button with these CSS classes, on a shared layout unless one is given."""
     made = widgets.Button(
         description=description,
         **{"layout": layout(), "style": _shared(widgets.ButtonStyle), **traits},

@@ -1,4 +1,4 @@
-"""Work that waits until a person pauses."""
+"""Debouncing: work that is delayed until the user pauses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Later:
-    """Calls ``work`` once, ``seconds`` after it was last asked for; at once where no event loop runs.
+    """A debounced call of ``work``, ``seconds`` after the last request; immediate without an event loop.
 
-    A kernel answers messages one by one: what is done for every move of an input delays the next.
+    A kernel handles messages one at a time: work done for every input event delays the next event.
     """
 
     def __init__(self, work: Callable[[], None], seconds: float) -> None:
@@ -18,12 +18,12 @@ class Later:
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self) -> None:
-        """Ask for the work; an earlier request that still waits is forgotten."""
+        """Schedule the work, replacing a pending request."""
         if self._timer is not None:
             self._timer.cancel()
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # a script, or a thread of its own
+        except RuntimeError:  # a script, or another thread
             self._work()
             return
         self._timer = loop.call_later(self._seconds, self._work)

@@ -1,4 +1,4 @@
-"""A question that folds: one line with its answer, the inputs below it while it is open."""
+"""Collapsible questions: one line with the answer, and the inputs below it while it is open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.front_end import front_end_text
 
 MAX_OPEN = 2
-"""Folds of one column that are open at a time: the column then fits beside the answers without scrolling."""
+"""Maximum number of open folds in a column, so that it fits on the screen without scrolling."""
 
 
 class FoldHead(anywidget.AnyWidget):
-    """The line of one question: its title, its answer, and whether its inputs are shown."""
+    """The header of one question: its title, its answer, and whether its inputs are shown."""
 
     _esm = front_end_text("kit/front_end", "fold.js")
     title = traitlets.Unicode().tag(sync=True)
@@ -26,7 +26,7 @@ class FoldHead(anywidget.AnyWidget):
 
 
 class Fold(widgets.VBox):
-    """One question. :attr:`head` has its line; ``body`` is hidden by the stylesheet while it is closed."""
+    """One collapsible question. :attr:`head` is its header; the stylesheet hides ``body`` while closed."""
 
     def __init__(self, title: str, *body: widgets.Widget, is_open: bool = False) -> None:
         self.head = FoldHead(title=title, expanded=is_open, layout=controls.layout())
@@ -37,7 +37,7 @@ class Fold(widgets.VBox):
         self.add_class("ss-fold")
 
     def follow(self, picker: widgets.Widget) -> None:
-        """Show ``picker.answer`` in the line, and open when ``picker.is_wrong`` becomes true."""
+        """Show ``picker.answer`` in the header, and open the fold when ``picker.is_wrong`` becomes true."""
         traitlets.dlink((picker, "answer"), (self.head, "answer"))
         if picker.has_trait("is_wrong"):
             picker.observe(self._show_error, "is_wrong")
@@ -49,7 +49,7 @@ class Fold(widgets.VBox):
 
 
 class Folds(widgets.VBox):
-    """A column of questions of which at most :data:`MAX_OPEN` are open, those opened last."""
+    """A column of questions of which at most :data:`MAX_OPEN` are open, the most recently opened ones."""
 
     def __init__(self, folds: Sequence[Fold]) -> None:
         self.folds = list(folds)
@@ -64,7 +64,7 @@ class Folds(widgets.VBox):
         self._opened = [other for other in self._opened if other is not head]
         if change["new"]:
             self._opened.append(head)
-        # One that carries an error stays open: its message must be seen.
+        # A question with an error stays open so that its message is visible.
         closable = [other for other in self._opened if not other.wrong and other is not head]
         for other in closable[: max(0, len(self._opened) - MAX_OPEN)]:
             other.expanded = False

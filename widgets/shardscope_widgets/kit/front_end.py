@@ -1,4 +1,4 @@
-"""The front-end loader: JavaScript and CSS that ship beside the Python modules."""
+"""The front-end loader for the JavaScript and CSS files shipped with the Python modules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib.resources import files
 
 @cache
 def front_end_text(folder: str, *names: str) -> str:
-    """Return the joined text of ``names`` in ``shardscope_widgets/<folder>``.
+    """Return the concatenated text of ``names`` in ``shardscope_widgets/<folder>``.
 
-    The text, not the path: a file-backed front end keeps every widget instance alive (anywidget#929).
+    Text instead of a path: a file-backed front end keeps every widget instance alive (anywidget#929).
     """
     place = files("shardscope_widgets").joinpath(*folder.split("/"))
     return "\n".join((place / name).read_text(encoding="utf-8") for name in names)

@@ -1,4 +1,4 @@
-"""The button that gives a view the whole window, and gives it back."""
+"""The button that expands a view to the whole browser window and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardscope_widgets.kit.front_end import front_end_text
 
 
 class FullWindow(anywidget.AnyWidget):
-    """Lets the ``ss-root`` around it fill the browser's window. The kernel has no part in it."""
+    """A button that lets the enclosing ``ss-root`` fill the browser window, entirely in the front end."""
 
     _esm = front_end_text("kit/front_end", "full_window.js")
 

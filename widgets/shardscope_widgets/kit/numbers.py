@@ -1,4 +1,4 @@
-"""Rates, prices and durations as people read them: three significant digits, the unit once."""
+"""Formatting of rates, prices and durations: three significant digits and one unit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[GMT]iB|GB|[mµ]?s|%)(?![\w/]))")
 
 
 def keep_units(text: str) -> str:
-    """Return ``text`` with every number on one line with its unit: ``0.0017 GiB`` never wraps."""
+    """Return ``text`` with no-break spaces between numbers and units: ``0.0017 GiB`` never wraps."""
     return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def three(value: float) -> str:
-    """``412``, ``41.2``, ``4.12``, ``0.41``, ``0.0041``."""
+    """Format a number with three significant digits: ``412``, ``41.2``, ``4.12``, ``0.41``, ``0.0041``."""
     for least, digits in ((99.95, 0), (9.995, 1), (0.995, 2)):
         if value >= least:
             return f"{value:,.{digits}f}"
@@ -30,7 +30,7 @@ def three(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """``7.94k``, ``1.2M``, ``412``."""
+    """Format a number with a magnitude suffix: ``7.94k``, ``1.2M``, ``412``."""
     for letter, size in LARGE:
         if value >= 0.9995 * size:
             return three(value / size) + letter
@@ -38,16 +38,16 @@ def short(value: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """``$0.094``, ``$1.23``, ``$412``, ``$1.20M``."""
+    """Format a price: ``$0.094``, ``$1.23``, ``$412``, ``$1.20M``."""
     if value >= 0.995 or not value:
         return f"${short(value)}" if value >= 999_500 else f"${three(value)}"
-    # Two digits that mean something, and two decimals at least: a price has cents.
+    # Two significant digits and at least two decimals, for the cents.
     rounded = float(f"{value:.1e}")
     return f"${rounded:.{max(2, 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def duration(days: float) -> str:
-    """``41.2 minutes``, ``7.94 hours``, ``41.2 days``, ``4.12 years``."""
+    """Format a duration: ``41.2 minutes``, ``7.94 hours``, ``41.2 days``, ``4.12 years``."""
     for unit, size in (("years", 365.0), ("days", 1.0), ("hours", 1 / 24)):
         if days >= 2 * size:
             return f"{three(days / size)} {unit}"
@@ -55,7 +55,7 @@ def duration(days: float) -> str:
 
 
 def typed_tokens(text: str) -> float:
-    """Tokens as a person types them: ``15T``, ``300B``, ``1.5e12``. Raises ``ValueError``."""
+    """Parse a number of tokens as typed by the user: ``15T``, ``300B``, ``1.5e12``. Raises ``ValueError``."""
     cleaned = text.strip().replace(",", "").replace("_", "")
     match = BUDGET.fullmatch(cleaned)
     try:
@@ -69,37 +69,37 @@ def typed_tokens(text: str) -> float:
 
 
 class Unit(NamedTuple):
-    """GiB, or MiB for the tiny models of rehearsals."""
+    """The unit of memory sizes: GiB, or MiB for the tiny models of rehearsals."""
 
     name: str
     num_bytes: int
 
     @classmethod
     def of(cls, num_bytes: float) -> Unit:
-        """The unit in which ``num_bytes`` reads well."""
+        """Return the unit that suits ``num_bytes``."""
         return cls("MiB", 2**20) if 0 < num_bytes < 2**28 else cls("GiB", 2**30)
 
     def show(self, num_bytes: float) -> str:
-        """``num_bytes`` in this unit, two decimals."""
+        """Format ``num_bytes`` in this unit with two decimals."""
         return f"{num_bytes / self.num_bytes:,.2f}"
 
 
 class Scale(NamedTuple):
-    """The unit in which all times of one report are told, so that their numbers line up."""
+    """The common time unit of one report, so that its numbers line up."""
 
     unit: str
     factor: float
 
     @classmethod
     def of(cls, seconds: float) -> Scale:
-        """The unit in which a step of ``seconds`` reads well."""
+        """Return the unit that suits a step of ``seconds``."""
         for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
             if seconds >= least:
                 return cls(unit, factor)
         return cls("µs", 1e6)
 
     def show(self, seconds: float) -> str:
-        """``seconds`` without the unit: three significant digits, at most two decimals."""
+        """Format ``seconds`` without the unit: three significant digits, at most two decimals."""
         if not seconds:
             return "0"
         value = seconds * self.factor

@@ -1,4 +1,4 @@
-"""HTML of a table of parts: a row for each, a column for each tier and pinned plan, rows that open."""
+"""HTML tables of parts: a row per part, a column per tier and pinned plan, expandable rows."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ class Column(NamedTuple):
 
     title: str
     hint: str = ""
-    """Longer words, shown on hover."""
+    """Longer text, shown on hover."""
     unpin: int | None = None
-    """Index of the pinned plan that its heading's button unpins."""
+    """Index of the pinned plan that the button in the heading unpins."""
     is_empty: bool = False
-    """Whether it holds no numbers yet: a narrow page leaves it out."""
+    """Whether the column has no numbers yet; a narrow page hides it."""
 
     @classmethod
     def of_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
-        """Return the two columns of a pinned plan: its numbers, and the plan on screen minus these."""
+        """Return the two columns of a pinned plan: its numbers, and the difference from the current plan."""
         hint = f"the plan on screen minus the pinned one ({name.full})"
         return cls(name.short, f"pinned: {name.full}", unpin=index), cls("difference", hint)
 
 
 class PartRow(NamedTuple):
-    """One row; ``why`` is HTML, shown when the row is opened."""
+    """One row; ``why`` is HTML that is shown when the row is expanded."""
 
     key: str
     name: str
     cells: Sequence[str | tuple[str, str]]
-    """Text of each column; or text and hint: why a number is missing, for hover and screen readers."""
+    """Text of each cell, or text and tooltip (why a number is missing, for hover and screen readers)."""
     why: str
     mark: str = ""
-    """HTML of its swatch."""
+    """HTML of its colour swatch."""
     is_total: bool = False
 
 
 def part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) -> str:
-    """Return the table; ``corner`` names the unit of its numbers."""
+    """Return the table as HTML; ``corner`` is the unit of its numbers."""
     head = "".join(_heading(column) for column in columns)
     body = "".join(_row(row, columns) for row in rows)
     return (
@@ -61,7 +61,7 @@ def _heading(column: Column) -> str:
             f"<button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
             f"aria-label='{words}'>×</button>"
         )
-    # The button stays on the line of the last word.
+    # Keep the button on the line of the last word.
     first, _, last = column.title.rpartition(" ")
     words = f"{escape(first)} <span class='ss-together'>{escape(last)}{button}</span>"
     return f"<th scope='col'{_empty(column)}{hint}>{words.strip() if button else escape(column.title)}</th>"
@@ -72,7 +72,7 @@ def _row(row: PartRow, columns: Sequence[Column]) -> str:
     cells = "".join(_cell(column, *((cell,) if isinstance(cell, str) else cell)) for column, cell in pairs)
     total = " ss-total" if row.is_total else ""
     key = escape(row.key, quote=True)
-    # The button is what the keyboard and screen readers use; a click anywhere in the row does the same.
+    # The button serves the keyboard and screen readers; a click anywhere in the row does the same.
     return (
         f"<tr class='ss-opens{total}' data-opens='{key}'><th scope='row'>"
         f"<button class='ss-name' aria-expanded='false'>{row.mark}{escape(row.name)}</button></th>"
@@ -93,7 +93,7 @@ def _empty(column: Column) -> str:
 
 
 def signed(difference: float, words: str) -> str:
-    """Return ``words``, the size of a ``difference``, with its sign; ``0`` where they say nought."""
+    """Return ``words``, the size of a ``difference``, with a sign; ``0`` if it rounds to zero."""
     if not any(digit in words for digit in "123456789"):
         return "0"
     return f"+{words}" if difference > 0 else f"−{words}"

@@ -1,4 +1,4 @@
-"""Pinned plans: their names, and the button that pins the plan on screen."""
+"""Pinned plans: their names, and the button that pins the current plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIN = "Pin for comparison"
 UNPIN = "Unpin"
 SAME = "this plan"
 LABEL_CHARACTERS = 14
-"""Characters in a line of a chart row's label."""
+"""Characters per line of a chart row's label."""
 SHORT_FIELDS = {
     "micro_batch_size": "micro-batch",
     "global_batch_size": "batch",
@@ -25,20 +25,20 @@ SHORT_FIELDS = {
     "reshard_after_forward": "reshard",
     "cpu_offload": "offload",
 }
-"""Shorter names of fields, where the name of the field would fill a column's heading."""
+"""Shorter field names, used where the full name would fill a column's heading."""
 
 
 class PinName(NamedTuple):
-    """Name of a pinned plan: how it differs from the plan on screen."""
+    """The name of a pinned plan: how it differs from the current plan."""
 
     short: str
-    """The first difference, and how many more there are: ``recompute none, +2``."""
+    """The first difference and the number of others: ``recompute none, +2``."""
     full: str
-    """Every difference."""
+    """All differences."""
 
 
 def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
-    """Return a name for each of ``pins``, unique among them, given the ``plan`` on screen."""
+    """Return a unique name for each of ``pins``, relative to the current ``plan``."""
     names: list[PinName] = []
     for pin in pins:
         name = _name_pin(differences(plan, pin), pin)
@@ -56,7 +56,7 @@ def _name_pin(found: Sequence[Difference], pin: ss.Plan) -> PinName:
 
 
 def _value_words(difference: Difference, pin: ss.Plan) -> str:
-    """Return what the pinned plan has: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
+    """Return the value of the pinned plan: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
     value = difference.after
     if difference.field == "framework":
         return str(value)
@@ -73,7 +73,7 @@ def _value_words(difference: Difference, pin: ss.Plan) -> str:
 
 
 def wrap_label(label: str) -> str:
-    """Return a chart row's label on two lines at most, shortened with an ellipsis, as HTML."""
+    """Return a chart row's label as HTML, on at most two lines, shortened with an ellipsis."""
     lines = wrap(label, LABEL_CHARACTERS)
     if len(lines) > 2:
         lines = [lines[0], shorten(" ".join(lines[1:]), LABEL_CHARACTERS, placeholder="…")]
@@ -82,10 +82,10 @@ def wrap_label(label: str) -> str:
 
 
 class Pins:
-    """The pinned plans of one view, with the button that pins or unpins the plan on screen.
+    """The pinned plans of one view, with the button that pins or unpins the current plan.
 
-    ``on_pin`` gets the plan to pin, or to unpin if it is pinned, and is expected to set :attr:`plans`;
-    None: this object keeps the plans itself. ``on_change`` redraws the view.
+    ``on_pin`` receives the plan to pin or unpin and must set :attr:`plans`; if None, this object updates its
+    plans itself. ``on_change`` redraws the view.
     """
 
     def __init__(self, on_change: Callable[[], None], on_pin: Callable[[ss.Plan], None] | None) -> None:
@@ -98,7 +98,7 @@ class Pins:
 
     @property
     def plans(self) -> tuple[ss.Plan, ...]:
-        """The pinned plans, in the order in which they were pinned."""
+        """The pinned plans in the order of pinning."""
         return self._plans
 
     @plans.setter
@@ -113,17 +113,17 @@ class Pins:
             self._on_change()
 
     def toggle(self, plan: ss.Plan) -> None:
-        """Pin ``plan``, or unpin it if it is pinned."""
+        """Pin ``plan``, or unpin it if it is already pinned."""
         others = tuple(pin for pin in self._plans if pin != plan)
         self.plans = others if plan in self._plans else (*others, plan)
 
     def offer(self, plan: ss.Plan) -> None:
-        """Let the button pin or unpin ``plan``."""
+        """Set the plan that the button pins or unpins."""
         self._plan = plan
         self._label_button()
 
     def press(self, act: str) -> None:
-        """Unpin the plan that a table's ``unpin <index>`` button names. Raises ``IgnoredError``."""
+        """Unpin the plan given by a table's ``unpin <index>`` button. Raises ``IgnoredError``."""
         word, _, index = act.partition(" ")
         if word != "unpin" or not index.isdecimal() or int(index) >= len(self._plans):
             raise IgnoredError(act)

@@ -1,9 +1,9 @@
-"""The static picture beside a live view in a notebook's saved output, kept up to date.
+"""The static picture of a live view in a notebook's saved output, kept up to date.
 
-A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is
-hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture
-is seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own
-output alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
+A view is displayed as two outputs: the widget and its picture. The picture is hidden while the widget is
+live. Without a widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has stopped), the picture is
+shown and JupyterLab's "Error displaying widget" is hidden. The picture is a separate output because
+JupyterLab would redraw the widget when its own output is updated (``OutputArea._setOutput`` of 4.6).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shardscope_widgets.kit.view import View
 
 PAUSE_SECONDS = 1.0
-"""After so long without a change, the picture is drawn again."""
+"""Seconds without a change after which the picture is redrawn."""
 LONGEST_SECONDS = 15.0
-"""Of a view that never rests, as a run's, at the latest after this."""
+"""Maximum seconds between redraws of a view that changes all the time, such as a run's."""
 
-# `:has` finds the living widget wherever a front end puts the two outputs. A browser without it shows both.
+# `:has` finds the live widget wherever a front end puts the two outputs. Browsers without it show both.
 HIDING = """<style>
 body:has(.ss-live-{id}) .ss-static-{id},
 body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
@@ -38,7 +38,7 @@ body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
 
 
 class SavedOutput:
-    """Displays a view with its picture, and follows it."""
+    """The two outputs of a view: its widget and its picture, which is updated when the view changes."""
 
     def __init__(self, view: View) -> None:
         self._view = weakref.ref(view)
@@ -49,10 +49,10 @@ class SavedOutput:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shell: Any = None
         self._followed: dict[str, tuple[widgets.Widget, str]] = {}
-        """By model: what is observed, and which of its traits."""
+        """Observed traits by model."""
 
     def display(self) -> None:
-        """Show the live view and, for those who cannot have it, its picture."""
+        """Display the live view and its picture, the fallback for readers without a kernel."""
         from IPython import get_ipython
         from IPython.display import publish_display_data
 
@@ -61,7 +61,7 @@ class SavedOutput:
             return
         try:
             self._loop = asyncio.get_running_loop()
-        except RuntimeError:  # A kernel without a loop: the end of each cell is enough.
+        except RuntimeError:  # A kernel without an event loop: updating at the end of each cell is enough.
             self._loop = None
         if self._shell is None and (shell := get_ipython()) is not None:
             self._shell = shell
@@ -74,7 +74,7 @@ class SavedOutput:
         publish_display_data(self._bundle(), transient={"display_id": self._display_id})
 
     def close(self) -> None:
-        """Follow the view no longer; the last picture stays."""
+        """Stop following the view; the last picture remains."""
         if self._timer is not None:
             self._timer.cancel()
         for widget, name in self._followed.values():
@@ -94,7 +94,7 @@ class SavedOutput:
         return {"text/html": html, "text/plain": f"<{type(view).__name__}>"}
 
     def _follow(self, widget: widgets.Widget) -> None:
-        """Hear of every change of what the picture shows, now and in parts that come later."""
+        """Observe every change of what the picture shows, including in widgets added later."""
         if widget.comm is None or widget.model_id in self._followed:
             return
         if isinstance(widget, Chart):
@@ -121,10 +121,10 @@ class SavedOutput:
                 self._follow(child)
         is_first, now = self._changed_since is None, time.monotonic()
         self._changed_since = self._changed_since or now
-        # Runs change their views in threads of their own, and only the loop's own may start its timers. Each
-        # change moves the pause.
+        # Runs change their views from other threads, but only the event loop's thread may start its timers.
+        # Each change restarts the delay.
         if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
-            with contextlib.suppress(RuntimeError):  # The kernel ends.
+            with contextlib.suppress(RuntimeError):  # The kernel is shutting down.
                 self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
@@ -147,7 +147,7 @@ class SavedOutput:
             self._published = picture
             bundle = self._bundle()
             publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
-            # JupyterLab has forgotten whose output that was once the page was reloaded or the cell moved.
+            # JupyterLab no longer knows the output after the page was reloaded or the cell was moved.
             for child in view.children:
                 if isinstance(child, Sheet):
                     child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})

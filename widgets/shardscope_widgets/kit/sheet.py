@@ -1,4 +1,4 @@
-"""The stylesheet as a widget, with what a view needs of the page: keys, Tab stops and its width."""
+"""The stylesheet as a widget, with a view's page behaviour: keys, Tab stops and width."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shardscope_widgets.kit.front_end import front_end_text
 
 
 class Sheet(anywidget.AnyWidget):
-    """The shared stylesheet and those of the named view folders: ``Sheet("memory")``.
+    """The shared stylesheet plus those of the given view folders: ``Sheet("memory")``.
 
-    Every view whose class list has ``ss-root`` contains one.
+    Every view with the class ``ss-root`` contains one.
     """
 
     _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "sheet.js")
@@ -20,9 +20,10 @@ class Sheet(anywidget.AnyWidget):
     width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)
 
     def __init__(self, *folders: str, measures: bool = False) -> None:
-        """``folders``: the view folders whose ``style.css`` is added, in this order."""
+        """Add the ``style.css`` of each of ``folders``, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
-        # anywidget keeps one style element per id, the class's by default: another sheet would replace this.
+        # anywidget keeps one style element per id, by default the class's: another sheet would replace this
+        # one.
         super().__init__(
             _css="\n".join([type(self)._css, *own]),
             _anywidget_id=".".join(["shardscope.sheet", *folders]),
@@ -30,5 +31,5 @@ class Sheet(anywidget.AnyWidget):
         )
 
     def show(self) -> None:
-        """Scroll the top of the view into sight: a button far below it may have changed what is there."""
+        """Scroll to the top of the view, which a button far below may have changed."""
         self.send("show")

@@ -1,7 +1,7 @@
-"""A view as plain HTML: its words, its charts as SVG and its tables, for readers who have no kernel.
+"""Static HTML of a view, for readers without a kernel: its text, its charts as SVG, and its tables.
 
-GitHub, nbviewer, nbconvert and mail show it: no script, no stylesheet of ours, nothing fetched. Looks are
-inline, colours are the page's own or readable on light and dark.
+GitHub, nbviewer, nbconvert and mail clients show it: no scripts, no stylesheet, nothing loaded. Styles are
+inline; colours are inherited from the page or readable on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from shardscope_widgets.run.log_pane import LogPane
 WORDS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
 LEFT_OUT = {"ss-side", "ss-words", "ss-strip", "ss-repairs"}
-"""Classes of boxes of questions, which the sentence above the answers sums up, of a button's progress, of
-notices about what was just done, and of changes that only a living view can make."""
+"""Classes of boxes that are left out: inputs (summarized by the headline), progress, notices, and changes
+that only a live view can make.
+"""
 LOG_LINES = 40
 GREY = "#767e87"
-"""Text of images: 4.1 to 1 on white, 4.6 to 1 on JupyterLab's dark."""
+"""Text colour of images: contrast 4.1:1 on white, 4.6:1 on JupyterLab's dark background."""
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
 TAG_STYLES = {
@@ -51,14 +52,14 @@ VOID = {"br", "hr", "img", "wbr"}
 
 
 def draw_picture(view: widgets.Widget) -> str:
-    """Return what is in sight of ``view`` as HTML that stands alone."""
+    """Return the visible part of ``view`` as self-contained HTML."""
     parts = "".join(f"<div style='margin:6px 0'>{part}</div>" for part in _parts(view) if part)
     return f"<div style='{FRAME}'>{parts}</div>"
 
 
 def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
-    """Yield the widgets in sight that a picture shows, from the top to the bottom."""
-    layout = getattr(widget, "layout", None)  # A chart's is plotly's.
+    """Yield the visible widgets that the picture includes, from top to bottom."""
+    layout = getattr(widget, "layout", None)  # A chart's layout is plotly's.
     if isinstance(widget, Chart):
         yield widget
     elif (
@@ -79,7 +80,7 @@ def _parts(view: widgets.Widget) -> Iterator[str]:
         if isinstance(widget, Chart):
             try:
                 svg = widget.to_svg()
-            except Exception:  # A view is shown whatever its chart is made of; its words and table are there.
+            except Exception:  # Keep the view's text and table whatever its chart contains.
                 svg = ""
             yield _chart(svg, widget.layout.height) if svg else ""
         elif isinstance(widget, LogPane):
@@ -87,20 +88,20 @@ def _parts(view: widgets.Widget) -> Iterator[str]:
         else:
             words = _Rewriter(widget.value).written
             if re.fullmatch(r"<h2[^>]*>[^<]*</h2>", words):
-                continue  # Of buttons, which are left out.
+                continue  # Text that belongs to buttons, which are left out.
             classes = " ".join(name for name in widget._dom_classes if name in CLASS_STYLES)
             yield f"<div style='{_style('div', classes)}'>{words}</div>" if words and classes else words
 
 
 def _chart(svg: str, height: int | None) -> str:
-    """Return the chart twice: as an element, and below it, cut off, as an image.
+    """Return the chart twice: as an ``<svg>`` element and, below it and clipped, as an image.
 
-    A notebook of someone else is not trusted: JupyterLab takes ``<svg>`` out of it and leaves its words
-    behind. Those have no size then, and the image comes into sight. An image cannot take the page's colour:
-    its text is grey, which is readable on light and dark.
+    JupyterLab does not trust notebooks of others: it removes ``<svg>`` and leaves its text. That text then
+    has no size, and the image moves into view. An image cannot inherit the page's colour, so its text is
+    grey, which is readable on light and dark backgrounds.
     """
     alone = svg.replace("<svg ", f"<svg xmlns='http://www.w3.org/2000/svg' color='{GREY}' ", 1)
-    alone = re.sub(r" opacity='0\.7\d*'", "", alone)  # Grey is soft enough.
+    alone = re.sub(r" opacity='0\.7\d*'", "", alone)  # Grey is faint enough.
     packed = base64.b64encode(alone.encode()).decode()
     return (
         f"<div style='height:{height or DEFAULT_HEIGHT}px;overflow:hidden;font-size:0'>{svg}"
@@ -120,26 +121,26 @@ def _style(tag: str, classes: str, own: str = "") -> str:
 
 
 class _Rewriter(HTMLParser):
-    """Writes a view's HTML again, with inline looks and without what can only be pressed.
+    """A rewriter of a view's HTML: it makes styles inline and removes elements that only react to clicks.
 
-    A legend, whose rows open in a living view, becomes a table.
+    A legend, whose rows can be expanded in a live view, becomes a table.
     """
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
         self._out: list[str] = []
         self._open: list[tuple[str, str]] = []
-        """The elements that are open, with what closes each."""
+        """The open elements, with the closing tag of each."""
         self._in_legend = False
         self._silent = 0
-        """How many open elements are left out with all that is in them."""
+        """Number of open elements that are left out with their content."""
         self.feed(html)
         self.close()
         self._out += [end for _, end in reversed(self._open)]
 
     @property
     def written(self) -> str:
-        """The HTML."""
+        """The resulting HTML."""
         return "".join(self._out).strip()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -149,12 +150,12 @@ class _Rewriter(HTMLParser):
                 self._out.append("<br>")
             return
         begin, end = self._element(tag, given)
-        # None: left out with its content. Elements in what is left out are counted only to find its end.
+        # None: left out with its content. Elements inside it are counted only to find its end.
         if begin is None or self._silent:
             self._silent += 1
             self._open.append((tag, "\0"))
             return
-        # Side by side in our stylesheet; here they would be one word.
+        # Our stylesheet puts these side by side; without it they would run together.
         if tag == "span" and self._out and self._out[-1] == "</span>":
             self._out.append(" ")
         self._out.append(begin)
@@ -164,7 +165,7 @@ class _Rewriter(HTMLParser):
         classes = given.get("class", "")
         parents = [name for name, _ in self._open]
         names = set(classes.split())
-        # Rows that a press opens in a living view say how a number comes about; closed, they are left out.
+        # Collapsed rows that explain a number are left out.
         is_closed = tag == "tr" and "hidden" in given
         if (
             tag in DROPPED
@@ -174,7 +175,7 @@ class _Rewriter(HTMLParser):
         ):
             return None, ""
         if tag == "button":
-            # The words of a row's or column's button are its name; others are only there to be pressed.
+            # The text of a row's or column's button is its name; other buttons are left out.
             return ("", "") if {"td", "th"} & set(parents) else (None, "")
         in_rows = self._in_legend
         if tag == "div" and "ss-legend" in classes.split():
@@ -185,7 +186,7 @@ class _Rewriter(HTMLParser):
         if in_rows and (tag == "summary" or "ss-titles" in classes.split()):
             return "<tr>", "</tr>"
         if in_rows and tag == "p":
-            return None, ""  # A row's formula: for those who can open it.
+            return None, ""  # The formula of a row, which only a live view can expand.
         if in_rows and tag in ("i", "em", "span") and parents[-1:] in (["summary"], ["div"]):
             own = given.get("style", "")
             if tag == "i":

@@ -1,4 +1,4 @@
-"""The row of tabs above the answers, with a number beside a name where there is something to see."""
+"""The row of tabs above the pages, with a count next to a tab's name where there is something to see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ERROR = 400
 
 
 class Tabs(anywidget.AnyWidget):
-    """``value`` is the name that is chosen; ipywidgets' own buttons have neither roles nor arrow keys."""
+    """A tab bar whose ``value`` is the selected tab; ipywidgets' buttons have no ARIA roles or arrow keys."""
 
     _esm = front_end_text("kit/front_end", "keys.js", "tabs.js")
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
@@ -28,7 +28,7 @@ class Tabs(anywidget.AnyWidget):
         self.add_class("ss-tabs")
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """What the page changed. What is no tab is shown as an error, never raised: nobody would see it."""
+        """Apply a state sent by the page. Show an error for an unknown tab instead of raising."""
         try:
             super().set_state(sync_data)
         except traitlets.TraitError as refusal:
@@ -43,9 +43,9 @@ class Tabs(anywidget.AnyWidget):
         return proposal["value"]
 
     def mark(self, name: str, count: int, words: str, severity: str) -> None:
-        """Put ``count`` beside a name, and what it counts into its tooltip; 0 takes it away.
+        """Show ``count`` next to a tab's name, and its meaning in the tooltip; 0 removes it.
 
-        ``severity``, of the worst that is counted, gives its colour.
+        ``severity``, the worst among the counted items, sets the colour.
         """
         others = {key: value for key, value in self.badges.items() if key != name}
         self.badges = {**others, name: [str(count), words, severity]} if count else others

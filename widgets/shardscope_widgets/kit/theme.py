@@ -1,4 +1,4 @@
-"""The colours of components and ranks; everything else is in ``front_end/style.css``."""
+"""The colours of components and ranks; all other colours are in ``front_end/style.css``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ COMPONENT_COLOURS: Mapping[str, str] = MappingProxyType({
     "runtime": "#9aa3ad",
     "fragmentation": "#d5d9de",
 })  # fmt: skip
-"""One colour a component, in every chart, table and trace; mostly Paul Tol's bright scheme."""
+"""Colour of each component in all charts, tables and traces; mostly Paul Tol's bright scheme."""
 
 BESIDE_COLOURS: Mapping[str, str] = MappingProxyType({
     "other": "#b4bac2",
     "host": "#8a94a6",
     "nvme": "#6f7b8f",
 })  # fmt: skip
-"""Bars beside the nine components, hatched: measured bytes without a name, the host's memory, its NVMe."""
+"""Hatched bars besides the nine components: unattributed measured bytes, host memory and NVMe."""
 
 RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#8b6b4a", "#9aa3ad")
-"""Lines of the first ranks; line dashes tell the others apart."""
+"""Line colours of the first ranks; dashes distinguish the others."""
 
 RANK_DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -46,16 +46,18 @@ PART_COLOURS: Mapping[str, str] = MappingProxyType({
     "optimizer": "#228833",
     "offload": "#6f7b8f",
 })  # fmt: skip
-"""One colour a part of a step: that of the component whose bytes it moves or makes, where there is one; all
-talk between parallel ranks is communication."""
+"""Colour of each part of a step, taken from the component whose bytes it moves or computes if there is one;
+all traffic between parallel ranks counts as communication.
+"""
 
 COMPONENT_PATTERNS: Mapping[str, str] = MappingProxyType({
     "communication": "\\",
     "fragmentation": "/",
     **dict.fromkeys(BESIDE_COLOURS, "/"),
 })  # fmt: skip
-"""plotly's pattern of the components that colour alone does not tell apart: under deuteranopia communication
-has nearly the optimizer's. Others are plain."""
+"""plotly's pattern of components that colour alone does not distinguish: with deuteranopia, communication
+looks nearly like the optimizer. Others are plain.
+"""
 
 PART_PATTERNS: Mapping[str, str] = MappingProxyType({
     "recomputation": "/",
@@ -66,7 +68,7 @@ PART_PATTERNS: Mapping[str, str] = MappingProxyType({
     "bubble": "/",
     "offload": "x",
 })  # fmt: skip
-"""plotly's pattern of the parts that share a colour, or stand for waiting; all others are plain."""
+"""plotly's pattern of step parts that share a colour or stand for waiting; all others are plain."""
 
 PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({
     "/": "ss-lines",
@@ -74,15 +76,15 @@ PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({
     "x": "ss-cross",
     ".": "ss-dots",
 })  # fmt: skip
-"""The same patterns in ``front_end/style.css``, for the tables' swatches."""
+"""The same patterns in ``front_end/style.css``, for swatches in tables."""
 
 MEASURED_COLOUR = "#b4bac2"
-"""A whole that nothing divided."""
+"""Colour of a total that is not broken down."""
 
 FRAMEWORK_COLOURS = ("#bb8800", "#4455dd", "#ee1199", "#dd44ff")
 FRAMEWORK_SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "x")
 FRAMEWORK_SIGNS = ("◆", "●", "■", "▲", "✚", "✖")
-"""Of the frameworks, in the order of the registry: a colour, plotly's symbol, and the same in text."""
+"""Frameworks in registry order: a colour, plotly's symbol, and the same symbol as text."""
 
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"}
-"""Of charts: JupyterLab's own, which the stylesheet sets. plotly places words by the widths of this one."""
+"""Font of charts, as in JupyterLab and our stylesheet; plotly measures text in it to place labels."""

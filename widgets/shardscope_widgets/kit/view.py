@@ -1,4 +1,4 @@
-"""The base of all views: closing one leaves nothing behind, and a saved notebook shows its last state."""
+"""The base class of all views: closing frees all widgets, and a saved notebook keeps the last state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardscope_widgets.kit.static_picture import draw_picture
 
 
 class View(widgets.VBox):
-    """A view that is put into a notebook, and that may be closed at any moment."""
+    """A view that can be displayed in a notebook and closed at any time."""
 
     _saved: SavedOutput | None = None
 
     def close(self) -> None:
-        """Close this view and all of its parts, which ipywidgets would keep for the kernel's lifetime."""
-        if self.comm is None:  # closed already; __del__ closes once more
+        """Close this view and all its child widgets, which ipywidgets would keep until the kernel ends."""
+        if self.comm is None:  # closed already; __del__ closes again
             return
         if self._saved is not None:
             self._saved.close()
@@ -29,13 +29,13 @@ class View(widgets.VBox):
         super().close()
 
     def _ipython_display_(self) -> None:
-        """Show the live view, and beside it its picture for readers without a kernel."""
+        """Display the live view together with its picture for readers without a kernel."""
         if self._saved is None:
             self._saved = SavedOutput(self)
         self._saved.display()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any] | None:
-        """Return the widget with its picture as HTML, for front ends that ask for both at once."""
+        """Return the widget with its picture as HTML, for front ends that request both at once."""
         bundle: dict[str, Any] | None = super()._repr_mimebundle_(**kwargs)
         if bundle is not None:
             bundle["text/html"] = draw_picture(self)
@@ -43,7 +43,7 @@ class View(widgets.VBox):
 
 
 def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
-    """Yield every widget that belongs to ``view`` alone, itself first, each once."""
+    """Yield each widget that belongs to ``view`` alone once, starting with ``view``."""
     found, waiting = {view.model_id}, [view]
     while waiting:
         widget = waiting.pop()
@@ -51,7 +51,7 @@ def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
         for name in widget.keys:
             value = getattr(widget, name)
             for part in value if isinstance(value, list | tuple) else (value,):
-                # What several views share is not looked into: its own layout is theirs as well.
+                # Shared widgets are skipped together with their layouts.
                 if not isinstance(part, widgets.Widget) or part.comm is None or controls.is_shared(part):
                     continue
                 if part.model_id not in found:

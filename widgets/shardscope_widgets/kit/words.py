@@ -1,4 +1,4 @@
-"""Catalogue names and plans as people say them."""
+"""Display names of catalogue entries and plans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPELLED = {
 
 
 def title(name: str) -> str:
-    """``llama-3.1-8b`` -> ``Llama 3.1 8B``, ``h100-sxm-80gb`` -> ``H100 SXM 80 GB``: models, GPUs, links."""
+    """Return ``Llama 3.1 8B`` for ``llama-3.1-8b``, ``H100 SXM 80 GB`` for ``h100-sxm-80gb``."""
     return " ".join(_word(part) for part in re.split(r"[-_ ]", name) if part)
 
 
@@ -52,7 +52,7 @@ def _word(part: str) -> str:
 
 
 def devices(cluster: ss.Cluster) -> str:
-    """``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...``, ``2 CPU ranks``."""
+    """Return ``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...`` or ``2 CPU ranks``."""
     if cluster.gpu.name == "cpu":
         return count(cluster.num_gpus, "CPU rank")
     one_node = f"{cluster.gpus_per_node} × {title(cluster.gpu.name)}"
@@ -60,12 +60,12 @@ def devices(cluster: ss.Cluster) -> str:
 
 
 def device_count(cluster: ss.Cluster) -> str:
-    """``8 GPUs``, ``1 GPU``, ``2 CPU ranks``."""
+    """Return ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks``."""
     return count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
 
 
 def sentence(plan: ss.Plan) -> str:
-    """What, on what, with what, as HTML."""
+    """Return a sentence with the task, the model, the hardware and the framework as HTML."""
     rank = plan.recipe.adapter_rank
     methods = {"full": "full training", "lora": f"LoRA of rank {rank}", "qlora": f"QLoRA of rank {rank}"}
     method = methods[plan.recipe.method]

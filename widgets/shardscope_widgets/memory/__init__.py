@@ -1,1 +1,1 @@
-"""The memory view: bars by component, the course of one step, repairs, and the rehearsal button."""
+"""The memory view: bars by component, the timeline of one step, fixes, and the rehearsal button."""

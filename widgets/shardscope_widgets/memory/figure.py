@@ -1,4 +1,4 @@
-"""The chart of the memory view: bars at the peak or by stage, or the course of one step, in one place."""
+"""The chart of the memory view: bars at the peak or by stage, or the timeline of one step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GIB = 2**30
 ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
 LEFT_PIXELS, RIGHT_PIXELS = 96, 108
 NUM_ROWS = 3
-"""Rows that are always there: the chart's least height, of bars and course alike."""
+"""Rows that are always present: they set the minimum height of the chart in both modes."""
 COURSE_LABEL_PIXELS = 14
 COURSE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
 INK = "#7f8790"
 SMALL = {"size": 12}
 EVERYWHERE, NOWHERE = (0, 1), (0, 0.001)
-"""Shares of the chart's place."""
+"""Domains of the subplots, as fractions of the figure."""
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
 MAX_PIN_COURSES = 4
 COURSES = ("rehearsed", "measured", *(f"pin {index}" for index in range(MAX_PIN_COURSES)))
@@ -36,15 +36,15 @@ DASH_SIGNS = ("– –", "···", "– ·", "— —", "— ·", "–··")
 
 def _pattern(name: str) -> dict[str, Any]:
     pattern = {"shape": COMPONENT_PATTERNS.get(name, ""), "size": 5, "solidity": 0.25}
-    # Of light lines where the colour is dark.
+    # Lines are light on dark colours.
     light = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.75)"}
     return {**pattern, **light} if name == "communication" else pattern
 
 
 def empty_figure(on_component: Callable[[str], None]) -> Chart:
-    """Return the chart with all traces and axes, without data; :func:`draw` fills it again and again.
+    """Return the chart with all traces and axes but no data; :func:`draw` fills it repeatedly.
 
-    ``on_component`` gets the name of the component whose bar or area was clicked.
+    ``on_component`` receives the name of the component whose bar or area was clicked.
     """
     bars = [
         go.Bar(
@@ -108,7 +108,7 @@ def _layout() -> dict[str, Any]:
         "font": FONT,
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
-        # Totals stand at the right and the capacity below its mark: an axis would only add lines under text.
+        # Totals are in the right margin and the capacity is below its mark: an axis would only add clutter.
         "xaxis": {
             "showgrid": False,
             "showticklabels": False,
@@ -145,18 +145,18 @@ def _layout() -> dict[str, Any]:
             "ticksuffix": " GiB",
             "tickfont": SMALL,
         },
-        # Movement between two plans would show plans that nobody asked about.
+        # No animation: the frames between two plans would show plans that do not exist.
     }
 
 
 def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
-    """Show a plan's bars, stages or course in ``figure``, in one update."""
+    """Show a plan's bars, stages or timeline in ``figure``, in one update."""
     rows = list_bars(shown, mode)
     pixels = STAGE_PIXELS if mode == "stages" else ROW_PIXELS
-    # The course is as high as the bars: nothing below them moves.
+    # The timeline is as high as the bars, so that the content below does not move.
     inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
     is_course = mode == "step"
-    # Of two subplots in one place, the upper one takes every click and hover: the other gets no place.
+    # Of two overlapping subplots the upper one receives all clicks and hovers, so the other is collapsed.
     bars_domain, course_domain = (NOWHERE, EVERYWHERE) if is_course else (EVERYWHERE, NOWHERE)
     layout: dict[str, Any] = {
         "xaxis.domain": bars_domain,
@@ -169,7 +169,7 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
         "xaxis2.visible": is_course,
         "yaxis2.visible": is_course,
     }
-    # Traces that are not visible stay empty: filling them takes half of a redraw's time.
+    # Invisible traces stay empty: filling them takes half of a redraw's time.
     if is_course:
         hidden: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
         courses = _other_courses(shown)
@@ -184,7 +184,7 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
 
 
 def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
-    """Return each component's part of every bar that has any."""
+    """Return each component's part of every bar that has data."""
     filled = [row for row in rows if row.components]
     return [
         {
@@ -200,7 +200,7 @@ def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
 def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
     widest = _widest(rows)
     keys = [row.key for row in rows]
-    # Rows keep their height and start at the top where there are fewer of them than the chart is high.
+    # Rows keep their height and start at the top if they do not fill the chart.
     height = max(
         1.0, inner_pixels / len(rows) / (STAGE_PIXELS if rows[0].key.startswith("stage") else ROW_PIXELS)
     )
@@ -220,16 +220,16 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
 
 
 def _widest(rows: list[Bar]) -> float:
-    """Return the end of the axis in GiB: every bar, band and capacity is on it."""
+    """Return the end of the axis in GiB, which covers every bar, band and capacity."""
     ends = [max(row.total * 1.01, row.band[1] * 1.01 if row.band else 0) for row in rows]
     capacities = [row.capacity_bytes * 1.01 for row in rows if row.is_on_gpu]
-    # A node's share of host memory may be far longer than every bar: its mark is then left out of sight.
+    # A node's share of host memory may be far longer than all bars: its mark is then out of range.
     shares = [min(row.capacity_bytes * 1.01, max(ends)) for row in rows if not row.is_on_gpu]
     return max((*ends, *capacities, *shares)) / GIB
 
 
 def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
-    """Return each row's capacity and, at bars that have one, the band from the least to the most."""
+    """Return each row's capacity and, for bars that have one, the band from minimum to maximum."""
     marks = []
     thick = {"type": "line", "xref": "x", "yref": "y", "line": {"width": 2, "color": INK}}
     thin = {**thick, "line": {"width": 1, "color": INK}}
@@ -247,13 +247,13 @@ def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
 
 
 def _total(row: Bar, widest: float) -> dict[str, Any]:
-    """Return the bar's bytes in the right margin or, in the place of an empty bar, why it is empty."""
+    """Return the bar's bytes for the right margin or, for an empty bar, why it is empty."""
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
         capacity = row.capacity_bytes / GIB
         return {
             **note,
-            # Beside the mark of the capacity where that would cross the words.
+            # Next to the capacity mark if that would cross the text.
             "x": capacity if capacity < 0.45 * widest else 0,
             "xshift": 6 if capacity < 0.45 * widest else 0,
             "xref": "x",
@@ -277,7 +277,7 @@ def _total(row: Bar, widest: float) -> dict[str, Any]:
 
 
 def _capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
-    """Return the words for the mark of the GPU's capacity, below all rows so that no bar crosses them."""
+    """Return the label of the GPU's capacity mark, below all rows so that no bar crosses it."""
     capacity = rows[0].capacity_bytes / GIB
     where = "" if all(row.is_on_gpu for row in rows) else " on each GPU"
     is_left = capacity < 0.5 * widest
@@ -288,11 +288,11 @@ def _capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The course of one step
+# The timeline of one step
 
 
 class _Course(NamedTuple):
-    """A line beside the areas."""
+    """A line drawn over the areas."""
 
     name: str
     """One of :data:`COURSES`."""
@@ -351,7 +351,7 @@ def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) 
     report = shown.report
     capacity = report.usable_bytes / GIB
     highest = max(capacity, *_heights(report), *(max(_heights(one.report), default=0) for one in courses))
-    # Above the highest line there is room for the peak's label.
+    # Room for the peak's label above the highest line.
     top = highest * inner_pixels / (inner_pixels - 18)
     pixels = inner_pixels / top
     labels = [(capacity, f"{gib(capacity * GIB)} GiB usable", "")]
@@ -369,7 +369,7 @@ def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) 
 def _margin_labels(
     labels: Sequence[tuple[float, str, str]], pixels: float, top: float
 ) -> list[dict[str, Any]]:
-    """Return labels in the right margin, each at its height in GiB, moved apart where they would touch."""
+    """Return labels for the right margin at their heights in GiB, moved apart where they would overlap."""
     placed = []
     ceiling = top * pixels - COURSE_LABEL_PIXELS / 2
     for height, text, hint in sorted(labels, reverse=True):
@@ -383,7 +383,7 @@ def _margin_labels(
 
 
 def _peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
-    """Return the peak's label at the peak: above the capacity line where it would stand on it."""
+    """Return the label at the peak, placed above the capacity line if it would overlap that."""
     peak = report.worst_stage.peak
     height, capacity = peak.total / GIB, report.usable_bytes / GIB
     gap = (capacity - height) * pixels

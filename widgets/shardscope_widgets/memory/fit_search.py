@@ -1,4 +1,4 @@
-"""The search for the cheapest changes that make a plan fit, in a thread that all its buttons share."""
+"""The background search for the cheapest changes that make a plan fit, shared by all its buttons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 
 Result = Fit | Exception | None
-"""What makes the plan fit; None: nothing does. An exception is what the search raised in its thread."""
+"""The changes that make the plan fit, None if there are none, or the exception raised by the search."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _Question:
     plan: ss.Plan
     on_found: Callable[[Result], None]
     loop: asyncio.AbstractEventLoop | None
-    """The kernel's own loop, on which inputs may be set; None in a script."""
+    """The kernel's event loop, on which inputs may be set; None in a script."""
 
     def answer(self, found: Result) -> None:
         if self.loop is None:
@@ -29,7 +29,7 @@ class _Question:
 
 
 class FitSearch:
-    """Answers for one plan at a time: the one asked about last. A search of a large cluster takes seconds."""
+    """A search for one plan at a time, the latest requested. A large cluster takes seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class FitSearch:
         self.is_searching = False
 
     def ask(self, plan: ss.Plan, on_found: Callable[[Result], None]) -> None:
-        """Call ``on_found`` with what makes ``plan`` fit, unless another plan is asked about meanwhile."""
+        """Call ``on_found`` with what makes ``plan`` fit, unless another plan is requested meanwhile."""
         with self._lock:
             known = self._known
             if known is None or known[0] != plan:
@@ -60,7 +60,7 @@ class FitSearch:
             found: Result
             try:
                 found = make_it_fit(plan)
-            except Exception as error:  # Raised in a thread, it would be shown nowhere.
+            except Exception as error:  # An exception raised in a thread would not be shown.
                 found = error
             with self._lock:
                 self._known = (plan, found)

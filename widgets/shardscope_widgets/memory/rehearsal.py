@@ -1,4 +1,4 @@
-"""The button that checks a plan's memory with the framework's own code, its progress and its Stop button."""
+"""The button that checks a plan's memory with the framework's own code, its progress and Stop button."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ LABEL = "Check memory without GPUs"
 
 
 class RehearsePanel(WorkPanel):
-    """Rehearses one plan at a time in the background; ``on_report`` gets the plan and its report.
+    """A button that rehearses one plan at a time; ``on_report`` receives the plan and its report.
 
-    The panel itself is the button; :attr:`status` has the progress and the words, which the view puts into a
-    line that is there anyway.
+    The panel itself is the button; :attr:`status` has the progress and the text, which the view places in an
+    existing line.
     """
 
     def __init__(self, on_report: Callable[[ss.Plan, MemoryReport], None]) -> None:
         self._on_report = on_report
         self._plan: ss.Plan | None = None
         self._pace = 1.0
-        """Seconds that the last rehearsal took here, over the seconds that were expected."""
+        """Ratio of the last rehearsal's duration to its expected duration."""
         super().__init__(LABEL, "", self._rehearse)
         self.children = [self.button]
         self.status = widgets.HBox([self.progress, self.words, self.cancel], layout=widgets.Layout())
         self.status.add_class("ss-status-line")
-        # ss.Plan has no such method where the rehearsal's dependencies are not installed.
+        # ss.Plan has no such method if the rehearsal's dependencies are not installed.
         self.layout.display = "" if hasattr(ss.Plan, "rehearse") else "none"
 
     def offer(self, plan: ss.Plan) -> None:
-        """Let the button check ``plan``; its tooltip says how long that takes."""
+        """Set the plan to check, and show the expected duration in the tooltip."""
         changed, self._plan = plan != self._plan, plan
         self.button.tooltip = (
             "Run the framework's own code at true sizes, without a GPU and without the memory: "
@@ -57,6 +57,6 @@ class RehearsePanel(WorkPanel):
 
         def done(_: MemoryReport, seconds: float) -> str:
             self._pace = seconds / expected_seconds(plan)
-            return ""  # The row that has just appeared says it.
+            return ""  # The new row of the chart shows the result.
 
         self.start(work, lambda report: self._on_report(plan, report), done, self._expected(plan))

@@ -1,4 +1,4 @@
-"""Changes that make a plan fit, or that win room in one that does, as buttons."""
+"""Buttons for changes that make a plan fit, or that free memory in a plan that fits."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 MAX_CHIPS = 3
 PAUSE_SECONDS = 0.25
-"""Pause in the user's input after which changes are searched: a search takes longer than a redraw."""
+"""Pause in the user's input before changes are searched: a search takes longer than a redraw."""
 SHORT_CHANGES = {
     "Compute the loss in chunks": "Chunked loss",
     "Fuse head and loss": "Fused loss",
     "Optimizer state in 8 bits": "8-bit optimizer",
     "Train adapters over a 4-bit base (QLoRA)": "QLoRA: adapters, 4-bit base",
 }
-"""Words of changes that would fill a chip."""
+"""Shorter names of changes whose full name would fill a chip."""
 LAST_RESORTS = ("method", "precision")
-"""Recipe fields that are changed last to make a plan fit."""
+"""Recipe fields that are changed only as a last resort to make a plan fit."""
 
 OnFit = Callable[[ss.Plan, Fit], None]
 
 
 class RepairsPanel(widgets.VBox):
-    """One button that makes the plan fit, and chips for single changes; ``on_apply`` gets the changed plan.
+    """A button that makes the plan fit, and chips for single changes; ``on_apply`` receives the changed plan.
 
-    The same buttons are used again and again: new ones at each change of an input would be slow.
+    The buttons are reused: creating new ones at each change of an input would be slow.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RepairsPanel(widgets.VBox):
         on_fit: OnFit | None = None,
         fit_search: FitSearch | None = None,
     ) -> None:
-        """``on_fit``: gets the plan that does not fit and what makes it fit; by default that is applied."""
+        """Create the panel. ``on_fit`` receives the plan and its fit; by default the fit is applied."""
         self._on_apply = on_apply
         self._on_fit: OnFit = on_fit or (lambda plan, fit: on_apply(fit.plan))
         self.fit_search = fit_search or FitSearch()
@@ -75,7 +75,7 @@ class RepairsPanel(widgets.VBox):
         self._show("")
 
     def offer_soon(self, plan: ss.Plan, report: MemoryReport) -> None:
-        """Offer changes of ``plan`` once the user pauses; those of another plan go away at once."""
+        """Offer changes of ``plan`` once the user pauses; remove those of another plan immediately."""
         if plan == self._offered:
             return
         self._asked = (plan, report)
@@ -89,7 +89,7 @@ class RepairsPanel(widgets.VBox):
             self.offer(*self._asked)
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
-        """Show what makes ``plan`` fit, or what wins room in it."""
+        """Show the changes that make ``plan`` fit, or that free memory in it."""
         self._offered = plan
         if fits(plan, report):
             self._fit, self._repairs = None, find_savings(plan, report)
@@ -111,7 +111,7 @@ class RepairsPanel(widgets.VBox):
             self._on_fit(self._offered, self._fit)
 
     def _show_fit(self, plan: ss.Plan, fit: Result) -> None:
-        if plan != self._offered:  # Meanwhile the user went on to another plan.
+        if plan != self._offered:  # The user has switched to another plan meanwhile.
             return
         if isinstance(fit, Exception):
             self.fit_words.value = escape(str(fit) or type(fit).__name__)
@@ -133,8 +133,8 @@ class RepairsPanel(widgets.VBox):
             self.buttons.children = chips
 
     def close(self) -> None:
-        """Close the chips too: those that are not offered are no children."""
-        self._offered = None  # A search that still ends shows nothing.
+        """Close the chips too: hidden chips are not children."""
+        self._offered = None  # A search that finishes later shows nothing.
         for chip in self._chips:
             chip.close()
         super().close()
@@ -149,7 +149,7 @@ class RepairsPanel(widgets.VBox):
         return chip
 
     def _apply(self, index: int) -> None:
-        # Of two quick clicks, the second may come when fewer changes are on offer.
+        # The second of two quick clicks may arrive when fewer changes are offered.
         if index < len(self._repairs):
             self._on_apply(self._repairs[index].plan)
 
@@ -164,13 +164,13 @@ def chip_words(plan: ss.Plan, repair: Repair) -> str:
 
 
 def cost_words(seconds_lost: float, seconds: float) -> str:
-    """Return ``3 % slower``, ``1.4x slower``, ``as fast``, ``2 % faster``, ``time not known``."""
+    """Return ``3 % slower``, ``1.4x slower``, ``as fast``, ``2 % faster`` or ``time not known``."""
     if math.isnan(seconds_lost) or math.isnan(seconds):
         return "time not known"
     ratio = (seconds + seconds_lost) / seconds
     if ratio >= 1.395:
         return f"{ratio:.1f}x slower"
-    # As in the advice: how many times as many steps in the same time.
+    # As in the advice: the ratio of steps in the same time.
     share = max(ratio, 1 / ratio) - 1
     if share < 0.005:
         return "as fast"

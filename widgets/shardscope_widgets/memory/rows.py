@@ -24,41 +24,41 @@ class Bar(NamedTuple):
     """One row of the chart."""
 
     key: str
-    """Its category on the chart's axis, unique."""
+    """Its category on the chart's axis, which is unique."""
     label: str
     components: Mapping[str, int]
-    """Component -> bytes; empty while there is nothing to show."""
+    """Component -> bytes; empty while there is no data."""
     capacity_bytes: int
-    """Bytes that its memory has; 0: not known."""
+    """Capacity of the memory in bytes; 0 if unknown."""
     explain: Callable[[str], str] = lambda name: ""
-    """Returns a component's tooltip, as HTML."""
+    """A function that returns a component's tooltip as HTML."""
     band: tuple[int, int] | None = None
-    """The least and the most that the peak may be."""
+    """The minimum and maximum of the peak."""
     note: str = ""
-    """Text in the place of an empty bar."""
+    """Text shown in place of an empty bar."""
     is_on_gpu: bool = True
 
     @property
     def total(self) -> int:
-        """Bytes of the whole bar."""
+        """Total bytes of the bar."""
         return sum(self.components.values())
 
 
 class Pin(NamedTuple):
-    """A pinned plan beside the plan on screen."""
+    """A pinned plan, compared with the current plan."""
 
     name: PinName
     plan: ss.Plan
     report: MemoryReport
-    """Its prediction."""
+    """Its memory prediction."""
 
 
 class Shown(NamedTuple):
-    """A plan, its reports by tier, and the pinned plans."""
+    """The current plan, its reports by tier, and the pinned plans."""
 
     plan: ss.Plan
     reports: Mapping[str, MemoryReport]
-    """Tier -> report; ``predicted`` is always there."""
+    """Tier -> report; ``predicted`` is always present."""
     pins: tuple[Pin, ...] = ()
 
     @property
@@ -68,19 +68,19 @@ class Shown(NamedTuple):
 
 
 def pin_plans(pins: tuple[ss.Plan, ...], plan: ss.Plan) -> tuple[Pin, ...]:
-    """Return ``pins`` with their names beside ``plan`` and their predictions."""
+    """Return ``pins`` with their predictions and their names relative to ``plan``."""
     named = zip(name_pins(pins, plan), pins, strict=True)
     return tuple(Pin(name, pin, pin.memory()) for name, pin in named)
 
 
 def list_bars(shown: Shown, mode: Mode = "peak") -> list[Bar]:
-    """Return every row from top to bottom: the GPUs' first, then host memory and NVMe."""
+    """Return every row from top to bottom: GPUs first, then host memory and NVMe."""
     rows = _stage_bars(shown) if mode == "stages" else [*_tier_bars(shown), *_pin_bars(shown)]
     return [*rows, *_offload_bars(shown)]
 
 
 def _tier_bars(shown: Shown) -> list[Bar]:
-    """Return the worst rank in each tier; a tier without a report keeps its place."""
+    """Return the worst rank in each tier; a tier without a report keeps its row."""
     rows = []
     for tier in TIERS:
         report = shown.reports.get(tier)
@@ -101,7 +101,7 @@ def _pin_bars(shown: Shown) -> list[Bar]:
 
 
 def _stage_bars(shown: Shown) -> list[Bar]:
-    """Return the prediction of every pipeline stage, the band at the worst one."""
+    """Return the prediction of every pipeline stage, with the band at the worst one."""
     report = shown.report
     rows = []
     for stage in chosen_stages(report):
@@ -113,7 +113,7 @@ def _stage_bars(shown: Shown) -> list[Bar]:
 
 
 def chosen_stages(report: MemoryReport) -> list[StageMemory]:
-    """Return all stages; of many, evenly spaced ones, the first, the last and the worst among them."""
+    """Return all stages, or if there are many, evenly spaced ones with the first, the last and the worst."""
     stages = list(report.by_stage)
     if len(stages) <= MAX_STAGES:
         return stages
@@ -130,7 +130,7 @@ def _bar(
     report: MemoryReport,
     band: tuple[int, int] | None = None,
 ) -> Bar:
-    """Return the row of one stage's peak; ``title`` heads its tooltips."""
+    """Return the row of one stage's peak; ``title`` is the heading of its tooltips."""
     terms = stage.peak.terms
 
     def explain(name: str) -> str:
@@ -145,7 +145,7 @@ def _bar(
 
 
 def _offload_bars(shown: Shown) -> list[Bar]:
-    """Return a rank's host memory and NVMe beside its share of what the node has."""
+    """Return a rank's host memory and NVMe next to its share of the node's capacity."""
     rows = []
     for place in beside_the_card(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")

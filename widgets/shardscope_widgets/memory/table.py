@@ -1,4 +1,4 @@
-"""Text of the memory view: the line under the chart, and the table of components with their formulas."""
+"""Text of the memory view: the caption of the chart, and the table of components with their formulas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardscope_widgets.memory.rows import TIERS, Mode, Shown, chosen_stages
 
 TOTAL = "total"
 OUTSIDE = {"host memory": "host", "NVMe": "nvme"}
-"""Rows of memory outside the GPU, by the name of the place."""
+"""Rows of memory outside the GPU, by display name."""
 
 
 def caption(shown: Shown, mode: Mode = "peak") -> str:
-    """Return the line under the chart: which ranks, which phase, how much is usable, the likely range."""
+    """Return the caption of the chart: the ranks, the phase, the usable memory and the likely range."""
     plan, report = shown.plan, shown.report
     sharers = plan.cluster.gpus_per_node if plan.cluster.gpu.memory_is_shared else 1
     parts = [
@@ -62,13 +62,13 @@ def _phase(report: MemoryReport) -> str:
 
 
 def _round(num_bytes: float) -> str:
-    """Return GiB without decimals where these would claim more than is known: ``52``, ``7.4``, ``80.0``."""
+    """Return GiB without decimals that would overstate the precision: ``52``, ``7.4``, ``80.0``."""
     value = num_bytes / 2**30
     return gib(num_bytes) if value < 9.5 or value == round(value) else f"{value:,.0f}"
 
 
 def _outside(shown: Shown) -> list[str]:
-    """Return what the plan keeps outside the GPU, and how much of it a node has."""
+    """Return the memory that the plan uses outside the GPU, and the node's capacity of it."""
     parts = []
     for place in beside_the_card(shown.plan, shown.report):
         needed = gib(place.needed_bytes)
@@ -83,7 +83,7 @@ def _outside(shown: Shown) -> list[str]:
 
 
 def component_table(shown: Shown) -> str:
-    """Return the table: a row for each component, most bytes first; a row opens its formula and source."""
+    """Return the table: one row per component, largest first; a row expands to its formula and source."""
     columns = [_tier_column(shown, tier) for tier in TIERS]
     for index, pin in enumerate(shown.pins):
         columns += Column.of_pin(index, pin.name)
@@ -133,7 +133,7 @@ def _total_row(shown: Shown) -> PartRow:
 
 
 def _places(shown: Shown) -> list[str]:
-    """Return names of the memory outside the GPU that the plan or a pinned one needs."""
+    """Return the names of the memory outside the GPU that the plan or a pinned one needs."""
     plans = [(shown.plan, shown.report), *((pin.plan, pin.report) for pin in shown.pins)]
     needed = {place.name for plan, report in plans for place in beside_the_card(plan, report)}
     return [name for name in OUTSIDE if name in needed]
@@ -156,7 +156,7 @@ def _outside_row(shown: Shown, place_name: str, num_columns: int) -> PartRow:
 
 
 def _tier_cell(report: MemoryReport | None, name: str) -> str:
-    """Return a component's GiB in a tier; a dash where the tier could not tell it apart."""
+    """Return a component's GiB in a tier, or a dash if the tier could not measure it separately."""
     if report is None:
         return ""
     return _amount(report.components[name]) if name in report.components else NOT_REPORTED
@@ -171,10 +171,10 @@ def _amount(num_bytes: float) -> str:
 
 
 def swatch(name: str) -> str:
-    """Return the component's colour and pattern, as the chart has them."""
+    """Return the component's colour and pattern as in the chart."""
     colour = {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name]
     pattern = COMPONENT_PATTERNS.get(name, "")
-    # Dark lines on the light colours of what is no component of the plan's own.
+    # Dark lines on the light colours of memory that belongs to no component of the plan.
     kind = " ss-hatched" if pattern == "/" else f" {PATTERN_CLASSES[pattern]}" if pattern else ""
     return f"<i class='ss-mark{kind}' style='background-color:{colour}'></i>"
 

@@ -1,4 +1,4 @@
-"""The memory view: bars of every tier and pinned plan, the course of one step, and a table that explains."""
+"""The memory view: bars of every tier and pinned plan, the timeline of one step, and a detailed table."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from shardscope_widgets.memory.rows import Shown, pin_plans
 from shardscope_widgets.memory.table import caption, component_table
 
 MAX_REMEMBERED = 32
-"""Reports of rehearsals and runs that are shown again when their plan is."""
+"""Maximum stored reports of rehearsals and runs, which are shown again with their plan."""
 MODES = [("At the peak", "peak"), ("Over one step", "step")]
 STAGES = ("By stage", "stages")
 
 
 class MemoryView(View):
-    """A plan's memory in every tier, redrawn in place when :meth:`show` gets another plan.
+    """A plan's memory in every tier, redrawn in place when :meth:`show` receives another plan.
 
-    ``on_pin`` gets the plan whose pin button was pressed, and sets :attr:`pins`; None: the view keeps its own
-    pins. ``on_apply`` gets a plan with more room; None: the view shows that plan itself. ``on_fit`` gets a
-    plan that does not fit and what makes it fit; None: that goes to ``on_apply``. ``fit_search`` finds it.
+    ``on_pin`` receives the plan whose pin button was pressed and sets :attr:`pins`; None: the view stores its
+    own pins. ``on_apply`` receives a plan that needs less memory; None: the view shows that plan itself.
+    ``on_fit`` receives a plan that does not fit and its fit; None: the fit goes to ``on_apply``.
+    ``fit_search`` finds the fit.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class MemoryView(View):
         self.report: MemoryReport | None = None
         self.plan: ss.Plan | None = None
         self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
-        # A rehearsal or a run ends in its own thread while the user may change an input: the lock lets the
-        # one that draws last draw the present state.
+        # A rehearsal or a run ends in its own thread while the user may change an input: the lock ensures
+        # that the last drawing shows the current state.
         self._lock = threading.RLock()
         self._pins = Pins(self._draw, on_pin)
         self.mode = controls.segments(MODES, "Memory")
@@ -62,7 +63,7 @@ class MemoryView(View):
         self.table = Clickable(self._pins.press)
         self.figure = empty_figure(self.table.open_row)
         self.caption = controls.html("", "ss-hint", layout=widgets.Layout())
-        # Progress takes the caption's place while there is some: nothing below moves.
+        # Progress replaces the caption while there is any, so that the content below does not move.
         line = widgets.Box([self.caption, self.rehearse.status], layout=controls.layout())
         line.add_class("ss-caption")
         self.rehearse.button.observe(self._show_progress, "disabled")
@@ -76,7 +77,7 @@ class MemoryView(View):
 
     @property
     def pins(self) -> tuple[ss.Plan, ...]:
-        """The pinned plans: further rows of the chart, further columns of the table."""
+        """The pinned plans: additional rows of the chart and columns of the table."""
         return self._pins.plans
 
     @pins.setter
@@ -84,7 +85,7 @@ class MemoryView(View):
         self._pins.plans = tuple(plans)
 
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
-        """Draw a plan's memory; ``report`` is its prediction, where that is known already."""
+        """Draw a plan's memory; ``report`` is its prediction, if already computed."""
         report = report or plan.memory()
         with self._lock:
             self.plan, self.report = plan, report
@@ -95,7 +96,7 @@ class MemoryView(View):
         self.repairs.offer_soon(plan, report)
 
     def add(self, plan: ss.Plan, report: MemoryReport) -> None:
-        """Remember a rehearsed or measured report; it is shown whenever its plan is."""
+        """Store a rehearsed or measured report; it is shown whenever its plan is."""
         with self._lock:
             others = [
                 (known, old)
@@ -107,7 +108,7 @@ class MemoryView(View):
 
     @property
     def shown(self) -> Shown | None:
-        """The plan on screen, its reports by tier, and the pinned plans."""
+        """The current plan, its reports by tier, and the pinned plans."""
         plan = self.plan
         if plan is None or self.report is None:
             return None

@@ -1,4 +1,4 @@
-"""Which model: a name of the catalogue or the Hub, a size, or a config.json."""
+"""The model picker: a name from the catalogue or the Hub, a size, or a config.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardscope_widgets.pickers.base import Picker, Row
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 CLOSE = 0.8
-"""Share of characters in common from which a name counts as misspelt."""
+"""Minimum similarity at which a name counts as misspelt."""
 
 
 class ArchitecturePicker(Picker):
-    """Type to search the catalogue; "7b" is a Llama-shaped model of that size; a path reads a config.json."""
+    """A catalogue search; "7b" is a Llama-shaped model of that size; a path reads a config.json."""
 
     weights_folder = traitlets.Any(
         allow_none=True, default_value=None, help="The chosen folder, if it holds weights to begin from."
@@ -41,11 +41,11 @@ class ArchitecturePicker(Picker):
         )
         self.hint = controls.html("", "ss-hint")
         self._weights: Path | None = None
-        """The folder of weights that :meth:`make` found last."""
+        """The weights folder that :meth:`make` found last."""
         self._taken: dict[str, ss.Architecture] = {}
-        """Architectures of other views, by the text that stands for them."""
+        """Architectures set by other views, by the text that represents them."""
         self._folders: dict[str, ss.Architecture] = {}
-        """Paths that were read, and what they held."""
+        """Paths that were read, with their content."""
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
         self.read()
@@ -56,17 +56,17 @@ class ArchitecturePicker(Picker):
         return {"model": self.name, "name": self.name}
 
     def make(self) -> ss.Architecture:
-        """Return the architecture that the text names."""
+        """Return the architecture given by the text."""
         text = self.name.value.strip()
         self._weights = None
-        # "meta-llama/Llama-3.1-8B" may be a folder here as well, and then is what is in there.
+        # "meta-llama/Llama-3.1-8B" may also be a local folder, which takes precedence.
         if text in ss.models and not ("/" in text and _exists(text)):
             return ss.models[text]
         if text in self._taken:
             return self._taken[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
-        # Only what lies on this machine: any other hub id would make the kernel wait for the network.
+        # Only local files: for any other Hub id the kernel would wait for the network.
         path = Path(text).expanduser() if text and _exists(text) else None
         if path is not None and path.is_dir() and not (path / "config.json").is_file():
             allowed = "a folder with the model's config.json, and model.safetensors to fine-tune it"
@@ -88,14 +88,13 @@ class ArchitecturePicker(Picker):
         )
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
-        """See :class:`Picker`; a name that is spelled almost so is a fix."""
+        """Return the fix (see :class:`Picker`): the closest name for a misspelt one."""
         is_name = error.field == "model" and error.fix in ss.models
         return {"model": error.fix} if is_name else super().changes_of(error)
 
     def take(self, architecture: ss.Architecture) -> None:
-        """Set the input to an architecture that another view has: its folder if it came from one, else its
-        name."""
-        # Several folders may hold such a model: the one in the box, or else the one read last.
+        """Set the input to an architecture of another view: its folder if it has one, else its name."""
+        # Several folders may contain such a model: prefer the one in the input, then the one read last.
         texts = [self.name.value.strip(), *reversed(self._folders)]
         text = next((text for text in texts if self._folders.get(text) == architecture), None)
         if text is None:
@@ -104,11 +103,11 @@ class ArchitecturePicker(Picker):
                 text = f"{text} (changed)"
             self._taken[text] = architecture
         if self.name.value == text:
-            self.read()  # The text may stand for another model than before.
+            self.read()  # The text may represent another model than before.
         self.name.value = text
 
     def read(self, change: object = None) -> None:
-        """Take the text over and say what it stands for."""
+        """Read the text and show what it represents."""
         super().read(change)
         arch = self.value
         if not self.is_wrong:
@@ -128,9 +127,9 @@ class ArchitecturePicker(Picker):
 
 
 def _near(text: str) -> str:
-    """Return the model of the catalogue that ``text`` misspells; empty if it is another model.
+    """Return the catalogue model that ``text`` misspells; empty if it is another model.
 
-    Numbers make another model: "llama-9-8b" is no misspelt "llama-3-8b".
+    Different numbers mean another model: "llama-9-8b" is not a misspelt "llama-3-8b".
     """
     if not text:
         return ""
@@ -144,12 +143,12 @@ def _near(text: str) -> str:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether ``folder`` has weights as the Hub stores them."""
+    """Return whether ``folder`` has weights in the Hub's format."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def _exists(text: str) -> bool:
-    """Return whether ``text`` is the path of a file or folder that exists."""
+    """Return whether ``text`` is the path of an existing file or folder."""
     try:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What pickers share: labelled rows, an error message with its fix at each, and the last valid value kept."""
+"""The base of all pickers: labelled rows, errors with fixes at their input, the last valid value."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
 
 class Row(widgets.HBox):
-    """One labelled input (or a few side by side) and, under it, an error message with its fix."""
+    """One labelled input (or several in a row) with an error message and its fix below."""
 
     def __init__(self, label: str, *inputs: widgets.Widget) -> None:
         self.name = controls.label(label, LABEL_WIDTH)
         self.message = ""
-        """The error message; empty: no error."""
+        """The error message, or empty."""
         self._error: Clickable | None = None
         self._fix: Callable[[], None] | None = None
-        # A class hides it, so that all rows share one layout: a reloaded page has less to fetch.
+        # Hidden with a class, so that all rows share one layout: a reloaded page has less to load.
         super().__init__([self.name, *inputs], layout=controls.layout())
         self.add_class("ss-row")
         self.is_shown = True
@@ -45,7 +45,7 @@ class Row(widgets.HBox):
     def show_error(
         self, message: str, *, short: str = "", fix: str = "", on_fix: Callable[[], None] | None = None
     ) -> None:
-        """Show ``message`` under the input, as ``short`` if that is given; an empty one takes it away.
+        """Show ``message`` under the input, as ``short`` if that is given; an empty message removes it.
 
         ``fix`` is the label of a button that calls ``on_fix``.
         """
@@ -54,7 +54,7 @@ class Row(widgets.HBox):
         if self._error is None:
             if not message:
                 return
-            # Not made before: most rows never have an error, and a reloaded page then has less to fetch.
+            # Created on demand: most rows never have an error, and a reloaded page has less to load.
             self._error = Clickable(self._press, "ss-error")
             self.children = (*self.children, self._error)
         button = f" <button type='button' class='ss-act' data-act='fix'>{escape(fix)}</button>" if fix else ""
@@ -70,7 +70,7 @@ class Row(widgets.HBox):
 
 
 class Picker(widgets.VBox):
-    """Rows that make one object. ``value`` changes only when all rows are valid together."""
+    """Rows that define one object. ``value`` changes only when all rows are valid together."""
 
     value = traitlets.Any(help="The object; the last valid one while an input is wrong.")
     is_wrong = traitlets.Bool(False, help="Whether an error message is shown at an input.")
@@ -81,24 +81,24 @@ class Picker(widgets.VBox):
         self.on_fix: Callable[[Mapping[str, object]], None] = self._fix_own
         """Called with the changes of a fix, by object and field; by default only own fields are set."""
         self.complete: Callable[[Mapping[str, object]], dict[str, object]] = dict
-        """Adds to the changes of a fix what the rest of the plan needs with them; by default nothing."""
+        """Extends a fix with the changes that the rest of the plan then needs; by default with none."""
         self._own_error = False
-        # A row may be that of several fields; it is shown once.
+        # A row may serve several fields; it is shown once.
         unique = list(dict.fromkeys(rows.values()))
         super().__init__([*unique, *([hint] if hint else [])], layout=controls.layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:
-        """Return the object that the inputs describe. Raises ``ValueError``."""
+        """Return the object given by the inputs. Raises ``ValueError``."""
         raise TypeError(f"{type(self).__name__} does not say what it makes")
 
     @property
     def boxes(self) -> Mapping[str, widgets.Widget]:
-        """Field -> the input that has its value."""
+        """The input of each field."""
         return {}
 
     def set_fields(self, values: Mapping[str, object]) -> None:
-        """Set inputs by field; a field without an input is left alone. The last one set reads them all."""
+        """Set inputs by field, ignoring fields without an input. The last one set triggers the reading."""
         for field, value in values.items():
             box = self.boxes.get(field)
             if box is not None:
@@ -107,7 +107,7 @@ class Picker(widgets.VBox):
                 )
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over, or show what is wrong with them and keep the last valid value."""
+        """Read the inputs, or show their errors and keep the last valid value."""
         try:
             value = self.make()
         except (ValueError, KeyError) as error:
@@ -123,7 +123,7 @@ class Picker(widgets.VBox):
         self._show(error)
 
     def clear_plan_errors(self) -> None:
-        """Take errors of the plan away; an error of an input stays until that is changed."""
+        """Remove errors of the plan; an error of an input stays until the input changes."""
         if not self._own_error:
             self._clear()
 
@@ -131,7 +131,7 @@ class Picker(widgets.VBox):
         self.set_fields({field.rpartition(".")[2]: value for field, value in changes.items()})
 
     def _show(self, error: Exception) -> None:
-        # "Layout.tp x pp" names several fields: the first that has an input gets the message.
+        # "Layout.tp x pp" names several fields: the first one with an input shows the message.
         fields = getattr(error, "field", "").rpartition(".")[2].split()
         rows = [self.rows[field] for field in fields if field in self.rows]
         row = rows[0] if rows else next(iter(self.rows.values()))
@@ -155,7 +155,7 @@ class Picker(widgets.VBox):
         )
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
-        """Return the fix of ``error`` as changes that inputs can take; empty if there is no such fix."""
+        """Return the fix of ``error`` as changes of inputs; empty if there is none."""
         changes = error.changes
         can_be_set = all(
             name == "Layout"
@@ -190,7 +190,7 @@ def _value_words(value: object) -> str:
 
 
 class Nothing:
-    """Stands for None among choices: to ipywidgets, a value of None means that nothing is chosen."""
+    """The choice that represents None: in ipywidgets, a value of None means no selection."""
 
     def __repr__(self) -> str:
         return "none"
@@ -200,7 +200,7 @@ NOTHING = Nothing()
 
 
 def typed_number(text: str) -> Any:
-    """What a person typed as a whole number if it is one ("4,096"), else the text, for the noun to refuse."""
+    """Parse a whole number ("4,096"); return any other text unchanged, for the object to reject."""
     cleaned = text.strip().replace(",", "").replace("_", "").replace(" ", "")
     try:
         return int(cleaned)
@@ -209,8 +209,9 @@ def typed_number(text: str) -> Any:
 
 
 def typed_size(field: str, text: str, unit: str, least: float, most: float) -> float:
-    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond ``least`` to
-    ``most``, and for a comma that separates no thousands: to some it is a point."""
+    """Parse a number of ``unit`` that the user typed, such as "2,048". Raises ``ValueError`` outside of
+    ``least`` to ``most``, and for a comma that is no thousands separator: it may mean a decimal point.
+    """
     number = nan
     if "," not in text or THOUSANDS.fullmatch(text.strip()):
         with suppress(ValueError):
@@ -221,12 +222,12 @@ def typed_size(field: str, text: str, unit: str, least: float, most: float) -> f
 
 
 def typed_bytes(field: str, text: str) -> int:
-    """What a person typed in GiB, in bytes. Raises ``ValueError``."""
+    """Convert GiB that the user typed to bytes. Raises ``ValueError``."""
     return round(typed_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
 
 
 def typed_rate(text: str) -> Any:
-    """What a person typed as a number if it is one ("3e-4"), else the text, for the noun to refuse."""
+    """Parse a number ("3e-4"); return any other text unchanged, for the object to reject."""
     try:
         return float(text)
     except ValueError:

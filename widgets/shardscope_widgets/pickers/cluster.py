@@ -1,4 +1,4 @@
-"""Which GPUs: type, count, nodes, or this machine."""
+"""The cluster picker: GPU type, count, nodes, or this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HOST_NOT_KNOWN = (
     "The host memory of such a node is not known. Plans that offload cannot be judged without it."
 )
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
-"""Of what is typed: bytes to a GiB, bytes a second to a GB/s."""
+"""Factors of the typed units: bytes per GiB, bytes per second per GB/s."""
 
 
 class ClusterPicker(Picker):
-    """The GPU inventory. "Use this machine" fills in what is here.
+    """The GPU inventory. "Use this machine" fills in the local hardware.
 
-    What a person says of a node's host memory and NVMe takes the place of what the catalogue says of such
-    nodes; left empty, nobody knows.
+    A node's host memory and NVMe as typed by the user override the catalogue's values; if left empty, they
+    are unknown.
     """
 
     def __init__(self, text: str = "8xh100-sxm-80gb") -> None:
@@ -66,7 +66,7 @@ class ClusterPicker(Picker):
         )
         self._filling = False
         self._base = cluster
-        """What says all that no input does; its sizes are exact, those of the inputs rounded."""
+        """Source of the values without an input; its sizes are exact, those of the inputs rounded."""
         self._show_node()
         self.use_machine.on_click(lambda _: self.fill(self.machine))
         self.type.observe(self._of_another_type, "value")
@@ -79,7 +79,7 @@ class ClusterPicker(Picker):
         self._fit()
 
     def _fit(self) -> None:
-        """Show the memory beside the GPUs where it is asked for: on request, not known, or with a message."""
+        """Show the memory inputs when requested, when a size is unknown, or when they have a message."""
         cluster = self.value
         is_asked = cluster is not None and cluster.host_memory_bytes is None and cluster.gpu.name != "cpu"
         self.more.icon = "chevron-down" if self._is_open else "chevron-right"
@@ -93,7 +93,7 @@ class ClusterPicker(Picker):
         self._fit()
 
     def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
-        """Return the cluster that the inputs describe, but for ``changes`` by field."""
+        """Return the cluster given by the inputs, except for ``changes`` by field."""
         values: dict[str, Any] = {
             "gpus_per_node": typed_number(self.count.value),
             "num_nodes": typed_number(self.nodes.value),
@@ -130,7 +130,7 @@ class ClusterPicker(Picker):
 
     @property
     def _node(self) -> dict[str, widgets.Text]:
-        """What each node has, by field."""
+        """The resources of each node by field."""
         return {
             "host_memory_bytes": self.host,
             "nvme_bytes": self.nvme,
@@ -142,7 +142,7 @@ class ClusterPicker(Picker):
             box.value = _shown(name, getattr(self._base, name))
 
     def _of_another_type(self, change: object) -> None:
-        """Such nodes come with other hosts and links."""
+        """Reset the node's resources to those of the new GPU type, whose hosts and links differ."""
         if self._filling:
             return
         self._filling = True
@@ -154,7 +154,7 @@ class ClusterPicker(Picker):
         self.read()
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over and say how the GPUs are connected."""
+        """Read the inputs and show how the GPUs are connected."""
         if getattr(self, "_filling", False):
             return
         super().read(change)
@@ -179,7 +179,7 @@ class ClusterPicker(Picker):
 
 
 def _answer(cluster: ss.Cluster) -> str:
-    """Return ``8 × H100 80 GB, NVLink 4``; of several nodes ``64 × H100 80 GB, 8 nodes``."""
+    """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``."""
     if cluster.gpu.name == "cpu":
         return device_count(cluster)
     name = title(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
@@ -189,12 +189,12 @@ def _answer(cluster: ss.Cluster) -> str:
 
 
 def _shown(name: str, value: float | None) -> str:
-    """``2,048``; empty for what is not known."""
+    """Return ``2,048``, or empty text if the value is unknown."""
     return "" if value is None else f"{value / UNITS[name]:,.10g}"
 
 
 def _typed(name: str, text: str) -> float | None:
-    """In bytes, or bytes a second; None for nothing. Raises ``ValueError``."""
+    """Return the input in bytes, or bytes per second; None if empty. Raises ``ValueError``."""
     if not text.strip():
         return None
     field = f"Cluster.{name}"

@@ -1,4 +1,4 @@
-"""Which framework, and its degrees: only choices that can run on this model and these GPUs are offered."""
+"""The layout picker: a framework and its degrees, limited to what can run on the model and the GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORDS: dict[str, dict[Any, str]] = {
 
 
 class LayoutPicker(Picker):
-    """A framework and its degrees. ``offer`` says for which model, GPUs and recipe; ``below`` comes last."""
+    """A framework and its degrees. ``offer`` sets the model, GPUs and recipe; ``below`` is shown last."""
 
     def __init__(self, layout: ss.Layout | None = None, below: widgets.Widget | None = None) -> None:
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
@@ -62,9 +62,9 @@ class LayoutPicker(Picker):
         self._offering = False
         self._taken: ss.Layout | None = None
         self._first: dict[str, tuple[ss.Architecture, ss.Cluster]] = {}
-        """Framework -> the model and cluster for which its degrees were chosen, by us or by the user."""
+        """Framework -> the model and cluster for which its degrees were chosen, by default or by the user."""
         self._auto: dict[str, ss.Layout] = {}
-        """Framework -> the layout that we chose for it, until the user changes it."""
+        """Framework -> its default layout, until the user changes it."""
         self.hint = controls.html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
@@ -84,10 +84,10 @@ class LayoutPicker(Picker):
             self.take(replace(self._layouts[self.framework.value], **wanted))
 
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
-        """Restrict choices to what can run here; one that no longer can falls back to the nearest."""
+        """Restrict choices to what can run; a choice that no longer can is replaced by the nearest."""
         self._situation = (architecture, cluster, recipe)
         name = self.framework.value
-        # Degrees that nobody set follow the model and the cluster for which they were chosen.
+        # Default degrees follow the model and the cluster for which they were chosen.
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != self._situation[:2]:
             self._take_first(name)
@@ -95,7 +95,7 @@ class LayoutPicker(Picker):
         self.read()
 
     def layout_for(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> ss.Layout:
-        """Return the layout that :meth:`offer` would choose, and change nothing."""
+        """Return the layout that :meth:`offer` would choose, without changing anything."""
         name, before = self.framework.value, self._situation
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != (architecture, cluster):
@@ -111,7 +111,7 @@ class LayoutPicker(Picker):
         layout: ss.Layout,
         situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None,
     ) -> None:
-        """Set the inputs to ``layout``. What has no input is kept beside them."""
+        """Set the inputs to ``layout``. Fields without an input are stored with them."""
         name = layout.framework
         self._situation = situation or self._situation
         self._offering = True
@@ -122,7 +122,7 @@ class LayoutPicker(Picker):
                 current = getattr(layout, field)
                 value = NOTHING if current is None else current
                 if value not in [offered for _, offered in control.options]:
-                    # What runs depends on the fields before: with those of this layout it will be on offer.
+                    # Which choices can run depends on the previous fields: with those of this layout it can.
                     control.options = [*control.options, *_options(field, [current])]
                 control.value = value
         finally:
@@ -137,14 +137,14 @@ class LayoutPicker(Picker):
             self._taken = None
 
     def forget(self, framework: str) -> None:
-        """Forget the degrees and options of a framework that is not chosen: choosing it starts anew."""
+        """Reset the degrees and options of a framework that is not chosen."""
         if framework != self.framework.value:
             self._layouts[framework] = frameworks[framework].layout_class()
             self._first.pop(framework, None)
             self._auto.pop(framework, None)
 
     def _choose_framework(self, change: object = None) -> None:
-        """Start with degrees that suit the model and the cluster, once for each of these."""
+        """Set degrees that suit the model and the cluster, once for each pair of these."""
         name, situation = self.framework.value, self._situation
         if not self._offering and situation is not None and self._first.get(name) != situation[:2]:
             self._take_first(name)
@@ -158,7 +158,7 @@ class LayoutPicker(Picker):
         self._auto[name] = self._layouts[name]
 
     def make(self) -> ss.Layout:
-        """The layout that the inputs describe, fallen back to what can run."""
+        """Return the layout given by the inputs, adjusted to what can run."""
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
@@ -166,7 +166,7 @@ class LayoutPicker(Picker):
             return self._taken
         own = self._controls[name]
         shown = {field: None if c.value is NOTHING else c.value for field, c in own.items()}
-        # Where there was only one choice nobody has made it: the field keeps its default, if that runs.
+        # A single choice was not made by the user: the field keeps its default, if that can run.
         chosen = {field: value for field, value in shown.items() if len(own[field].options) > 1}
         last = self._layouts[name]
         unshown = {field: getattr(last, field) for field in _unshown(last)}
@@ -178,7 +178,7 @@ class LayoutPicker(Picker):
         return self._running(fitted, unshown) or fitted
 
     def _running(self, layout: ss.Layout, values: dict[str, Any]) -> ss.Layout | None:
-        """The layout with these values if it runs here."""
+        """Return the layout with these values if it can run here."""
         try:
             changed = replace(layout, **values)
             changed.degrees(*self._situation)
@@ -187,12 +187,12 @@ class LayoutPicker(Picker):
         return changed
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over and renew what is offered."""
+        """Read the inputs and update the choices."""
         if self._offering:
             return
         name = self.framework.value
         if change is not None and self._situation is not None:
-            self._first[name] = self._situation[:2]  # The user has set degrees: they stay.
+            self._first[name] = self._situation[:2]  # The user has set the degrees: keep them.
         self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
         rows = [self._framework_row, *self._rows[name].values(), *self._below]
@@ -218,7 +218,8 @@ class LayoutPicker(Picker):
                 if current is None and field == "sequence_parallel":
                     current = layout.splits_sequence
                 if current is not None and current not in values:
-                    # It runs, though alone it would not be offered: chunks of a stage need not divide the
+                    # It can run, though it would not be offered by itself: chunks of a stage need not divide
+                    # the
                     # GPUs, and some degrees need a field that comes after them.
                     values = [*values, current]
                     values = sorted(values) if isinstance(current, int) and None not in values else values
@@ -234,7 +235,7 @@ class LayoutPicker(Picker):
             self._offering = False
 
     def _make_rows(self, name: str) -> None:
-        """A framework's rows are made when it is first chosen: most people never see the others'."""
+        """Create a framework's rows when it is first chosen, because most users need only one framework."""
         if not self._rows[name]:
             for field, values in frameworks[name].layout_class.choices.items():
                 self._add_row(name, field, values)
@@ -261,7 +262,7 @@ def _options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _unshown(layout: ss.Layout) -> list[str]:
-    """Fields without an input that are not what they are by default."""
+    """Return the fields without an input that differ from their defaults."""
     plain = type(layout)()
     return [
         field.name

@@ -22,24 +22,24 @@ from shardscope_widgets.run.export_panel import folder_name
 
 MAX_BYTES = 4 * 2**20
 MAX_WORDS = 100_000
-"""Characters of a script's arguments; real ones have a few thousand."""
+"""Maximum characters of a script's arguments; real ones have a few thousand."""
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
-"""A key of a YAML mapping, which Megatron-LM's arguments do not have."""
+"""A key of a YAML mapping, which does not occur in Megatron-LM's arguments."""
 ARRAY = re.compile(r"(\w+)=\(([^)]*)\)")
 ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", re.MULTILINE)
 VARIABLE = re.compile(r"\"?\$\{?(\w+)(?:\[[@*]\])?\}?\"?")
 TORCHRUN_SCRIPT = re.compile(r"\s\S+\.py\b")
 MAX_NESTED = 4
-"""Variables within variables that are followed."""
+"""Maximum depth of nested variables."""
 NOUNS = {"architecture", "cluster", "recipe", "layout"}
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"}
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
 
 
 def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
-    """Return the plan in ``path``; what the file does not hold is ``current``'s.
+    """Return the plan in ``path``, completed from ``current`` where the file has no value.
 
-    Raises ``ValueError`` for a file that cannot be read, is none of the four, or holds what cannot run.
+    Raises ``ValueError`` for a file that cannot be read, has none of the four formats, or cannot run.
     """
     if not path.is_file():
         refuse("OpenPlan.path", str(path), ALLOWED, "the path of a file", "There is no such file")
@@ -54,7 +54,7 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
         refuse("OpenPlan.path", str(path), ALLOWED, "another file", "The file is no text")
     given = {"architecture": current.architecture, "cluster": current.cluster, "recipe": current.recipe}
     if (path.parent / "plan.json").is_file():
-        given = {}  # An export's files: what they leave out is in its own plan.json, which is read with them.
+        given = {}  # Exported files: values that they lack are read from the plan.json exported with them.
     if text.lstrip().startswith("{"):
         return _read_json(path, text, given)
     is_yaml = path.suffix.lower() in (".yaml", ".yml") or MAPPING.search(text) is not None
@@ -68,7 +68,7 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
 def read_script_arguments(text: str) -> list[str]:
     """Return Megatron-LM's arguments in a shell script: arrays, variables and the command itself.
 
-    Variables stand for the last text that the script assigns to them. Nothing is run.
+    A variable has the last text that the script assigns to it. Nothing is executed.
     """
     lines = re.sub(r"(^|\s)#[^\n]*", "", text.replace("\\\n", " "))
     values = {name: " ".join(array.split()) for name, array in ARRAY.findall(lines)}
@@ -81,7 +81,7 @@ def read_script_arguments(text: str) -> list[str]:
     command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
     words = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
     for _ in range(MAX_NESTED):
-        if len(words) > MAX_WORDS:  # Variables of variables may grow without end.
+        if len(words) > MAX_WORDS:  # Nested variables may grow without limit.
             refuse("OpenPlan.path", "a shell script", f"{MAX_WORDS:,} characters of arguments", "fewer")
         words = VARIABLE.sub(lambda found: values.get(found[1], ""), words)
     if not command or "--" not in words:
@@ -115,7 +115,7 @@ def _expanded(text: str) -> Path:
 
 
 class OpenPlan(widgets.VBox):
-    """A path or an upload; ``on_open`` gets the plan, ``current`` returns what the file leaves out."""
+    """A path or an upload; ``on_open`` receives the plan, ``current`` returns values that the file lacks."""
 
     def __init__(self, on_open: Callable[[ss.Plan], None], current: Callable[[], ss.Plan]) -> None:
         self._on_open, self._current = on_open, current
@@ -148,7 +148,7 @@ class OpenPlan(widgets.VBox):
 
     def _open_upload(self, change: object = None) -> None:
         if self.upload.value:
-            self.path.value = ""  # It named another file, which is not the one that is opened.
+            self.path.value = ""  # The path names another file than the uploaded one.
         for uploaded in self.upload.value:
             content = uploaded["content"]
             if len(content) > MAX_BYTES:

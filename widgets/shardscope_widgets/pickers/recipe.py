@@ -1,4 +1,4 @@
-"""What to train: method, precision, sequence length, batches, recomputation."""
+"""The recipe picker: method, precision, sequence length, batches, recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardscope_widgets.pickers.recipe_choices import Advanced, options
 
 
 class RecipePicker(Picker):
-    """The training recipe, the rarer choices behind a button; what is not shown keeps its default."""
+    """The training recipe, with advanced choices behind a button; hidden fields keep their defaults."""
 
     def __init__(self, recipe: ss.Recipe | None = None) -> None:
         recipe = recipe or ss.Recipe()
@@ -55,7 +55,7 @@ class RecipePicker(Picker):
             },
             widgets.VBox([self.also, self.reset], layout=controls.layout()),
         )
-        # The button stands between what everybody sees and what it opens.
+        # The button is between the basic rows and those that it opens.
         first = self.children.index(self.rows["optimizer"])
         self.children = (*self.children[:first], self.advanced.button, *self.children[first:])
         for control in (
@@ -86,7 +86,7 @@ class RecipePicker(Picker):
         }
 
     def set_fields(self, values: Mapping[str, object]) -> None:
-        """Set inputs by field, and fields without an input beside them, as one change."""
+        """Set inputs by field, and store fields without an input, as one change."""
         self._taking = True
         try:
             super().set_fields(values)
@@ -97,7 +97,7 @@ class RecipePicker(Picker):
         self.read()
 
     def take(self, recipe: ss.Recipe) -> None:
-        """Set the inputs to ``recipe``; what has no input of its own is kept beside them."""
+        """Set the inputs to ``recipe``; fields without an input are stored with them."""
         self._taking = True
         try:
             self._base = recipe
@@ -114,7 +114,7 @@ class RecipePicker(Picker):
         self.read()
 
     def offer(self, layout: ss.Layout) -> None:
-        """Restrict choices to what ``layout``'s framework can run; what is chosen stays, and says so."""
+        """Restrict choices to what ``layout``'s framework can run; an unsupported choice shows an error."""
         self._taking = True
         try:
             for field, control in (
@@ -140,16 +140,16 @@ class RecipePicker(Picker):
         self._fit()
 
     def _fit(self) -> None:
-        """Show the advanced rows that are asked for, that mean something, or that have a message."""
+        """Show the advanced rows that are requested and applicable, or that have a message."""
         self.advanced.fit(self.method.value != "full", self.recompute.value != "none")
 
     def _forget_unshown(self, _: object) -> None:
-        """Give fields without an input their defaults again."""
+        """Reset fields without an input to their defaults."""
         self._base = ss.Recipe()
         self.read()
 
     def _say_unshown(self) -> None:
-        """Name what a mend or a script set and no input shows: nothing works in hiding."""
+        """List the fields without an input that a fix or a script has set, so that none is hidden."""
         recipe, default = self.value, ss.Recipe()
         names = [field.name for field in fields(recipe) if field.name not in self.rows]
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
@@ -159,7 +159,7 @@ class RecipePicker(Picker):
         self.reset.layout.display = "" if parts else "none"
 
     def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:
-        """Return the recipe that the inputs describe, but for ``changes`` by field."""
+        """Return the recipe given by the inputs, except for ``changes`` by field."""
         lora = self.method.value != "full"
         base = self._base
         if not lora:
@@ -179,7 +179,7 @@ class RecipePicker(Picker):
         return replace(base, **{**values, **changes})
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over; the rank is asked for only with LoRA."""
+        """Read the inputs; the rank is shown only with LoRA."""
         if self._taking:
             return
         self._rank_row.show(self.method.value != "full")

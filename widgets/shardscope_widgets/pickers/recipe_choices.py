@@ -1,4 +1,4 @@
-"""The words for a recipe's choices, and the inputs of its advanced part."""
+"""Labels of the recipe's choices, and the inputs of its advanced part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPEN = {
     "attention": "the modules' own",
     "loss": "the kernels' own",
 }
-"""What it means that a field is left open."""
+"""The meaning of a field that is left open."""
 ADVANCED = {
     "optimizer": "Optimizer",
     "quantization": "Base weights",
@@ -49,13 +49,13 @@ ADVANCED = {
     "attention": "Attention",
     "loss": "Loss",
 }
-"""Choices of the advanced part, and their labels."""
+"""Fields of the advanced part with their labels."""
 
 
 def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[str, Any]]:
-    """What a dropdown of ``field`` offers: what ``layout`` can run, and what is chosen now.
+    """Return the options of a dropdown of ``field``: what ``layout`` can run, and the current choice.
 
-    A choice that the framework lost stays in the list, for the message at the input to be about it.
+    A choice that the framework does not support stays in the list, with an error message at the input.
     """
     values = CHOICES.get(field) or OPEN_CHOICES[field]
     if layout is not None:
@@ -67,12 +67,12 @@ def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[st
 
 
 def chosen(value: Any) -> Any:
-    """A dropdown's value as the recipe has it."""
+    """Return a dropdown's value as a recipe value."""
     return None if isinstance(value, Nothing) else value
 
 
 def typed_real(text: str) -> Any:
-    """What a person typed as a number if it is one, else the text, for the recipe to refuse."""
+    """Parse a number; return any other text unchanged, for the recipe to reject."""
     try:
         return float(text.strip())
     except ValueError:
@@ -80,7 +80,7 @@ def typed_real(text: str) -> Any:
 
 
 class Advanced:
-    """Rows that most people never need, behind one button; each dropdown offers what can run."""
+    """Rows that most users never need, behind one button; each dropdown offers what can run."""
 
     def __init__(self, recipe: ss.Recipe) -> None:
         self.dropdowns: dict[str, widgets.Dropdown] = {
@@ -105,16 +105,16 @@ class Advanced:
 
     @property
     def boxes(self) -> dict[str, widgets.Widget]:
-        """Field -> its input."""
+        """The input of each field."""
         return {**self.dropdowns, "recompute_interval": self.interval, "dropout": self.dropout}
 
     @property
     def inputs(self) -> list[widgets.Widget]:
-        """Every input, to be observed."""
+        """Every input, for observers."""
         return [*self.dropdowns.values(), self.interval, self.dropout]
 
     def open(self, is_open: bool) -> None:
-        """Show the rows that mean something, or put them away; one with a message at it stays."""
+        """Show the applicable rows, or hide them; a row with a message stays."""
         self.is_open = is_open
         self.button.icon = "chevron-down" if is_open else "chevron-right"
         for field, row in self.rows.items():
@@ -122,7 +122,7 @@ class Advanced:
             row.show(wanted or bool(row.message))
 
     def fit(self, has_adapters: bool, recomputes: bool) -> None:
-        """Put away what would mean nothing: a base's type without adapters, an interval of nothing."""
+        """Hide rows without effect: the base's type without adapters, the interval without recomputation."""
         self._meaningless = {
             field
             for field, has_meaning in (("quantization", has_adapters), ("recompute_interval", recomputes))
@@ -139,7 +139,7 @@ class Advanced:
         self.dropout.value = f"{recipe.dropout:g}"
 
     def offer(self, layout: ss.Layout) -> None:
-        """Offer what ``layout`` can run, and what is chosen."""
+        """Offer the choices that ``layout`` can run, and the current one."""
         for field, dropdown in self.dropdowns.items():
             value = dropdown.value
             offered = options(field, layout, value)
@@ -148,7 +148,7 @@ class Advanced:
                 dropdown.value = value
 
     def fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
-        """The recipe's fields that these inputs say."""
+        """Return the recipe fields given by these inputs."""
         found = {field: chosen(dropdown.value) for field, dropdown in self.dropdowns.items()}
         found["dropout"] = typed_real(self.dropout.value)
         found["recompute_interval"] = _number(self.interval.value) if recomputes else 1

@@ -1,4 +1,4 @@
-"""What to do with the plan: pretrain, fine-tune the weights of a folder, or run the user's own code."""
+"""The task picker: pretrain, fine-tune the weights of a folder, or run the user's own code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITHOUT_TEXT = "Without a text file: Moby-Dick, which ships with Shardscope."
 
 
 class RunOptions(Picker):
-    """How long a run trains, how fast it learns, what it records, and whether it outlives the kernel."""
+    """Options of a run: its steps, its learning rate, its records, and whether it outlives the kernel."""
 
     def __init__(self) -> None:
         self.steps = controls.text(40, "Optimizer steps", "64px")
@@ -50,7 +50,7 @@ class RunOptions(Picker):
         row.add_class("ss-two-lines")
         self._training = (row, self.profile)
         self.has_steps = True
-        """Whether the task takes steps and a rate; the user's own code has its own."""
+        """Whether the task takes steps and a learning rate; the user's own code has its own."""
         super().__init__(
             {"num_steps": row, "learning_rate": row}, controls.vertical(self.profile, self.outlive)
         )
@@ -64,11 +64,11 @@ class RunOptions(Picker):
         return {"num_steps": self.steps, "learning_rate": self.rate}
 
     def make(self) -> tuple[object, ...]:
-        """Return the inputs as typed; the task itself checks them."""
+        """Return the inputs as typed; the task itself validates them."""
         return (self.steps.value, self.rate.value, self.profile.value, self.outlive.value)
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over and renew the answer."""
+        """Read the inputs and update the answer."""
         super().read(change)
         for part in self._training:
             (part.remove_class if self.has_steps else part.add_class)("ss-off")
@@ -89,29 +89,29 @@ class RunOptions(Picker):
         }
 
     def take(self, task: ss.Pretrain, usual_rate: float) -> None:
-        """Set the inputs to those of ``task``; the usual rate is left open."""
+        """Set the inputs to those of ``task``; a default learning rate is left empty."""
         self.steps.value = str(task.num_steps)
         self.profile.value = task.profile
         self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
 
 
 class TaskPicker(Picker):
-    """The kind of task and what it needs: a text, or the path or name of the user's code.
+    """The kind of task and its inputs: a text, or the path or name of the user's code.
 
-    :meth:`offer` says whether the model is a folder with weights: then fine-tuning is on offer, and the
+    :meth:`offer` sets whether the model is a folder with weights: fine-tuning is then available, and the
     default until the user chooses something else.
     """
 
     kind = traitlets.Unicode("pretrain", help="pretrain, finetune or own.")
 
     def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """``functions`` returns what the notebook's cells have defined."""
+        """Create the picker. ``functions`` returns the functions defined in the notebook's cells."""
         self.options = options
         self._functions = functions or functions_here
         self._plan: ss.Plan | None = None
         self._weights: Path | None = None
         self._chosen: Kind | None = None
-        """The kind that the user chose while fine-tuning was on offer, or "own" at any time."""
+        """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
         self.menu = controls.dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
         self.text = controls.text("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
@@ -133,16 +133,16 @@ class TaskPicker(Picker):
         self.read()
 
     def offer(self, plan: ss.Plan, weights: Path | None) -> None:
-        """Say for which plan, and which folder of weights the model was read from, if from any."""
+        """Set the plan, and the weights folder from which the model was read, if any."""
         is_other, self._plan, self._weights = weights != self._weights, plan, weights
         self._offer_kinds()
         if is_other:
-            self.read()  # The answer names the folder.
+            self.read()  # The answer includes the folder's name.
         self._say_what_trains()
         self.show_usual_rate(plan)
 
     def _say_what_trains(self) -> None:
-        """Say from which weights and on which text a run would train."""
+        """Show which weights and which text a run would train on."""
         if self.kind == "own":
             note = "Model, data, steps and learning rate are the code's own."
         elif self._plan is not None and self.adapts_random_weights(self._plan):
@@ -157,7 +157,7 @@ class TaskPicker(Picker):
         return self.kind == "pretrain" and plan.recipe.has_adapters
 
     def show_usual_rate(self, plan: ss.Plan, *, as_trial: bool = False) -> None:
-        """Show the rate that an empty input stands for, which depends on the plan that trains."""
+        """Show the default learning rate of an empty input, which depends on the plan."""
         usual = rate_near(ss.Pretrain.learning_rate, plan)
         if self.kind == "finetune" and not as_trial:
             usual = ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
@@ -165,19 +165,19 @@ class TaskPicker(Picker):
 
     @property
     def missing(self) -> str:
-        """What the user has not entered yet; empty if nothing is missing."""
+        """The input that the user still has to fill in; empty if none."""
         needs_code = self.kind == "own" and not self.code.value.strip()
         return "Enter a script or a function first." if needs_code else ""
 
     @property
     def verb(self) -> str:
-        """Return how the main button begins."""
+        """The main button's label: a verb and the subject."""
         verbs = {"pretrain": "Launch", "finetune": "Fine-tune", "own": "Run"}
         return f"{verbs[self.kind]} {self.subject}".strip()
 
     @property
     def subject(self) -> str:
-        """Return the short name of the folder or of the code."""
+        """Short name of the folder or of the code."""
         if self.kind == "pretrain":
             return ""
         name = self._weights.name if self.kind == "finetune" and self._weights else Path(self.code.value).name
@@ -189,9 +189,9 @@ class TaskPicker(Picker):
         return self._weights if self.kind == "finetune" else None
 
     def task(self, plan: ss.Plan, *, as_trial: bool = False) -> Any:
-        """Return the task that the inputs describe. Raises ``ValueError`` naming the field.
+        """Return the task given by the inputs. Raises ``ValueError`` naming the field.
 
-        ``as_trial``: ``plan`` is of a tiny model that stands for the user's: no folder has its weights.
+        ``as_trial``: ``plan`` is of a tiny model that replaces the user's and has no weights folder.
         """
         if self.kind == "own":
             return self._own_code()
@@ -211,16 +211,16 @@ class TaskPicker(Picker):
         return {"text": self.text, "code": self.code}
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
-        """See :class:`Picker`; a script or function that is spelled almost so is a fix."""
+        """Return the fix (see :class:`Picker`): the closest script or function for a misspelt one."""
         near = error.fix if error.field == CODE and error.fix != A_SCRIPT else ""
         return {CODE: near} if near else super().changes_of(error)
 
     def make(self) -> tuple[str, str, str]:
-        """Return the inputs as typed; :meth:`task` checks them."""
+        """Return the inputs as typed; :meth:`task` validates them."""
         return (self.kind, self.text.value, self.code.value)
 
     def read(self, change: object = None) -> None:
-        """Take the inputs over, and show the rows that the kind has."""
+        """Read the inputs, and show the rows of the chosen kind."""
         super().read(change)
         is_own = self.kind == "own"
         (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
@@ -250,7 +250,7 @@ class TaskPicker(Picker):
         if self._offering or change["new"] is None:
             return
         self.kind = change["new"]
-        # "Pretrain" where nothing else was on offer says nothing about a folder that is chosen later.
+        # "Pretrain" chosen as the only option does not apply to a folder that is chosen later.
         could_finetune = self._weights is not None
         self._chosen = self.kind if self.kind == "own" or could_finetune else None
         self.read()
@@ -276,7 +276,7 @@ class TaskPicker(Picker):
 
 
 def _takes_context(function: Callable[..., Any]) -> bool:
-    """Return whether ``function`` takes the run's context; a script's ``main()`` takes nothing."""
+    """Return whether ``function`` takes the run's context; a script's ``main()`` takes no argument."""
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):

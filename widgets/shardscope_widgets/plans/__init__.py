@@ -1,1 +1,1 @@
-"""The plans view: advice, and the search as chart and table."""
+"""The plans view: advice, and the search results as a chart and a table."""

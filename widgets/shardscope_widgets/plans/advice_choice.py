@@ -1,4 +1,4 @@
-"""One answer for the plan on screen: apply the advised plan or keep this one, and alternatives."""
+"""The recommendation for the current plan (apply the advised plan or keep this one), and alternatives."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ MAX_ALTERNATIVES = 2
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan, with what it gains and costs."""
+    """Another plan, with its benefits and costs."""
 
     index: int
-    """Its place in ``advice.alternatives``."""
+    """Its index in ``advice.alternatives``."""
     plan: ss.Plan
     words: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The recommendation for the plan on screen."""
+    """The recommendation for the current plan."""
 
     sentence: str
     figures: str
-    """Memory, time and rate of the recommended plan; where nothing fits, what is missing."""
+    """Memory, time and rate of the recommended plan; if nothing fits, what is missing."""
     change: str
-    """The difference to the plan on screen; empty if that is the recommended one."""
+    """The difference from the current plan; empty if that is the recommended one."""
     why: str
     """The reasons, in a few sentences."""
     plan: ss.Plan | None
-    """The plan to apply; None to keep the plan on screen, or where nothing fits."""
+    """The plan to apply; None to keep the current plan, or if nothing fits."""
     alternatives: tuple[Alternative, ...]
 
 
 def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
-    """Return the recommendation and the alternatives of ``advice``, for the plan on screen."""
+    """Return the recommendation and the alternatives of ``advice``, relative to the current plan."""
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
     others = [
         Alternative(index, plan, words)
         for index, (plan, words) in enumerate(advice.alternatives)
-        # The advice may have been asked for while another plan was on screen.
+        # The advice may have been requested for a previous plan.
         if on_screen is None or not does_the_same(plan, on_screen)
     ]
     alternatives = tuple(others[:MAX_ALTERNATIVES])
@@ -98,5 +98,5 @@ def _compared(speedup: float) -> str:
 def _seconds(plan: ss.Plan) -> float | None:
     try:
         return plan.step().seconds
-    except ValueError:  # A GPU whose rates are not known.
+    except ValueError:  # A GPU whose rates are unknown.
         return None

@@ -1,4 +1,4 @@
-"""The advice as HTML: recommendation, alternatives, the questions behind them, and a table of abilities."""
+"""The advice as HTML: recommendation, alternatives, decision path, and a table of framework abilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recommendation(answer: Answer) -> str:
 
 
 def alternatives(found: tuple[Alternative, ...], *, nothing_fits: bool) -> str:
-    """Return the alternatives, each with what it gains and costs, or lacks, and a button that applies it."""
+    """Return the alternatives, each with its benefits and costs or what it lacks, and an apply button."""
     if not found:
         return ""
     rows = "".join(
@@ -46,7 +46,7 @@ def alternatives(found: tuple[Alternative, ...], *, nothing_fits: bool) -> str:
 
 
 def path(advice: Advice, answer: Answer) -> str:
-    """Return the questions in order, folded; those whose answer the plan does not have are pale."""
+    """Return the questions in order, collapsed; those whose answer the plan does not follow are dimmed."""
     steps = "".join(_turn(turn) for turn in advice.path)
     number = len(advice.path)
     why = f"<p>{escape(answer.why)}</p>" if answer.why else ""
@@ -68,7 +68,7 @@ def _turn(turn: Turn) -> str:
 
 
 def matrix(table: Abilities) -> str:
-    """Return the abilities of each framework as a folded table, whose tooltips name the options."""
+    """Return the abilities of each framework as a collapsed table, whose tooltips name the options."""
     head = "".join(f"<th scope='col'>{escape(title)}</th>" for title in table.titles.values())
     rows = "".join(
         f"<tr><th scope='row' title='{escape(column.words, quote=True)}'>{escape(column.title)}</th>"

@@ -1,4 +1,4 @@
-"""The view of ``ss.recommend``: one plan to start with, at most two alternatives, the questions behind."""
+"""The view of ``ss.recommend``: a recommended plan, at most two alternatives, and the decision path."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shardscope_widgets.plans.advice_html import alternatives, matrix, path, rec
 
 
 class AdviceView(View):
-    """One recommendation and its alternatives; the questions and what each framework supports are folded.
+    """A recommendation and its alternatives; the decision path and the framework abilities are collapsed.
 
-    :meth:`ask` asks in the background; ``AdviceView(advice)`` shows what ``ss.recommend`` returned.
-    A button applies a plan: ``on_apply`` gets it, and :attr:`plan` has it.
+    :meth:`ask` runs in the background; ``AdviceView(advice)`` shows a result of ``ss.recommend``.
+    A button applies a plan: ``on_apply`` receives it, and :attr:`plan` holds it.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -34,7 +34,7 @@ class AdviceView(View):
         on_apply: Callable[[ss.Plan], None] | None = None,
         work: WorkPanel | None = None,
     ) -> None:
-        """``work``: the panel that shows the progress of the questions; by default one above the advice."""
+        """Create the view. ``work`` is the progress panel; by default one above the advice."""
         self.advice: Advice | None = None
         self.answer: Answer | None = None
         self._on_screen: ss.Plan | None = None
@@ -43,7 +43,7 @@ class AdviceView(View):
         self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press)
         own = [] if work else [self.work, self.work.words]
         if own:
-            self.work.offer(False)  # Until there is a question.
+            self.work.offer(False)  # Hidden until advice is requested.
         self.words = Clickable(self._act)
         super().__init__([Sheet("plans"), *own, self.words])
         for name in ("ss-root", "ss-view", "ss-advice"):
@@ -63,14 +63,14 @@ class AdviceView(View):
     ) -> None:
         """Call ``ss.recommend`` in the background, show its advice, then call ``on_found``.
 
-        ``current``: the plan on screen, which the advice has to outdo. Return at once. Do nothing while a
-        question is under way. An error of ``ss.recommend`` is shown beside the button.
+        ``current`` is the current plan, which the advice has to improve on. Return immediately; do nothing
+        while a request is running. An error of ``ss.recommend`` is shown next to the button.
         """
 
         def work(progress: Progress) -> Advice:
             progress("asking", 0.0)
             advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current)
-            progress("drawing", 1.0)  # Raises if Cancel was pressed meanwhile.
+            progress("drawing", 1.0)  # Raises if the user pressed Cancel meanwhile.
             return advice
 
         def found(advice: Advice) -> None:
@@ -86,19 +86,19 @@ class AdviceView(View):
         self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, advice: Advice) -> None:
-        """Draw advice."""
+        """Draw ``advice``."""
         self.advice = advice
         self._draw()
 
     def mark(self, plan: ss.Plan | None) -> None:
-        """Draw the advice for another plan on screen; None: there is none."""
+        """Redraw the advice relative to another current plan, or to none."""
         if plan != self._on_screen:
             self._on_screen = plan
             if self.advice is not None:
                 self._draw()
 
     def freeze(self, frozen: bool) -> None:
-        """Disable the buttons while the advice is not for the plan on screen."""
+        """Disable the buttons while the advice does not match the current plan."""
         self.words.frozen = frozen
         (self.add_class if frozen else self.remove_class)("ss-old")
 
@@ -126,7 +126,7 @@ class AdviceView(View):
             self._on_apply(plan)
 
     def _plan_of(self, act: str) -> ss.Plan | None:
-        """Return the plan of a button. A click may arrive after other advice was drawn: None then."""
+        """Return the plan of a button, or None if the click arrived after other advice was drawn."""
         if self.answer is None:
             return None
         if act == "plan":

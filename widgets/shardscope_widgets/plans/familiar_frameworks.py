@@ -1,4 +1,4 @@
-"""Toggles for the frameworks that the team knows, an input of the advice: any number of them on."""
+"""Toggles for the frameworks that the team knows, an input of the advice; any number can be on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LABEL = "Frameworks your team knows"
 
 
 class FamiliarToggles(Clickable):
-    """:attr:`names` are on, and are what ``ss.recommend`` takes as ``familiar_with``.
+    """Toggle buttons; :attr:`names` are those that are on, for ``familiar_with`` of ``ss.recommend``.
 
-    The group is one Tab stop, with arrow keys inside (``data-roving``). The buttons are HTML: ipywidgets'
-    own toggle buttons have no ``aria-pressed``.
+    The group is one Tab stop, with arrow keys inside (``data-roving``). The buttons are HTML because
+    ipywidgets' own toggle buttons have no ``aria-pressed``.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        """``on_change``: called after each press."""
+        """Create the toggles. ``on_change`` is called after each press."""
         self.names: tuple[str, ...] = ()
         self._on_change = on_change
         super().__init__(self._toggle)
@@ -29,7 +29,7 @@ class FamiliarToggles(Clickable):
     def _toggle(self, name: str) -> None:
         if name not in TITLES:
             raise IgnoredError(name)
-        # The order of presses makes no other question.
+        # A fixed order: the order of presses does not change the question.
         self.names = tuple(each for each in TITLES if (each in self.names) != (each == name))
         self._write()
         self._on_change()
@@ -43,7 +43,7 @@ class FamiliarToggles(Clickable):
 
 
 def _toggle(name: str, title: str, is_on: bool) -> str:
-    # Accelerate starts other frameworks and is itself never advised.
+    # Accelerate launches other frameworks and is never recommended itself.
     words = (
         f"Prefer {title} where another framework would be about as fast"
         if name in frameworks

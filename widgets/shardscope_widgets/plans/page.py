@@ -1,4 +1,4 @@
-"""The Plans tab: one recommendation for the plan on screen, and the search over all layouts."""
+"""The Plans tab: the recommendation for the current plan, and the search over all layouts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CHOSEN = {
     "loss",
     "lora_rank",
 }
-"""Recipe fields that advice and search choose themselves: another value of them is the same question."""
+"""Recipe fields chosen by advice and search themselves: their values do not change the question."""
 
 
 class Question(NamedTuple):
-    """The inputs of an answer, without those that the answer itself chooses."""
+    """The inputs of a result, without those that the result itself chooses."""
 
     architecture: ss.Architecture
     cluster: ss.Cluster
@@ -52,7 +52,7 @@ class Question(NamedTuple):
         return f"{title(self.architecture.name)} on {device_count(self.cluster)}"
 
     def outdated_by(self, other: Question) -> str:
-        """Return what an answer to this question is for, as a phrase, for a user who now asks ``other``."""
+        """Return a phrase for what a result was computed for, if the current question is ``other``."""
         if self == other:
             return "for another plan on screen"
         if self._replace(familiar_with=other.familiar_with) == other:
@@ -61,12 +61,11 @@ class Question(NamedTuple):
 
 
 class PlansPage(View):
-    """Advice and search for the plan on screen.
+    """Advice and search for the current plan.
 
-    The first look at a mode asks its question. After that, an answer to another question stays, pale and
-    without working buttons, under a line with one button that asks again. Advice is asked for again at once
-    where only the frameworks that the team knows changed, or the plan on screen, with the same question: it
-    takes less than a second.
+    Opening a mode for the first time runs it. After that, a result for other inputs stays, dimmed and with
+    disabled buttons, below a line with a button that runs it again. Advice takes less than a second, so it is
+    updated immediately if only the familiar frameworks changed, or the plan for the same question.
     """
 
     def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
@@ -75,10 +74,10 @@ class PlansPage(View):
         self._answered: dict[str, Question] = {}
         self._asked_for: ss.Plan | None = None
         self._advised_for: ss.Plan | None = None
-        """The plan on screen when advice was last asked for, and when the advice that is shown was."""
+        """The current plan of the latest advice request, and that of the advice on display."""
         self._is_frozen = False
         self._is_next = False
-        """Whether a toggle was pressed during a question: the next one starts when that has ended."""
+        """Whether a toggle was pressed during a request: the next request starts when that one ends."""
         self.mode = controls.segments([("Advice", "advice"), ("All layouts", "search")], "Plans")
         self.mode.observe(self._look, "value")
         self.ask = WorkPanel(
@@ -90,7 +89,7 @@ class PlansPage(View):
             self._search,
         )
         self.familiar = FamiliarToggles(self._ask_at_once)
-        # A layout of its own: this one is hidden.
+        # Its own layout, because this one is hidden.
         self.familiar.layout = widgets.Layout()
         self.advice = AdviceView(on_apply=on_apply, work=self.ask)
         self.ranking = RankingView(on_apply=on_apply, work=self.search)
@@ -108,19 +107,19 @@ class PlansPage(View):
             self.add_class(name)
 
     def offer(self, plan: ss.Plan) -> None:
-        """Show which plan is on screen, and mark answers to other questions as outdated."""
+        """Set the current plan, and mark results for other inputs as outdated."""
         self._plan = plan
         self._mark()
         self._look()
         self._follow_plan()
 
     def freeze(self, frozen: bool) -> None:
-        """Disable everything while an input is wrong."""
+        """Disable everything while an input is invalid."""
         self._is_frozen = frozen
         self._show_freshness()
 
     def _look(self, change: object = None) -> None:
-        """Show the chosen mode, and ask its question if that was never asked."""
+        """Show the selected mode, and run it if it never ran."""
         mode = self.mode.value
         for name, panel in self._panels.items():
             for widget in (panel, panel.words, self._views[name]):
@@ -133,46 +132,46 @@ class PlansPage(View):
         self._show_freshness()
 
     def _show_freshness(self) -> None:
-        """Say so where the answer is for another question, and offer the button only then."""
+        """Show whether the result is outdated, with the button to run again only if it is."""
         mode = self.mode.value
         asked, answered, panel = self._question(mode), self._answered.get(mode), self._panels[mode]
         is_fresh = self._is_fresh(mode)
         self._views[mode].freeze(self._is_frozen or (answered is not None and not is_fresh))
         is_next = self._is_next and mode == "advice"
         is_on_its_way = panel.button.disabled and (is_next or self._asked.get(mode) == asked)
-        # Also after an error or Cancel, where there is no answer yet.
+        # Also after an error or Cancel, when there is no result yet.
         panel.offer(asked is not None and not is_fresh and not panel.button.disabled)
         self.about.value = ""
         if asked is not None and answered is not None and not is_fresh and not is_on_its_way:
             self.about.value = f"This was found {answered.outdated_by(asked)}."
 
     def _is_fresh(self, mode: str) -> bool:
-        """Return whether the answer is for what is on screen."""
+        """Return whether the result is for the current inputs."""
         answered = self._answered.get(mode)
         if answered is None or answered != self._question(mode):
             return False
         return mode == "search" or self._is_advised_or_asked(self._advised_for)
 
     def _is_advised_or_asked(self, asked: ss.Plan | None) -> bool:
-        """Return whether the plan on screen is the recommended one, or the one that advice was asked for."""
+        """Return whether the current plan is the recommended one or the one that advice was requested for."""
         plan, advice = self._plan, self.advice.advice
         assert plan is not None
         known = [asked, None if advice is None else advice.plan]
         return any(one is not None and does_the_same(one, plan) for one in known)
 
     def _follow_plan(self) -> None:
-        """Ask for advice at once where the plan on screen changed, and the question did not."""
+        """Update the advice immediately if the current plan changed but the question did not."""
         is_asked = self._answered.get("advice") == self._question("advice")
         if self._plan is not None and is_asked and not self._is_advised_or_asked(self._asked_for):
             self._ask_at_once()
 
     def _question(self, mode: str) -> Question | None:
-        """Return what the button would ask now."""
+        """Return the question that the button would run now."""
         familiar_with = self.familiar.names if mode == "advice" else ()
         return None if self._plan is None else Question.of(self._plan, familiar_with)
 
     def _ask_at_once(self) -> None:
-        """Ask for advice now, or when the question that is under way has ended."""
+        """Request advice now, or when the running request ends."""
         self._is_next = self.ask.is_busy
         self._ask()
         self._show_freshness()
@@ -212,7 +211,7 @@ class PlansPage(View):
         self.ranking.search(*_nouns(plan), on_found=lambda: self._got("search", question))
 
     def _mark(self) -> None:
-        """Mark the plan on screen in the answers to its own question."""
+        """Mark the current plan in results for its own question."""
         if self._is_fresh("advice"):
             self.advice.mark(self._plan)
         is_searched = self._answered.get("search") == self._question("search")

@@ -1,4 +1,4 @@
-"""The chart of a search: every plan by its peak memory and its rate, with what keeps it from running."""
+"""The chart of a search: the peak memory and rate of every plan, and whether it can run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 GIB = 2**30
 PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
-"""Plans up to this multiple of a GPU's memory are drawn: those that need ten GPUs' say nothing."""
+"""Plans up to this multiple of a GPU's memory are drawn; those far beyond it are of no interest."""
 INK = "#7f8790"
 LABEL_SHARE = 0.22
-"""The label of the plan on screen, with its ring, as a share of the width of a chart of 390 pixels."""
+"""Width of the current plan's label and ring, as a fraction of a chart of 390 pixels."""
 TOOLTIP_CHARACTERS = 46
-"""A line of a tooltip: as long as a chart of 390 pixels has room for."""
+"""Maximum characters of a tooltip line, for a chart of 390 pixels."""
 
 
 def empty_figure() -> Chart:
-    """Return a chart without data: a trace for each framework, crosses, the front, and the plan on screen."""
-    # Filled marks lie over hollow ones, and their crosses between.
+    """Return a chart without data: traces for each framework, crosses, the Pareto front, the current plan."""
+    # Filled marks are drawn over hollow ones, with their crosses in between.
     hollow = [
         _marks(f"{sign.title}, cannot be run", f"{sign.symbol}-open", sign) for sign in signs().values()
     ]
     filled = [_marks(sign.title, sign.symbol, sign) for sign in signs().values()]
-    # No symbols with a cross: plotly has some of circles, squares and diamonds, and none of triangles.
+    # No symbols with a cross: plotly has them for circles, squares and diamonds, but not for triangles.
     crosses = go.Scatter(
         name="cannot be launched here",
         mode="markers",
@@ -80,7 +80,7 @@ def _marks(name: str, symbol: str, sign: Sign) -> Any:
 
 
 def _layout() -> dict[str, Any]:
-    # Without grid lines: labels stand at marks and at the memory line, and no line crosses them.
+    # No grid lines: they would cross the labels at marks and at the memory line.
     axis = {"zeroline": False, "fixedrange": True, "showgrid": False, "ticks": "outside", "ticklen": 4}
     line = {"showline": True, "linecolor": INK, "tickcolor": INK, "linewidth": 1}
     return {
@@ -103,7 +103,7 @@ def _layout() -> dict[str, Any]:
 
 
 def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
-    """Call ``callback`` with the row of the plan whose mark is clicked."""
+    """Call ``callback`` with the row of the plan whose mark was clicked."""
 
     def clicked(trace_index: int, point_index: int, customdata: object) -> None:
         if isinstance(customdata, int):
@@ -113,7 +113,7 @@ def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
 
 
 def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
-    """Mark the plan on screen, given as peak bytes and tokens per second per GPU; None removes the mark."""
+    """Mark the current plan, given as peak bytes and tokens per second per GPU; None removes the mark."""
     place: dict[str, Any] = {"x": [], "y": [], "text": []}
     if chosen is not None:
         x = chosen[0] / GIB
@@ -122,7 +122,7 @@ def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
 
 
 def _label_side(figure: Chart, x: float) -> str:
-    """Return where the label of the plan on screen has room, without crossing the memory line."""
+    """Return the side on which the current plan's label fits without crossing the memory line."""
     _, end = figure.layout.xaxis.range or (0.0, 2 * x)
     line = figure.layout.shapes[0].x0 if figure.layout.shapes else end
     width = LABEL_SHARE * end
@@ -133,12 +133,12 @@ def _label_side(figure: Chart, x: float) -> str:
 
 
 def draw(figure: Chart, ranking: Ranking) -> int:
-    """Draw a mark for every place that holds a plan. Return the number of marks."""
+    """Draw a mark for every chart cell that contains a plan. Return the number of marks."""
     memory = ranking.peak_bytes.astype(float)
     speed = ranking.tokens_per_second_per_gpu
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
     near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
-    # Of the plans in one place, one that fits is shown.
+    # Among the plans in one cell, prefer one that fits.
     fits = ranking.is_feasible & ranking.is_room_known
     near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
@@ -201,7 +201,7 @@ def _wrapped(text: str, *, bold: bool = False) -> list[str]:
 
 
 def key(ranking: Ranking) -> str:
-    """Return the meaning of each mark, as HTML."""
+    """Return the chart's legend as HTML."""
     drawn = set(np.unique(ranking.framework).tolist())
     parts = [
         f"<span><b class='ss-sign' style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
@@ -217,7 +217,7 @@ def key(ranking: Ranking) -> str:
 
 
 def counted(ranking: Ranking, num_marks: int) -> str:
-    """Return ``12,032 plans evaluated in 0.41 s, 3,204 fit``, and how many points the chart shows of them."""
+    """Return ``12,032 plans evaluated in 0.41 s, 3,204 fit`` and how many of them the chart shows."""
     num, fits = ranking.num_evaluated, ranking.num_feasible
     words = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:

@@ -1,4 +1,4 @@
-"""Rows of a search: their order, and the marks that a chart has room for."""
+"""Rows of a search: their order, and the selection of marks for the chart."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ASCENDING: dict[str, bool] = {
     "cost_per_token": True,
     "framework": True,
 }
-"""Sortable columns, and whether a first click sorts upwards: the better end comes first."""
+"""Sortable columns, and whether the first click sorts in ascending order: the better end comes first."""
 GRID = (52, 28)
-"""Cells of the chart, across and upwards: two plans of a framework in one cell are one mark."""
+"""Columns and rows of the chart's grid: plans of one framework in one cell share a mark."""
 
 Indices = npt.NDArray[np.int64]
 
 
 class Sign(NamedTuple):
-    """The look of a framework in chart and table: a colour and a shape."""
+    """The colour and shape of a framework in chart and table."""
 
     title: str
     colour: str
@@ -40,7 +40,7 @@ class Sign(NamedTuple):
 
 
 def signs() -> dict[str, Sign]:
-    """Return framework's name -> its sign, in the order of the registry."""
+    """Return the sign of each framework by name, in registry order."""
     return {
         name: Sign(
             framework.title,
@@ -53,14 +53,14 @@ def signs() -> dict[str, Sign]:
 
 
 def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
-    """Return feasible rows sorted by a column, ties in the ranking's order; None: in the ranking's order."""
+    """Return feasible rows sorted by a column, with ties in ranking order; None: in ranking order."""
     rows = ranking.order
     # A cluster without a price has no costs.
     if column is None or getattr(ranking, column) is None:
         return rows
     values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:
-        # Stable in both directions: a reversed stable sort would reverse ties.
+        # Stable in both directions: reversing a stable sort would reverse ties.
         _, codes = np.unique(values, return_inverse=True)
         values = -codes
     return rows[np.argsort(values, kind="stable")]

@@ -1,4 +1,4 @@
-"""The table of a search: the best plans as rows that are sorted, paged and pressed."""
+"""The table of a search: the best plans as rows that can be sorted, paged and clicked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADINGS = {
 
 
 Chosen = tuple[ss.Plan, int]
-"""The plan on screen, and its peak bytes."""
+"""The current plan and its peak bytes."""
 
 
 def page_of(
@@ -40,7 +40,7 @@ def page_of(
     ascending: bool,
     chosen: Chosen | None,
 ) -> str:
-    """Return twelve rows from ``first`` on, with headings that sort and rows that apply."""
+    """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     scale = Scale.of(float(steps[order[0]]))
@@ -107,7 +107,7 @@ def layout_words(layout: ss.Layout) -> str:
     for name, values in layout.choices.items():
         value = getattr(layout, name)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        # A number without a value for "none", like ZeRO's stage, is always shown.
+        # A number whose "none" is a value as well, such as ZeRO's stage, is always shown.
         is_shown = is_number and values is not None and None not in values
         if value is None or (value == getattr(plain, name) and not is_shown):
             continue
@@ -119,7 +119,7 @@ def layout_words(layout: ss.Layout) -> str:
 
 
 def plain_sequence(layout: ss.Layout) -> bool:
-    """Return the default of sequence parallelism: on with tensor parallelism."""
+    """Return the default of sequence parallelism: enabled with tensor parallelism."""
     return bool(replace(layout, sequence_parallel=None).splits_sequence)  # type: ignore[call-arg]
 
 
@@ -137,7 +137,7 @@ def _pager(first: int, number: int) -> str:
 
 
 def misses(ranking: Ranking) -> str:
-    """Return the nearest misses, and what each lacks, for a search in which nothing fits."""
+    """Return the nearest misses of a search in which nothing fits, with what each lacks."""
     rows = "".join(
         f"<li><div>{escape(keep_units(miss.words))}</div><button type='button' class='ss-act'"
         f" data-act='apply:{miss.index}' aria-label='{escape(f'Apply {miss.words}', quote=True)}'>"

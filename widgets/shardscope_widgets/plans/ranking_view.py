@@ -1,4 +1,4 @@
-"""The results of a search: every plan in one chart, the best of them in a table; both apply plans."""
+"""The results of a search: every plan in one chart and the best in a table; both can apply plans."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class RankingView(View):
-    """The plans of a search. A press on a row or mark applies it: ``on_apply`` gets it, :attr:`plan` has it.
+    """The plans of a search. Clicking a row or mark passes it to ``on_apply`` and sets :attr:`plan`.
 
-    :meth:`search` searches in the background, with a bar and a way to cancel; ``RankingView(ranking)`` shows
-    what ``ss.search`` returned.
+    :meth:`search` runs in the background, with a progress bar and a way to cancel; ``RankingView(ranking)``
+    shows a result of ``ss.search``.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -42,14 +42,14 @@ class RankingView(View):
         on_apply: Callable[[ss.Plan], None] | None = None,
         work: WorkPanel | None = None,
     ) -> None:
-        """``work``: the panel that shows the progress of a search; by default one above the chart."""
+        """Create the view. ``work`` is the progress panel; by default one above the chart."""
         self.ranking: Ranking | None = None
         self._on_apply = on_apply
         self._current: tuple[ss.Plan, int] | None = None
-        # A search ends in a thread of its own, while the user may sort the rows.
+        # A search ends in its own thread, while the user may sort the rows.
         self._lock = threading.RLock()
         self._column: str | None = None
-        """None: the ranking's own order."""
+        """None: ranking order."""
         self._ascending, self._first = True, 0
         self._order: Indices | None = None
         self._ask_again: Callable[[], None] | None = None
@@ -57,13 +57,13 @@ class RankingView(View):
         self.work = work or WorkPanel("Search again", "Ask the same once more", self._press)
         own = [] if work else [self.work, self.work.words]
         if own:
-            self.work.offer(False)  # Until there is a question.
+            self.work.offer(False)  # Hidden until a search is requested.
         self._place = widgets.VBox(layout=controls.layout())
         self.key, self.caption = controls.html(), controls.html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
         self.room = controls.segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
         self.room.observe(self._sort, "value")
-        # Nothing to choose from until a search has ended.
+        # Hidden until a search has ended.
         self._bar = widgets.HBox([self.room, self.caption], layout=widgets.Layout(display="none"))
         self._bar.add_class("ss-toolbar")
         self.table = Clickable(self._act)
@@ -84,8 +84,8 @@ class RankingView(View):
     ) -> None:
         """Call ``ss.search`` in the background, show its ranking, then call ``on_found``.
 
-        Return at once. Do nothing while a search is under way. An error of ``ss.search`` is shown beside the
-        button.
+        Return immediately; do nothing while a search is running. An error of ``ss.search`` is shown next to
+        the button.
         """
 
         def work(progress: Progress) -> Ranking:
@@ -101,7 +101,7 @@ class RankingView(View):
         self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, ranking: Ranking) -> None:
-        """Draw a ranking, the best first."""
+        """Draw a ranking, best plans first."""
         with self._lock:
             self.ranking = ranking
             self._column, self._ascending, self._first = None, True, 0
@@ -116,12 +116,12 @@ class RankingView(View):
             self._mark_again()
 
     def freeze(self, frozen: bool) -> None:
-        """Disable everything while the plans are not for the plan on screen."""
+        """Disable everything while the ranking does not match the current plan."""
         self.table.frozen = self.room.disabled = frozen
         (self.add_class if frozen else self.remove_class)("ss-old")
 
     def mark(self, plan: ss.Plan | None) -> None:
-        """Mark the row and the place of the plan on screen. None removes the mark."""
+        """Mark the row and the chart position of the current plan. None removes the marks."""
         with self._lock:
             before = self._current and self._current[0]
             if plan != before:
@@ -134,7 +134,7 @@ class RankingView(View):
             self._write()
 
     def _chosen(self) -> tuple[float, float] | None:
-        """Return peak bytes and tokens per second per GPU of the plan on screen; None without a time."""
+        """Return peak bytes and tokens per second per GPU of the current plan; None without a time."""
         if self._current is None:
             return None
         plan, peak_bytes = self._current
@@ -161,7 +161,7 @@ class RankingView(View):
                 self._write()
 
     def _ordered(self, ranking: Ranking) -> Indices:
-        """Return the rows that leave enough memory free, or all that fit if none does."""
+        """Return the rows that leave enough free memory, or all rows that fit if none does."""
         least = ranking.cluster.usable_bytes_per_gpu * self.room.value // 100
         rows = ordered(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]
@@ -187,7 +187,7 @@ class RankingView(View):
                 self._first = first if 0 <= first < len(order) else self._first
                 self._write()
                 return
-            # By the plan's own number: the table may have been sorted since the click was sent.
+            # Use the plan's own number: the table may have been sorted since the click was sent.
             plan = self._plan_of(kind, what, ranking)
         if plan is None:
             raise IgnoredError(act)

@@ -1,4 +1,4 @@
-"""Whether a plan of a search can be run here, and if not, why: what chart and table say of each plan."""
+"""Whether a plan of a search can run here and, if not, the reason shown in chart and table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Kind = Literal["fits", "may not fit", "does not fit", "cannot be launched here"]
 
 
 class Standing(NamedTuple):
-    """The state of one plan, and the sentences behind it (none for a plan that fits and can be launched)."""
+    """The state of one plan, with the reasons (none for a plan that fits and can be launched)."""
 
     kind: Kind
     reasons: tuple[str, ...] = ()
 
 
 def standing(ranking: Ranking, index: int) -> Standing:
-    """Return the state of plan ``index``: memory first, then whether an engine trains it."""
+    """Return the state of plan ``index``: memory first, then whether an engine supports it."""
     refused = why_not_launched(ranking, index)
     if not ranking.is_feasible[index]:
         lacks = ranking.why_not(index)
@@ -33,13 +33,13 @@ def standing(ranking: Ranking, index: int) -> Standing:
 
 
 def why_not_launched(ranking: Ranking, index: int) -> str:
-    """Return why no engine here trains plan ``index``, as a sentence; "" if one does."""
+    """Return why no engine here supports plan ``index``, as a sentence; "" if one does."""
     refusal = ranking.why_not_launched(index)
     return f"Cannot be launched here: {refusal}" if refusal else ""
 
 
 def why_unknown(ranking: Ranking, index: int) -> str:
-    """Return the memory that plan ``index`` needs and whose size is not known; "" if there is none."""
+    """Return the memory that plan ``index`` needs and whose capacity is unknown; "" if there is none."""
     needs = [
         f"{gib(int(needed[index]))} GiB of {name}"
         for name, needed in (("host memory", ranking.host_bytes), ("NVMe", ranking.nvme_bytes))

@@ -1,1 +1,1 @@
-"""The run views: launching, watching, logs, and files for training elsewhere."""
+"""The run views: launching and watching runs, logs, and exported files."""

@@ -1,7 +1,7 @@
-"""Terminal output as HTML: text is escaped, colours become classes, other escape sequences are dropped.
+"""Terminal output as HTML: text is escaped, colours become classes, other escape sequences are removed.
 
-No package is used for it: ansi2html and rich write fixed colours that are unreadable in the light or the dark
-theme, and nbconvert's filter needs most of Jupyter.
+No package is used: ansi2html and rich write fixed colours that are unreadable in the light or the dark
+theme, and nbconvert's filter depends on most of Jupyter.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from shardscope.records.terminal_text import CONTROLS, as_shown
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 GREY = "grey"
-"""Bright black; other bright colours are shown as the plain ones, which are chosen for each theme."""
+"""Bright black; other bright colours map to the plain ones, which are chosen for each theme."""
 FLAGS = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse", 9: "strike"}
 ENDED_FLAGS = {22: ("bold", "dim"), 23: ("italic",), 24: ("underline",), 27: ("inverse",), 29: ("strike",)}
 SGR = re.compile(r"(?:\x1b\[|\x9b)([0-9;:]*)m")
-"""Select Graphic Rendition, ECMA-48 8.3.117; the only escape sequence that is interpreted."""
+"""Select Graphic Rendition (ECMA-48 8.3.117), the only escape sequence that is interpreted."""
 MAX_CODES = 32
-"""Codes of one escape sequence; a longer one is no colour."""
+"""Maximum codes in one escape sequence; a longer one is ignored."""
 
 
 def to_html(text: str) -> str:
@@ -40,7 +40,7 @@ def to_html(text: str) -> str:
 
 
 class _State:
-    """The current style."""
+    """The current text style."""
 
     def __init__(self) -> None:
         self.flags: set[str] = set()
@@ -56,7 +56,7 @@ class _State:
         return f"<span class='{' '.join(classes)}'>{clean}</span>" if clean and classes else clean
 
     def take(self, parameters: str) -> None:
-        """Apply one escape sequence; unknown codes are skipped."""
+        """Apply one escape sequence; ignore unknown codes."""
         codes = [int(code[:3] or 0) for code in re.split("[;:]", parameters)[:MAX_CODES]]
         while codes:
             code = codes.pop(0)
@@ -82,7 +82,7 @@ def _named(code: int, plain: int, bright: int) -> str | None:
 
 
 def _extended(codes: list[int]) -> str | None:
-    """Return the nearest colour to the codes after 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
+    """Return the colour nearest to the codes after 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
     kind = codes.pop(0) if codes else 0
     if kind == 2 and len(codes) >= 3:
         return _nearest(*(codes.pop(0) for _ in range(3)))
@@ -91,7 +91,7 @@ def _extended(codes: list[int]) -> str | None:
     number = codes.pop(0)
     if number < 16:
         return GREY if number == 8 else COLOURS[number % 8]
-    if number < 232:  # a cube of six shades each
+    if number < 232:  # a 6 x 6 x 6 colour cube
         cube = number - 16
         return _nearest(*(51 * shade for shade in (cube // 36, cube // 6 % 6, cube % 6)))
     return _nearest(*(8 + 10 * (number - 232),) * 3)

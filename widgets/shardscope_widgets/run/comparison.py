@@ -1,4 +1,4 @@
-"""Two runs side by side: a table of their numbers, and the curves of loss and speed over each other."""
+"""Two runs side by side: a table of their numbers, and their loss and speed curves in shared charts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.lines import Line
 
 LOG_FROM_RATIO = 1000.0
-"""A run that diverges would press the other run's curve flat onto a linear axis."""
+"""Ratio above which the loss axis is logarithmic: a diverging run would flatten the other run's curve."""
 LARGEST = 1e100
-"""Larger values would flatten the axis, and their span may not even be a float."""
+"""Largest value drawn: larger ones would flatten the axis, and their range may overflow a float."""
 FEW_POINTS = 10
-"""Lines of up to so many points have markers: a line of one point could not be seen."""
+"""Lines with up to this many points have markers: a line of one point would be invisible."""
 DOMAINS = ((0.58, 0.94), (0.0, 0.36))
-"""Heights of the two charts, the upper one first, as shares of the figure; titles stand above each."""
+"""Vertical extents of the two charts, the upper one first, as fractions of the figure."""
 
 
 class ComparisonView(View):
-    """A table and two charts; :meth:`show` fills them. It is hidden until then."""
+    """A table and two charts, hidden until :meth:`show` fills them."""
 
     def __init__(self) -> None:
         self.table = controls.html("", "ss-compared")
@@ -99,7 +99,7 @@ def _has_place(value: float) -> bool:
 
 
 def _trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
-    """Return one run's line: colour, dash and marker tell it from the other run's."""
+    """Return one run's line, with a colour, dash and marker that distinguish it from the other run's."""
     line = Line()
     for step, value in sorted(curve.points.items()):
         line.add(step, value if _has_place(value) else float("nan"))
@@ -110,7 +110,7 @@ def _trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
         "mode": "lines+markers" if len(line.x) <= FEW_POINTS else "lines",
         "line": {"color": RANK_COLOURS[index], "dash": RANK_DASHES[index], "width": 1.8},
         "marker": {"symbol": ("circle", "square-open")[index], "size": 6},
-        # One legend for both charts.
+        # Both charts share one legend.
         "legendgroup": str(index),
         "showlegend": number == 0,
         "hovertemplate": f"{escape(curve.run)}: %{{y:,.4g}} at step %{{x:,}}<extra></extra>",
@@ -147,7 +147,7 @@ def _predicted(words: str, number: int) -> dict[str, Any]:
 
 
 def _level(height: float, index: int, number: int) -> dict[str, Any]:
-    """Return the prediction as a dotted level; its number stands in the line of the title."""
+    """Return the prediction as a dotted horizontal line; its number is part of the chart's title."""
     return {
         "type": "line",
         "xref": f"{_axis('x', number)} domain",

@@ -1,4 +1,4 @@
-"""The files of an export as a list: what each one is for, and the command that starts it, to copy."""
+"""The files of an export as a list: the purpose of each one, and its launch command to copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardscope.frameworks.formats.exported import Exported
 
 
 def listed(files: Sequence[Exported], folder: Path) -> str:
-    """Return the list as HTML, files that start without further values first; ``folder`` holds them."""
+    """Return the list as HTML, files that need no further values first; ``folder`` contains them."""
     rows = "".join(_row(file, folder) for file in sorted(files, key=_start_order))
     return (
         f"<div class='ss-files'><div class='ss-hint'>{len(files)} files in "
@@ -30,7 +30,7 @@ def _row(file: Exported, folder: Path) -> str:
 def _command(file: Exported, folder: Path) -> str:
     if not file.start:
         return ""
-    # Copied with its folder: a terminal may be in any.
+    # The copied command includes the folder, because a terminal may be in any directory.
     whole = escape(f"cd {quote(str(folder.absolute()))} && {file.start}", quote=True)
     told = escape(f"Copy the command that starts {file.name}", quote=True)
     asked = [f"{'<...>' if name.isdigit() else name}: {words}" for name, words in file.asks]

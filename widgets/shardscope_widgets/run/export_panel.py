@@ -1,4 +1,4 @@
-"""The button that exports the plan: configurations, commands, and a script that needs no Shardscope."""
+"""The button that exports the plan: configurations, commands, and a script independent of Shardscope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.run.export_files import listed
 
 FOLDER = "exports"
-"""Folder of all exports, beside the notebook like ``runs``."""
+"""Parent folder of all exports, next to the notebook like ``runs``."""
 TOOLTIP = (
     f"Write to {FOLDER}/ beside this notebook: files for Accelerate, DeepSpeed, transformers, Megatron-LM, "
     "torchrun and Slurm, and a script that trains without Shardscope"
@@ -22,16 +22,16 @@ TOOLTIP = (
 
 
 class ExportPanel(WorkPanel):
-    """Exports the plan that was offered last, and lists the files with the commands that start them."""
+    """A button that exports the latest offered plan and lists the files with their launch commands."""
 
     def __init__(self) -> None:
         self._plan: ss.Plan | None = None
         self.is_blocked = False
-        """Whether an input is wrong: the files would be of an earlier plan."""
+        """Whether an input is invalid: the files would be those of an earlier plan."""
         super().__init__("Write files to train it elsewhere", TOOLTIP, self._export, Clickable(_press))
 
     def offer(self, plan: ss.Plan) -> None:
-        """Export ``plan`` when the button is pressed; remove the list of an earlier plan's files."""
+        """Set the plan to export; remove the file list of an earlier plan."""
         self._plan = plan
         if not self.is_busy:
             self.say("")
@@ -55,11 +55,11 @@ class ExportPanel(WorkPanel):
 
 
 def _press(act: str) -> None:
-    raise IgnoredError(act)  # The page itself copies a command.
+    raise IgnoredError(act)  # The page copies the command itself.
 
 
 def folder_name(plan: ss.Plan) -> str:
-    """Return ``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``: a folder name that only this plan has."""
+    """Return a folder name unique to this plan: ``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``."""
     whole = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
     name = re.sub(r"[^a-z0-9.]+", "-", whole.lower()).strip("-.")[:100]
     return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"

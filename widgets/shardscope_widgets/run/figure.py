@@ -1,4 +1,4 @@
-"""The figure of the run view: a chart per metric and a line per rank, extended as records arrive."""
+"""The figure of the run view: one chart per metric, one line per rank, extended as records arrive."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from shardscope_widgets.run.panels import (
 )
 
 MAX_LINES = 8
-"""Ranks with a line of their own."""
+"""Maximum number of ranks with their own line."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
 FEW_POINTS = 10
-"""Lines of up to so many points have markers: a line of one point could not be seen."""
+"""Lines with up to this many points have markers: a line of one point would be invisible."""
 ROOM = 1.15
-"""Height of an axis in parts of its highest value."""
+"""Upper end of an axis, as a multiple of its highest value."""
 CEILING = 0.98
-"""Height, in parts of its axis, at which a chart with outliers draws them: inside of the plot."""
+"""Height at which outliers are drawn, as a fraction of the axis: inside the plot."""
 
 
 class RunFigure:
@@ -44,17 +44,17 @@ class RunFigure:
         self.widget = _empty_figure()
         self.panels: list[Panel] = []
         self._metrics: dict[str, None] = {}
-        """Metrics in the order in which they came."""
+        """Metrics in order of appearance."""
         self._settled: set[str] = set()
-        """Metrics that had a finite value, which gave their charts a unit."""
+        """Metrics that had a finite value, from which the unit of their chart was derived."""
         self._slots: dict[str, int] = {}
         self._units: dict[str, tuple[str, float]] = {}
-        """Metric -> its unit and the divisor of its values, once its magnitude is known."""
+        """Metric -> its unit and the divisor of its values, once their magnitude is known."""
         self._traces: dict[tuple[int, int], int] = {}
-        """(slot, rank) -> index of its trace; traces of earlier runs are used again."""
+        """(slot, rank) -> trace index; traces of earlier runs are reused."""
         self._lines: dict[tuple[int, int], Line] = {}
         self._ceilings: dict[int, float] = {}
-        """Slot -> the height at which values above its axis are drawn."""
+        """Slot -> height at which values above the axis are drawn."""
         self._expected: Expected | None = None
         self._num_ranks = 0
         self._width = 0
@@ -67,7 +67,7 @@ class RunFigure:
 
     @property
     def charts(self) -> dict[Panel, tuple[str, float]]:
-        """Each chart with its unit and the divisor of its values."""
+        """The charts, each with its unit and the divisor of its values."""
         return {panel: self._units.get(panel.metric, ("", 1.0)) for panel in self.panels}
 
     def start(
@@ -77,9 +77,10 @@ class RunFigure:
         total_steps: int | None = None,
         metrics: Iterable[str] = (),
     ) -> None:
-        """Empty all charts and show those of ``metrics``; others appear with their first value.
+        """Clear all charts and show those of ``metrics``; others appear with their first value.
 
-        The axis of steps grows by doubling, up to ``total_steps`` where that is known: it moves rarely.
+        The range of the step axis doubles when needed, up to ``total_steps`` if that is known, so that it
+        changes rarely.
         """
         self._num_ranks = min(num_ranks, MAX_LINES)
         self._metrics, self._slots, self._units, self._lines = {}, {}, {}, {}
@@ -95,7 +96,7 @@ class RunFigure:
             self._fit_axes()
 
     def expect(self, expected: Expected | None) -> None:
-        """Show these predictions: those of a user's function are known once its model is."""
+        """Set the predictions; for a user's function they are known once its model is."""
         if expected == self._expected:
             return
         self._expected = expected
@@ -104,14 +105,14 @@ class RunFigure:
             self._fit_axes()
 
     def fit(self, width: int) -> None:
-        """Arrange the charts for a picture of ``width`` pixels."""
+        """Arrange the charts for a width of ``width`` pixels."""
         before, self._width = grid(len(self.panels), self._width), width
         if grid(len(self.panels), width) != before:
             with self.widget.batch_update():
                 self._place()
 
     def extend(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add new records, and draw the lines that they extend."""
+        """Add new records and redraw the lines that they extend."""
         drawn = [record for record in records if self._has_place(record)]
         if not drawn:
             return
@@ -120,7 +121,7 @@ class RunFigure:
         self._add(drawn, "step", numbers_in(drawn))
 
     def show_cards(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
-        """Draw all GPU samples again; ``began`` is the time of the first, in seconds since the epoch."""
+        """Redraw all GPU samples; ``began`` is the time of the first, in seconds since the epoch."""
         drawn = [
             {**record, "minute": max(0.0, record["time"] - began) / 60}
             for record in records
@@ -159,7 +160,7 @@ class RunFigure:
         return known and metric not in self._settled
 
     def _show_panels(self, metrics: Iterable[str], found: Mapping[str, float]) -> None:
-        """Give each metric a chart, and a unit that suits its prediction or its first value in ``found``."""
+        """Assign a chart to each metric; its prediction or first value in ``found`` determines the unit."""
         for metric in metrics:
             if len(self._metrics) < MAX_NAMES:
                 self._metrics[metric] = None
@@ -187,15 +188,15 @@ class RunFigure:
             trace = self.widget.data[self._traces[key]]
             x, y = line.arrays()
             trace.x, trace.y = x, np.minimum(y, self._ceilings.get(key[0], np.inf))
-            # Hovering shows what was logged, also of an outlier that is drawn at the ceiling.
+            # The tooltip shows the logged value, even for an outlier that is drawn at the ceiling.
             trace.customdata = y
             trace.mode = "lines+markers" if len(line.x) <= FEW_POINTS else "lines"
             trace.visible = True
 
     def _clipped_anew(self) -> dict[tuple[int, int], Line]:
-        """Return the lines whose ceiling has changed: they are drawn again as a whole.
+        """Return the lines whose ceiling has changed and which must be redrawn completely.
 
-        plotly clips a line that leaves its axis at the border of the plot, where it runs into the title.
+        plotly clips a line at the border of the plot, where it would overlap the title.
         """
         changed = {}
         for panel in self.panels:
@@ -209,7 +210,7 @@ class RunFigure:
         return changed
 
     def _place(self) -> None:
-        """Place every chart, with its title above it and its prediction as a level."""
+        """Position every chart, its title above it, and its prediction as a horizontal line."""
         arranged = grid(len(self.panels), self._width)
         layout = self.widget.layout
         notes, levels = [], []
@@ -246,7 +247,7 @@ class RunFigure:
             slot = self._slots[panel.metric]
             xaxis, yaxis = _axes(self.widget.layout, slot)
             lines = [line for (other, _), line in self._lines.items() if other == slot]
-            # Without lines plotly would keep the tick labels of the run before.
+            # Without lines plotly would keep the tick labels of the previous run.
             yaxis.showticklabels = bool(lines)
             if panel.by == "step":
                 xaxis.range = [0, self._end]
@@ -314,7 +315,7 @@ def _empty_figure() -> Chart:
         "margin": {"l": 40, "r": 10, "t": 0, "b": 0},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        # As in the stylesheet: plotly places text by the width that it measures in this font.
+        # The same font as in the stylesheet: plotly measures text in it to place labels.
         "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
         "showlegend": False,
         **axes,
@@ -354,7 +355,7 @@ def _level(slot: int, height: float) -> dict[str, Any]:
 
 
 def _level_words(height: float, place: Place) -> dict[str, Any]:
-    """The prediction's number, in the line of the title: in the plot it would stand on lines of the grid."""
+    """Return the prediction's number for the title line; inside the plot, grid lines would cross it."""
     return {
         "text": f"predicted {short(height)}",
         "x": place.x[1],

@@ -1,4 +1,4 @@
-"""Free memory of each GPU and the processes on it, or of the host without GPUs; read on request."""
+"""Free memory and processes of each GPU, or of the host if there are no GPUs; read on request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
 FIRST_LOOK_SECONDS = 0.5
-"""Delay after the view was created: the Studio is drawn by then."""
+"""Delay after the view's creation, so that the Studio is drawn first."""
 
 
 class FreePlaces(Clickable):
-    """The list without a stylesheet, for views that have one."""
+    """The free-memory list without a stylesheet, for views that have one."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: self.ask(), "ss-free")
@@ -26,14 +26,14 @@ class FreePlaces(Clickable):
         self.value = _html([], "reading")
 
     def look(self) -> None:
-        """Query the drivers and show the answer, in this thread: it may take a second."""
+        """Query the drivers and show the result; this may block the calling thread for a second."""
         try:
             self.value = _html(free_now(), time.strftime("%H:%M:%S"))
         except OSError as error:  # ./runs cannot be read.
             self.value = _html([], str(error))
 
     def ask(self) -> None:
-        """Query in the background, unless a query is under way."""
+        """Query in the background, unless a query is already running."""
         if self.comm is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self.look, daemon=True, name="shardscope-free")
@@ -41,7 +41,7 @@ class FreePlaces(Clickable):
 
 
 class FreeView(View):
-    """Shows the free memory of this machine; a button reads it again."""
+    """The free memory of this machine, with a refresh button."""
 
     def __init__(self) -> None:
         self.places = FreePlaces()
@@ -51,7 +51,7 @@ class FreeView(View):
 
 
 def first_look(places: FreePlaces) -> Later:
-    """Schedule the first query for when the Studio is drawn."""
+    """Schedule the first query for after the Studio is drawn."""
     later = Later(places.ask, FIRST_LOOK_SECONDS)
     later.ask()
     return later

@@ -1,4 +1,4 @@
-"""The main button: it says what it starts, launches it, and reports why it did not."""
+"""The main button: its label names what it launches, and a note reports why a launch failed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ IS_BUSY = "A run is under way: see the Runs tab."
 
 
 class LaunchButton:
-    """:attr:`button` for the Studio's head, and :attr:`note` for the words about it.
+    """:attr:`button` for the Studio's header, and :attr:`note` for the text about it.
 
-    ``on_launch(run, notes)`` gets the run that was started; ``on_error(words, retry)`` what prevented it, and
-    for too little free memory a function that launches in spite of that.
+    ``on_launch(run, notes)`` receives the run that was started. ``on_error(words, retry)`` receives the error
+    and, if too little memory is free, a function that launches anyway.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class LaunchButton:
         first_look(self.free)
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
-        """Say on the button what ``plan`` would start here, once no run is under way."""
+        """Set the label to what ``plan`` would launch on this machine, once no run is active."""
         self._plan, self._report = plan, report
         self.update()
 
     def update(self) -> None:
-        """Renew the offer: the task, its inputs or what is free may have changed."""
+        """Update the offer after the task, its inputs or the free memory may have changed."""
         if self._plan is None or self._report is None:
             return
         self.current = offer_for(self._plan, self.machine, self._report, self._task)
@@ -67,12 +67,12 @@ class LaunchButton:
 
     @property
     def task(self) -> object:
-        """The task that the button would start. Raises ``ValueError``."""
+        """The task that the button would launch. Raises ``ValueError``."""
         return self._task.task(self.current.plan or self._plan, as_trial=self.current.is_trial)
 
     @property
     def busy(self) -> bool:
-        """Whether a run that was started here has not ended yet."""
+        """Whether a run launched by this button is still active."""
         return self._busy
 
     @busy.setter
@@ -84,7 +84,7 @@ class LaunchButton:
 
     @property
     def blocked(self) -> str:
-        """Why nothing may be started now; empty when it may."""
+        """The reason why nothing can be launched now; empty if launching is possible."""
         return self._blocked
 
     @blocked.setter
@@ -93,7 +93,7 @@ class LaunchButton:
         self.update()
 
     def launch(self, *, force: bool = False) -> None:
-        """Start what the button says; ``force`` launches although little memory is free."""
+        """Launch the current offer; ``force`` launches although too little memory is free."""
         plan, note = self.current.plan, self.current.note
         if plan is None or (self.button.disabled and not force):
             return
@@ -107,18 +107,18 @@ class LaunchButton:
             self.free.ask()
             self._on_error(str(error), lambda: self.launch(force=True))
             return
-        except Exception as error:  # Raised in a handler, it would be shown nowhere.
+        except Exception as error:  # An exception raised in a handler would not be shown.
             self.busy = False
             self._on_error(str(error) or type(error).__name__, None)
             return
         tight = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
         words = " ".join(filter(None, [note, *tight]))
-        with contextlib.suppress(OSError):  # The disk is full by now: the run is under way, and is shown.
+        with contextlib.suppress(OSError):  # The disk has become full: the run has started and is shown.
             run.note = words
         self._on_launch(run, words)
 
     def _show_task_error(self) -> str:
-        """Show what is wrong with the task at its input, and return it in few words."""
+        """Show the task's error at its input, and return a short version of it."""
         for picker in (self._task, self._options):
             picker.clear_plan_errors()
         if self._task.missing:

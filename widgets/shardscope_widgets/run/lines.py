@@ -1,4 +1,4 @@
-"""The points of one line, thinned when there are many, with its outliers kept."""
+"""The points of one line, downsampled if there are many, with outliers preserved."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_POINTS = 400
-"""Points of a line; a longer one is thinned to about half of them. A panel is 250 pixels wide."""
+"""Maximum points of a line; a longer one is reduced to about half. A panel is 250 pixels wide."""
 FIRST_STEPS = 3
-"""Steps that an axis ignores: the first ones allocate what later ones reuse, and are slower."""
+"""Steps ignored by the axis range: the first steps are slower because they allocate memory."""
 SHARE = 0.98
-"""Share of the other points that are within the axis; higher ones are drawn at its top."""
+"""Fraction of the other points that the axis range covers; higher points are drawn at its top."""
 
 
 class Line:
-    """One rank's values of one metric."""
+    """The values of one metric on one rank."""
 
     def __init__(self) -> None:
         self.x: list[float] = []
@@ -30,25 +30,26 @@ class Line:
             self.x, self.y = thinned(self.x, self.y)
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return x and y as float32: exact for whole steps up to ten million, and half the size to send."""
+        """Return x and y as float32: exact for whole steps up to ten million, and half the bytes to send."""
         with np.errstate(over="ignore"):
             return np.array(self.x, dtype=np.float32), np.array(self.y, dtype=np.float32)
 
     def top(self) -> float:
-        """Return the highest value; 0 without points."""
+        """Return the highest value, or 0 without points."""
         return float(np.nanmax([0.0, *self.y]))
 
     def usual_top(self) -> float:
-        """Return the highest value without outliers; 0 without points."""
+        """Return the highest value without outliers, or 0 without points."""
         values = np.array(self.y[FIRST_STEPS:] if len(self.y) > 2 * FIRST_STEPS else self.y)
         values = values[np.isfinite(values)]
         return float(np.quantile(values, SHARE)) if values.size else 0.0
 
 
 def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
-    """Return about half of the points: both ends, and the lowest and highest of every four between.
+    """Return about half of the points: both ends, and the minimum and maximum of every four between.
 
-    A spike of one step stays, however long the run; every second point would lose half of them.
+    This preserves a spike of one step in a run of any length; taking every second point would lose half
+    of the spikes.
     """
     kept = [0]
     for start in range(1, len(x) - 1, 4):

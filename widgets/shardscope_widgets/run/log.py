@@ -1,4 +1,4 @@
-"""The logs of a run: the end of one rank's in colour, or the lines that match a search."""
+"""The logs of a run: the end of one rank's log in colour, or the lines that match a search."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from shardscope_widgets.run import ansi
 from shardscope_widgets.run.log_pane import LogPane
 
 LOG_BYTES = 16 * 1024
-"""Bytes of a log's end that are shown, however long it is."""
+"""Maximum bytes shown from the end of a log."""
 SHORTEST_SEARCH = 2
 PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
-"""Lines that torch's profiler prints; no setting silences these without also silencing its errors."""
+"""Lines that torch's profiler prints; no setting suppresses them without hiding its errors as well."""
 
 
 class RunLog(widgets.VBox):
-    """Choice of a log, a search, and the lines. ``refresh`` reads what is new and may run in any thread."""
+    """Log selection, search and lines. ``refresh`` reads new output and may run in any thread."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._folder: RunFolder | None = None
         self._seen: object = None
         self._search: LogSearch | None = None
         self._is_chosen = False
-        """Whether the user has chosen a log of this run."""
+        """Whether the user has selected a log of this run."""
         self._is_setting = False
         self.whose = controls.dropdown(
             options=[("rank 0", 0)], tooltip="Whose log", layout=controls.fixed("116px")
@@ -55,19 +55,19 @@ class RunLog(widgets.VBox):
         self.whose.observe(self._choose, "value")
 
     def start(self, run: ss.Run) -> None:
-        """Show the logs of ``run`` from now on, the one of rank 0 first."""
+        """Show the logs of ``run``, starting with rank 0."""
         self._folder = RunFolder(run.folder)
         self._seen, self._search = None, None
         ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
-        # What fails before there are ranks is logged in one of these two.
-        # The value too: equal options would keep the rank that was chosen in the run before.
+        # Failures before the ranks start are logged in one of these two.
+        # Set the value as well: equal options would keep the rank selected in the previous run.
         self._set(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
         self.pane.num_runs += 1
         self._is_chosen = False
         self.words.value = ""
 
     def prefer(self, whose: int | str) -> None:
-        """Show this rank's log, or "launcher"; a log that the user has chosen stays."""
+        """Show the log of this rank, or "launcher", unless the user has selected a log."""
         if not self._is_chosen and whose in [value for _, value in self.whose.options]:
             self._set(value=whose)
 
@@ -83,7 +83,7 @@ class RunLog(widgets.VBox):
         self._is_chosen |= not self._is_setting
 
     def refresh(self, has_ended: bool) -> bool:
-        """Show what is new. Return whether a search has more to read."""
+        """Show new output. Return whether a search has more to read."""
         if self._folder is None:
             return False
         path, wanted = self._path(self._folder), self.words.value.strip()
@@ -108,13 +108,13 @@ class RunLog(widgets.VBox):
         except OSError:
             status = None
         size, changed = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
-        # The supervisor masks secrets in place: the length of the file does not change.
+        # The supervisor masks secrets in place, so the file's length does not change.
         seen = (path, size, changed, has_ended)
         if seen == self._seen:
             return
         self._seen = seen
         text = redact(read_tail_text(path, LOG_BYTES))
-        if size > LOG_BYTES:  # The first line is most likely cut.
+        if size > LOG_BYTES:  # The first line is most likely truncated.
             text = text.partition("\n")[2] or text
         lines = ansi.to_html(PROFILER_TALK.sub("", text))
         nothing = "nothing printed" if has_ended else "nothing printed yet"
@@ -148,7 +148,7 @@ class RunLog(widgets.VBox):
 
 
 def marked(line: str, words: str) -> str:
-    """Return ``line`` as HTML with ``words`` marked in it."""
+    """Return ``line`` as HTML with ``words`` highlighted."""
     parts, end = [], 0
     for found in re.finditer(re.escape(words), line, re.IGNORECASE):
         parts.append(f"{escape(line[end : found.start()])}<mark>{escape(found[0])}</mark>")

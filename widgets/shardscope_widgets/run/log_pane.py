@@ -1,4 +1,4 @@
-"""The lines of a log in the browser: it follows the end, or keeps the position of a reader."""
+"""The lines of a log in the browser: it follows the end, or keeps the user's scroll position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardscope_widgets.kit.front_end import front_end_text
 
 
 class LogPane(anywidget.AnyWidget):
-    """Lines that keep their position while more arrive; the browser decides when it shows them."""
+    """A pane that keeps its scroll position while lines arrive; the browser decides when to show them."""
 
     _esm = front_end_text("kit/front_end", "keys.js") + front_end_text("run", "log_pane.js")
     value = traitlets.Unicode(help="HTML; the output of ranks is escaped in it.").tag(sync=True)

@@ -1,4 +1,4 @@
-"""Measured memory of each rank by component beside the prediction, read again when it has changed."""
+"""Measured memory of each rank by component next to the prediction, read again when it changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardscope_widgets.run import words as run_words
 
 
 class RunMemory:
-    """``html`` is the table."""
+    """The measured-memory table of a run, in ``html``."""
 
     def __init__(self) -> None:
         self.html = controls.html()
@@ -23,12 +23,12 @@ class RunMemory:
         self._engine: object = None
 
     def start(self, run: ss.Run) -> None:
-        """Forget the previous run."""
+        """Clear the previous run."""
         self._seen, self._engine = None, None
         self.html.value = ""
 
     def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, Any]]) -> object:
-        """Show what ranks have recorded so far. Return what the engine of rank 0 recorded of itself."""
+        """Show what the ranks have recorded so far. Return the engine record of rank 0."""
         folder = RunFolder(run.folder)
         peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}
         seen = ([_changed(folder, rank) for rank in range(run.world_size)], peaks)
@@ -44,7 +44,7 @@ class RunMemory:
         ]
         known = [rank for rank, record in records.items() if "memory" in record]
         by_rank = memory_by_rank({rank: records[rank] for rank in known}, logged)
-        # A total without components is in the table of last values; CPU ranks count other tensors in it.
+        # The table of latest values has totals without components; CPU ranks count other tensors in theirs.
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
         expected = run.expected() if by_rank else None
         if expected is None:

@@ -1,4 +1,4 @@
-"""What the main button would start: the plan on its GPUs, the task on CPU ranks, or a tiny model."""
+"""The launch offer of the main button: the plan on its GPUs, the task on CPU ranks, or a tiny model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
 TRIAL_RANKS = 2
 CPU_SEQ_LEN = 512
-"""Longest sequences of a model of its own size that is trained on CPU ranks because its GPUs are not here."""
+"""Maximum sequence length of a full-size model trained on CPU ranks because its GPUs are missing."""
 TRIAL = f"Try a tiny model on {TRIAL_RANKS} CPU ranks"
 LAUNCHING = "Train this plan on this machine"
 TRYING = "Train a tiny model of this family on CPU ranks of this machine, with the same framework"
@@ -28,14 +28,14 @@ TRYING = "Train a tiny model of this family on CPU ranks of this machine, with t
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What pressing the main button would start."""
+    """The task that the main button would launch, and how."""
 
     label: str
     plan: ss.Plan | None = None
-    """None: nothing can be started, and ``note`` says why."""
+    """The plan to run, or None if nothing can be launched, with the reason in ``note``."""
     note: str = ""
     is_trial: bool = False
-    """Whether a tiny model with random weights stands for the plan's model."""
+    """Whether a tiny model with random weights replaces the plan's model."""
 
     @property
     def tooltip(self) -> str:
@@ -46,8 +46,8 @@ class Offer:
 def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: TaskPicker) -> Offer:
     """Return the offer for ``plan`` on ``machine``.
 
-    The plan itself where its GPUs are here; a fine-tune or the user's own code on CPU ranks where they are
-    not and the model's memory is free; else a tiny model with random weights, which the label says.
+    The plan itself if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if
+    enough memory is free, else a tiny model with random weights, which the label mentions.
     """
     label = f"{task.verb} on {device_count(plan.cluster)}"
     missing = [
@@ -78,12 +78,12 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: Ta
 
 
 def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str) -> Offer:
-    """Return the offer to run the user's code, whose model and memory are its own."""
+    """Return the offer to run the user's code, which has its own model and memory."""
     is_here = _is_here(plan, machine)
     label = label if is_here else _on_ranks(task)
     try:
         code = task.task(plan)
-    except ValueError:  # Shown at its input.
+    except ValueError:  # The error is shown at its input.
         return Offer(label=label)
     if is_here:
         return _unless_refused(label, code, plan, "")
@@ -103,7 +103,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
 
 
 def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer:
-    """Return the offer to run ``code`` as ``plan`` says, without a plan if it refuses that."""
+    """Return the offer to run ``code`` with ``plan``, or one with only the error if ``code`` rejects it."""
     check = getattr(code, "check", None)
     try:
         if callable(check):
@@ -134,9 +134,9 @@ def _is_here(plan: ss.Plan, machine: ss.Cluster) -> bool:
 
 
 def _on_cpu_ranks(plan: ss.Plan) -> ss.Plan | None:
-    """Return the same model and method on CPU ranks of this machine, if that runs and fits in what is free.
+    """Return the same model and method on CPU ranks of this machine, if it runs and fits into free memory.
 
-    Sequences and batches are shortened: a CPU takes minutes for a step of those of a GPU.
+    Sequences and batches are shortened: a CPU would take minutes for a step sized for GPUs.
     """
     for layout in _layouts_on_cpu(plan):
         moved = _moved(plan, layout)
@@ -170,7 +170,7 @@ def _is_room_for(plan: ss.Plan) -> bool:
 
 
 def _say_moved(plan: ss.Plan, moved: ss.Plan) -> str:
-    """Return what differs between ``plan`` and the same on CPU ranks, as sentences."""
+    """Return the differences between ``plan`` and its version on CPU ranks, as sentences."""
     before, now = plan.recipe, moved.recipe
     parts = [f"{moved.architecture.num_parameters:,} parameters"] * (moved.architecture != plan.architecture)
     parts.append(moved.layout.description)
@@ -193,7 +193,7 @@ def _trial(plan: ss.Plan, warning: str, task: TaskPicker) -> Offer:
 
 
 def _why_too_large(plan: ss.Plan, report: MemoryReport) -> str:
-    """Return what is too little in any case: of the GPU's memory the low end of the band counts."""
+    """Return which memory is too small in any case; for the GPU, the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
         have, least = gib(report.usable_bytes), gib(report.low_bytes)
         return f"This machine has {have} GiB, and at least {least} are needed."

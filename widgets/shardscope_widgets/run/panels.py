@@ -1,4 +1,4 @@
-"""Which charts a run has, in which order, and where each stands in a picture of some width."""
+"""The charts of a run: which ones, their order, and their positions for a given width."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Panel:
     metric: str
     title: str
     by: str = "step"
-    """What its horizontal axis counts: "step" or "minute"."""
+    """Unit of the horizontal axis: "step" or "minute"."""
     from_zero: bool = False
     is_bounded: bool = False
     """Whether a few outliers, such as the first steps' time, are drawn at the top of the axis."""
 
     is_percent: bool = False
     exponents: str = "SI"
-    """plotly's ``exponentformat`` of its axis: 12k, or 3e-4."""
+    """plotly's ``exponentformat`` of the axis: 12k, or 3e-4."""
     decimals: int | None = None
-    """Of its numbers in tables; None: three significant digits."""
+    """Number format in tables; None: three significant digits."""
 
     def show(self, value: Any, scale: float) -> str:
         """Return ``value`` divided by ``scale`` as text; a dash for anything but a number."""
@@ -59,27 +59,27 @@ TRAINING = (
     Panel(metric="grad_norm", title="gradient norm"),
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
-"""Metrics that every task logs that trains the plan."""
+"""Metrics logged by every task that trains the plan."""
 CARDS = (
     Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
     Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
     Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True, decimals=0),
 )
-"""Metrics that NVML reports of GPUs."""
+"""GPU metrics reported by NVML."""
 MAX_OWN = 3
-"""Charts of metrics that a user's function names as it likes, in the order in which they came."""
+"""Maximum charts of metrics named by a user's function, in order of appearance."""
 MAX_NAMES = 64
-"""Metrics that are read at most, of a task that names a new one in every step."""
+"""Maximum metrics read, in case a task logs a new name at every step."""
 SLOTS = len(TRAINING) + len(CARDS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
 })  # fmt: skip
-"""Metrics that are not drawn, because a chart shows the same or more."""
+"""Metrics that are not drawn, because another chart shows the same or more."""
 _KNOWN = {panel.metric: panel for panel in (*TRAINING, *CARDS)}
 
 
 def panels_of(metrics: Collection[str]) -> list[Panel]:
-    """Return the charts of these metrics, the known ones first and always in the same order."""
+    """Return the charts of these metrics in a fixed order, the known ones first."""
     own = [
         Panel(metric=name, title=name, exponents="e")
         for name in metrics
@@ -90,7 +90,7 @@ def panels_of(metrics: Collection[str]) -> list[Panel]:
 
 
 def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return every metric of ``records`` that is a number, with its first finite value if there is one."""
+    """Return every numeric metric of ``records``, with its first finite value if there is one."""
     found: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
@@ -100,23 +100,23 @@ def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` can be drawn: a number and no bool."""
+    """Return whether ``value`` can be drawn: a number, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 CELL_PIXELS = 178
-"""Height of a chart with its title and its axis."""
+"""Height of a chart including its title and its axis."""
 TITLE_PIXELS = 24
 AXIS_PIXELS = 36
 GAP_PIXELS = 52
-"""Between charts side by side, for the tick labels of an axis."""
+"""Gap between charts in a row, for the tick labels of an axis."""
 MARGIN_PIXELS = 50
 ASSUMED_WIDTH = 836
 
 
 @dataclass(frozen=True)
 class Place:
-    """Position of one chart, in parts of the figure."""
+    """The position of one chart, in fractions of the figure."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -124,15 +124,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Positions of all charts of one figure."""
+    """The positions of all charts of one figure."""
 
     places: tuple[Place, ...]
     height: int
-    """Pixels."""
+    """Height in pixels."""
 
 
 def grid(num_panels: int, width: int) -> Grid:
-    """Place ``num_panels`` charts in a figure of ``width`` pixels: one, two or three side by side."""
+    """Arrange ``num_panels`` charts in a figure of ``width`` pixels, in one to three columns."""
     width = width or ASSUMED_WIDTH
     most = 1 if width < 480 else 2 if width < 720 else 3
     columns = 2 if num_panels == 4 and most > 1 else min(most, max(1, num_panels))

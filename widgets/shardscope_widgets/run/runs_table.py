@@ -31,9 +31,9 @@ def runs_table(
     opens_traces: Callable[[RunSummary], bool] = lambda summary: summary.has_trace,
     why_not_resume: Callable[[RunSummary], str | None] = lambda summary: summary.why_not_resumable,
 ) -> str:
-    """Return the table of ``rows``, by the key that their buttons send, with the ``selected`` ones ticked.
+    """Return the table of ``rows``, keyed by what their buttons send, with the ``selected`` ones checked.
 
-    ``why_not_resume`` returns why a run cannot be resumed now, for its button's tooltip; None: it can.
+    ``why_not_resume`` returns why a run cannot be resumed now, for its button's tooltip, or None if it can.
     """
     if not rows:
         return f"<div class='ss-hint ss-no-runs'>{EMPTY}</div>"
@@ -53,7 +53,7 @@ def runs_table(
 
 
 def plan_words(summary: RunSummary) -> str:
-    """``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8``, as text."""
+    """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as plain text."""
     plan = summary.plan
     if plan is None:
         return "its plan cannot be read"
@@ -62,7 +62,7 @@ def plan_words(summary: RunSummary) -> str:
 
 
 def when_words(created: float, now: float | None = None) -> str:
-    """``today 14:02``, ``yesterday 14:02``, ``12 Nov 14:02``, ``12 Nov 2025``; empty where not known."""
+    """Return ``today 14:02``, ``yesterday 14:02``, ``12 Nov 14:02`` or ``12 Nov 2025``; empty if unknown."""
     try:
         then = datetime.fromtimestamp(created)
     except (ValueError, OverflowError, OSError):
@@ -77,14 +77,14 @@ def when_words(created: float, now: float | None = None) -> str:
 
 
 def loss_words(loss: float | None) -> str:
-    """``2.345``; ``nan`` and ``inf`` as they are; a dash without a loss."""
+    """Return ``2.345``; ``nan`` and ``inf`` unchanged; a dash without a loss."""
     if loss is None:
         return "–"
     return f"{loss:.3f}" if isfinite(loss) and abs(loss) < 1e4 else f"{loss:.3g}"
 
 
 def steps_words(done: int | None, total: int | None) -> str:
-    """``40 of 300 steps``, ``40 steps`` where no total is known, ``no step`` before the first one."""
+    """Return ``40 of 300 steps``, ``40 steps`` without a known total, ``no step`` before the first one."""
     if done is None and total is None:
         return "no step"
     if total is None:
@@ -93,7 +93,7 @@ def steps_words(done: int | None, total: int | None) -> str:
 
 
 def printable(name: str) -> str:
-    """``name`` of a folder as text: bytes that are no UTF-8 cannot be sent to a page."""
+    """Return the folder name ``name`` as printable text: invalid UTF-8 cannot be sent to a page."""
     return name.encode(errors="replace").decode()
 
 
@@ -126,7 +126,7 @@ def _row(
 
 
 def _cell(name: str, words: str, below: str) -> str:
-    """Return a cell of two lines; its name tells the stylesheet where it stands in a narrow list."""
+    """Return a cell of two lines; its name tells the stylesheet its position in a narrow list."""
     return f"<td data-label='{name}'>{escape(words)}<div class='ss-hint'>{escape(below)}</div></td>"
 
 
@@ -148,7 +148,7 @@ def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: 
 
 
 def _button(act: str, words: str, label: str, tooltip: str, *, is_off: bool = False) -> str:
-    """A button; one that is off can still be focused, so that its reason can be read without a mouse."""
+    """Return a button; a disabled one stays focusable, so that its reason is readable without a mouse."""
     off = " aria-disabled='true'" if is_off else ""
     why = f"{label}: {escape(tooltip, quote=True)}" if is_off else label
     return (

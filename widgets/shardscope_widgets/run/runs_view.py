@@ -1,4 +1,4 @@
-"""The runs in ``./runs``: a list that opens, compares, resumes and stops them, and opens their traces."""
+"""The runs in ``./runs``: a list to open, compare, resume and stop them, and to open their traces."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from shardscope_widgets.run.runs_table import printable, runs_table
 from shardscope_widgets.run.view import RunView
 
 FOLDER = "runs"
-"""Where ``launch`` puts runs, relative to the notebook."""
+"""Folder into which ``launch`` puts runs, relative to the notebook."""
 PAGE_ROWS = 20
 LOOK_SECONDS = 2.0
-"""Between two reads of the folder while a run in it is living."""
+"""Seconds between reads of the folder while one of its runs is active."""
 TRACE_PIXELS = 440
 IS_BUSY = "A run is under way: wait until it ends, or stop it."
 HINT = "Select two runs to compare them."
 
 
 def count_runs() -> int:
-    """Return how many runs, damaged ones included, lie in the folder; 0 where it cannot be read."""
+    """Return the number of runs in the folder, including damaged ones; 0 if it cannot be read."""
     try:
         return sum(1 for _ in run_folders(Path(FOLDER)))
     except OSError:
@@ -45,11 +45,11 @@ def count_runs() -> int:
 
 
 class RunsView(View):
-    """Lists the runs in ``./runs``, living ones first, and shows one of them, or two side by side, in place.
+    """The list of runs in ``./runs``, active ones first; one run, or two side by side, can replace the list.
 
     ``on_open_trace(run)`` shows the trace of a run; without it the trace opens in this view. ``on_end(run)``
-    is called when a run that was living when it was opened has ended. ``on_resume(run)`` is called with the
-    run that Resume launched, after it is shown here.
+    is called when a run that was active when opened has ended. ``on_resume(run)`` is called with the run that
+    Resume launched, after it is shown here.
     """
 
     num_runs = traitlets.Int(0, help="Runs in the folder, damaged ones included.").tag(sync=False)
@@ -61,31 +61,31 @@ class RunsView(View):
         on_resume: Callable[[ss.Run], None] | None = None,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``is_busy``: whether a run is under way with which a resumed one would compete."""
+        """Create the view. ``is_busy`` returns whether an active run would compete with a resumed one."""
         self._is_busy = is_busy
         self._resumed: ss.Run | None = None
-        """The run that Resume launched last."""
+        """The latest run launched by Resume."""
         self._on_open_trace, self._on_end, self._on_resume = on_open_trace, on_end, on_resume
         self._summaries = RunSummaries(FOLDER)
         self._rows: dict[str, RunSummary] = {}
-        """By the key that the buttons of a row send."""
+        """Rows by the key that their buttons send."""
         self._selected: list[str] = []
         self._num_shown = PAGE_ROWS
         self._message = ""
         self._force: str | None = None
-        """The key of a run that could be resumed although little memory is free."""
+        """The key of a run that can be resumed in spite of too little free memory."""
         self._awaited: dict[Path, ss.Run] = {}
-        """Runs that were living when they were opened, by folder, until ``on_end`` is called."""
+        """Runs that were active when opened, by folder, until ``on_end`` is called."""
         self._lock = threading.RLock()
         self._is_watching = False
-        # The list: a row of controls, the table in a box that scrolls, and a row that shows more.
+        # The list: a row of controls, the table in a scrolling box, and a row that shows more.
         self.toolbar = Clickable(self._press, "ss-runs-bar")
         self.table = Clickable(self._press)
         self.more = Clickable(self._press, "ss-runs-more")
         scroll = widgets.VBox([self.table, self.more], layout=controls.layout(), tabbable=True)
         scroll.add_class("ss-runs-scroll")
         self._list = widgets.VBox([self.toolbar, scroll], layout=widgets.Layout())
-        # One run, two runs or a trace, under a row that leads back.
+        # One run, two runs or a trace, below a row with the back button.
         self.bar = Clickable(self._press, "ss-runs-bar")
         self.run_view = RunView(on_end=self._run_ended)
         self.comparison = ComparisonView()
@@ -99,10 +99,10 @@ class RunsView(View):
             self.add_class(name)
         self.look()
 
-    # ---- what others call
+    # ---- public methods
 
     def look(self) -> None:
-        """Read ``./runs`` again and show what changed; safe to call from any thread, at any time."""
+        """Read ``./runs`` again and show the changes; safe to call from any thread at any time."""
         with self._lock:
             if self.comm is None:  # The view was closed.
                 return
@@ -134,7 +134,7 @@ class RunsView(View):
             self._watch_the_living()
 
     def show_list(self) -> None:
-        """Go back to the list of all runs."""
+        """Return to the list of all runs."""
         with self._lock:
             self._show_page(None)
         self.look()
@@ -143,7 +143,7 @@ class RunsView(View):
         """Show two runs side by side in place of the list."""
         try:
             self.comparison.show(Runs([first, second]).compare(first, second))
-        except Exception as error:  # Whatever the two folders hold, the list stays and says why.
+        except Exception as error:  # Keep the list and show the error if either folder cannot be compared.
             self._say(f"The runs cannot be compared: {error}")
             self._draw()
             return
@@ -155,7 +155,7 @@ class RunsView(View):
     # ---- drawing
 
     def _draw(self) -> None:
-        """Write the list; unchanged parts are not sent."""
+        """Update the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
         self.table.value = runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
         left = len(self._rows) - len(shown)
@@ -183,7 +183,7 @@ class RunsView(View):
         )
 
     def _draw_bar(self) -> None:
-        """Write the row above an opened run: the way back, and what can be done with the run."""
+        """Update the row above an opened run: the back button and the actions for the run."""
         run = self.run_view.run
         if run is None:
             return
@@ -224,10 +224,10 @@ class RunsView(View):
 
     @property
     def is_list_shown(self) -> bool:
-        """Whether the list is in sight, and not one of its runs."""
+        """Whether the list is visible instead of one of its runs."""
         return self._list.layout.display != "none"
 
-    # ---- what the buttons do
+    # ---- button actions
 
     def _press(self, act: str) -> None:
         kind, _, key = act.partition(":")
@@ -247,7 +247,7 @@ class RunsView(View):
             case "compare":
                 self._compare_selected()
             case "select" if run is not None:
-                # The two latest: a third tick takes the first one away.
+                # Keep the two latest: a third selection removes the first.
                 others = [other for other in self._selected if other != key]
                 self._selected = others if key in self._selected else [*others, key][-2:]
                 self._draw()
@@ -283,7 +283,7 @@ class RunsView(View):
             resumed = resume_run(summary.run, force=force)
         except TooLittleFreeError as error:
             self._say(str(error), force=key)
-        except Exception as error:  # An exception in a handler would be shown nowhere in a notebook.
+        except Exception as error:  # An exception in a handler would not be shown in a notebook.
             self._say(str(error) or type(error).__name__)
         else:
             self._say("")
@@ -330,10 +330,10 @@ class RunsView(View):
         for view in before:
             view.close()
 
-    # ---- what changes by itself
+    # ---- updates in the background
 
     def _run_ended(self, run: ss.Run) -> None:
-        """Called by the run's view, also for a run that had ended long before it was opened."""
+        """Handle the end reported by the run's view, even for a run that had ended before it was opened."""
         self.look()
         with self._lock:
             if self.run_view.run is run:
@@ -341,16 +341,16 @@ class RunsView(View):
         self._report_ended(drawn=run)
 
     def _draw_opened_bar(self) -> None:
-        """Write the bar of an opened run again, if one is in sight."""
+        """Update the row above an opened run, if one is visible."""
         with self._lock:
             is_shown = not self.is_list_shown and self.run_view.layout.display != "none"
             if self.comm is not None and is_shown:
                 self._draw_bar()
 
     def _report_ended(self, drawn: ss.Run | None = None) -> None:
-        """Call ``on_end`` for each awaited run that has ended, also if another one is shown by now.
+        """Call ``on_end`` for each awaited run that has ended, even if another one is shown by now.
 
-        The view of a run calls this by itself once it has ``drawn`` the run to its end.
+        A run's view calls this itself once it has ``drawn`` the run to its end.
         """
         with self._lock:
             shown = self.run_view.run
@@ -364,11 +364,11 @@ class RunsView(View):
         if self._on_end is not None:
             for run in ended:
                 self._on_end(run)
-        if ended:  # What could not be resumed while they were living can be now.
+        if ended:  # Runs that could not be resumed while these were active may be resumable now.
             self._draw() if self.is_list_shown else self._draw_opened_bar()
 
     def _watch_the_living(self) -> None:
-        """Read the folder every few seconds while a run is awaited, or a living one is in the list."""
+        """Read the folder every few seconds while a run is awaited or the list contains an active one."""
         with self._lock:
             if self._is_watching or not self._should_watch():
                 return
@@ -390,7 +390,7 @@ class RunsView(View):
             try:
                 self.look()
                 self._report_ended()
-            except Exception as error:  # A damaged folder: the list goes on with the next look.
+            except Exception as error:  # A damaged folder: the list tries again at the next read.
                 self._say(f"The list could not be read: {error}")
 
 
@@ -402,5 +402,5 @@ def _back(rest: str) -> str:
 
 
 def _key(name: str) -> str:
-    """A name for a row that no folder name can break: these may hold quotes, or bytes that are no text."""
+    """Return a row key that is safe for any folder name, including quotes and invalid UTF-8."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:12]

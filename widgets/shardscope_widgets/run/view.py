@@ -1,4 +1,4 @@
-"""The view of one run, living or ended: status, progress, charts, logs, memory, and how to stop it."""
+"""The view of one run, active or ended: status, progress, charts, logs, memory, and stop buttons."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from shardscope_widgets.run.panels import MAX_NAMES, TRAINING, is_number
 
 POLL_SECONDS = 0.25
 GPU_SECONDS = 1.0
-"""Between two reads of what changes slowly: GPU samples, and the records of engines."""
+"""Seconds between reads of data that changes slowly: GPU samples and engine records."""
 READ_SECONDS = 0.15
-"""Time for reading the metrics of a long run before the first drawing; the rest is read afterwards."""
+"""Time limit for reading a long run's metrics before the first drawing; the rest is read afterwards."""
 SHARE_OF_KERNEL = 0.1
-"""Share of a core that a view may use for drawing: charts of many ranks are drawn less often."""
+"""Fraction of a CPU core that a view may use for drawing: charts of many ranks are drawn less often."""
 MAX_PAUSE_SECONDS = 2.0
-"""Between two drawings, however long one takes."""
+"""Maximum seconds between two drawings, however long one takes."""
 SAVES = "Finish the step, save a checkpoint, end this run"
 LOOKS = "Ask the task, which checks ctx.should_stop, to end by itself; what it saves is up to its own code"
 NO_RUN = "No run is shown. A run that is launched or opened appears here."
@@ -44,9 +44,9 @@ PLACEHOLDER = "–"
 
 
 class RunView(View):
-    """Show ``run`` live, at most four times a second, from its folder alone; any number of views may.
+    """A live view of ``run``, read from its folder at most four times a second; a run can have many views.
 
-    ``on_end(run)`` is called once the run has ended and all that it logged is drawn.
+    ``on_end(run)`` is called once the run has ended and everything that it logged is drawn.
     """
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
@@ -57,7 +57,7 @@ class RunView(View):
         self._on_end = on_end
         self._lock = threading.RLock()
         self._is_watching = False
-        """Whether a thread is going to refresh the view once more."""
+        """Whether a thread is about to refresh the view again."""
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: Expected | None = None
@@ -92,7 +92,7 @@ class RunView(View):
         buttons = widgets.HBox([self.save_button, self.stop_button], layout=controls.layout(flex="0 0 auto"))
         top = widgets.HBox([self.head, buttons], layout=controls.layout())
         top.add_class("ss-run-top")
-        # The log comes before what is only known after some steps: nothing moves it.
+        # The log comes before parts that appear after some steps, so that it does not move.
         parts = [self.error, self.facts, self._figure_place, self.table]
         self._body = widgets.VBox(
             [*parts, self.logs, self.memory.html, self.engine],
@@ -109,7 +109,7 @@ class RunView(View):
             self.head.value = f"<span class='ss-hint'>{NO_RUN}</span>"
 
     def show(self, run: ss.Run) -> None:
-        """Show ``run`` from now on."""
+        """Switch the view to ``run``."""
         with self._lock:
             self.run = run
             self._follow = run.follow()
@@ -132,25 +132,25 @@ class RunView(View):
             self._body.layout.display = ""
             self._body.remove_class("ss-run-failed")
             self._offer_saving(run)
-            # At once: until its thread has read the folder, the view would name the run before.
+            # Immediately: the view would name the previous run until its thread has read the folder.
             self.head.value = run_words.status_words(run, run.status)
             for part in (self.error, self.engine, self.table, self.progress, self.facts):
                 part.value = ""
             self._watch_from_now()
 
     def close(self) -> None:
-        """Close the view. The run and other views of it go on."""
-        with self._lock:  # Not while the view's thread draws.
+        """Close the view; the run and its other views continue."""
+        with self._lock:  # Wait until the view's thread has finished drawing.
             self.run = None
             super().close()
 
     def refresh(self) -> bool:
-        """Read what is new in the run's folder and draw it. Return whether there is more to read."""
+        """Read new data in the run's folder and draw it. Return whether there is more to read."""
         with self._lock:
             run, follow = self.run, self._follow
             if run is None or follow is None:
                 return False
-            # Buttons and status first: whatever a task logs, the run can be seen and stopped.
+            # Buttons and status first, so that the run can be seen and stopped whatever a task logs.
             status = run.status
             has_ended = status in FINAL
             self.stop_button.disabled = has_ended or self._stop_requested
@@ -168,7 +168,7 @@ class RunView(View):
             return more or follow.is_behind
 
     def _offer_saving(self, run: ss.Run) -> None:
-        """Show "Save and stop" if the task checks for it; a user's function has to be seen to do so first."""
+        """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""
         self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
         self.save_button.layout.display = "" if run.looks_for_stop else "none"
 
@@ -177,7 +177,7 @@ class RunView(View):
         self._pace.add(new)
         for record in new:
             if isinstance(rank := record.get("rank"), int):
-                # A line may have some of the metrics only: the others keep their last value.
+                # A record may contain only some of the metrics: the others keep their last value.
                 last = self._latest.setdefault(rank, {})
                 last.update(
                     {name: value for name, value in record.items() if name in last or len(last) < MAX_NAMES}
@@ -187,7 +187,7 @@ class RunView(View):
             self.figure.extend(new)
 
     def _read_slow_parts(self, run: ss.Run, has_ended: bool) -> None:
-        """Read what changes slowly: GPU samples, and what the engines recorded of themselves."""
+        """Read data that changes slowly: GPU samples and engine records."""
         now = time.monotonic()
         if now - self._sampled < GPU_SECONDS and not has_ended:
             return
@@ -195,7 +195,7 @@ class RunView(View):
         samples = run.cards()
         for record in samples[-run.world_size :]:
             self._latest.setdefault(record["rank"], {}).update(_answers(record))
-        if self._expected is None:  # Of a user's function it is known once its model is.
+        if self._expected is None:  # For a user's function the prediction is known once its model is.
             self._expected = run.expected()
         if self.figure is not None:
             self.figure.expect(self._expected)
@@ -212,16 +212,16 @@ class RunView(View):
         ).start()
 
     def _watch(self, run: ss.Run) -> None:
-        """Refresh until the end, in a thread: cells may block the kernel's main thread at any time."""
+        """Refresh in a thread until the run ends, because cells may block the kernel's main thread."""
         ended, more = False, False
         try:
             while self.run is run and (more or not ended):
                 started, busy = time.monotonic(), time.thread_time()
-                # Read before the refresh, which then draws all that was written up to the end.
+                # Read the status before the refresh, which then draws everything written up to the end.
                 ended = run.status in FINAL
                 try:
                     more = self.refresh()
-                except Exception as error:  # The folder may vanish: the view says so and goes on.
+                except Exception as error:  # The folder may vanish: the view reports that and continues.
                     more = False
                     self.error.value = _alert(f"This view cannot show the run: {error}")
                 if not ended:
@@ -231,13 +231,13 @@ class RunView(View):
             with self._lock:
                 self._is_watching = False
             if self.run is run:
-                # A search may have been typed since the last refresh; on_end may take long.
+                # The user may have started a search since the last refresh; on_end may take long.
                 self._wake()
                 if self._on_end is not None:
                     self._on_end(run)
 
     def _wake(self) -> None:
-        """Refresh because another log or search was chosen; a thread that still watches does so itself."""
+        """Refresh after the user changed the log or search, unless a watching thread does so anyway."""
         with self._lock:
             if self.run is None or self._is_watching:
                 return
@@ -245,12 +245,12 @@ class RunView(View):
             threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log").start()
 
     def _search_on(self) -> None:
-        """Refresh until a search has read the whole log, of a run that has ended."""
+        """Refresh until a search has read the whole log of an ended run."""
         more = True
         while more:
             started = time.monotonic()
             with self._lock:
-                # A caller of _wake waits meanwhile, and starts another thread if this was the last refresh.
+                # A caller of _wake waits here, and starts another thread if this was the last refresh.
                 more = False
                 try:
                     more = self.run is not None and self.refresh()
@@ -269,7 +269,7 @@ class RunView(View):
     def _press(self, button: Button) -> None:
         if self.run is None:
             return
-        # After "Save and stop", "Stop" is still possible: saving may take long.
+        # "Stop" is still possible after "Save and stop": saving may take long.
         self._stop_requested |= button == "Stop"
         self.save_button.disabled = True
         self.stop_button.disabled = self._stop_requested
@@ -280,7 +280,7 @@ class RunView(View):
             self.error.value = _alert(str(error))
 
     def _show_status(self, run: ss.Run, status: str) -> None:
-        """Write status, reason and plan; of a failed run its error, and the log of the rank that failed."""
+        """Show status, reason and plan; for a failed run, its error and the log of the failed rank."""
         current = (status, run.reason)
         if current == self._shown_status:
             return
@@ -301,14 +301,14 @@ class RunView(View):
                 self.logs.prefer("launcher" if first.rank is None else first.rank)
 
     def _show_numbers(self, run: ss.Run, has_ended: bool) -> None:
-        """Write progress, figures and the table of last values; a dash stands where a number is to come."""
+        """Show progress, figures and the table of latest values, with dashes for numbers still to come."""
         slowest = self._pace.slowest
         last = self._pace.last_step
         done = 0 if last is None else last + 1
         total = run.num_steps
         _put(self.progress, run_words.progress(done, total) if total else "")
         own = self._latest.get(0, {})
-        # The entries of a task that trains the plan are known before its first step: none moves another.
+        # A training task's entries are known before its first step, so that the layout does not shift.
         is_known = run.trains_the_plan
         entries = []
         if last is not None or is_known:
@@ -340,7 +340,7 @@ class RunView(View):
             entries.append((PLACEHOLDER, "slowest rank", "Known after some steps"))
         _put(self.facts, run_words.facts(entries))
         charts = self.figure.charts if self.figure is not None else {}
-        # Rows of dashes until the first numbers, so that what stands below does not move.
+        # Rows of dashes until the first numbers, so that the content below does not move.
         waits = is_known and not has_ended and not self._latest
         latest = {rank: {} for rank in range(run.world_size)} if waits else self._latest
         _put(self.table, run_words.latest_table(latest, charts, self._expected, slowest))
@@ -349,7 +349,7 @@ class RunView(View):
 
 
 def _read(follow: Follow) -> list[dict[str, Any]]:
-    """Return what is new; of a long run that is opened late, as much as can be read in a moment."""
+    """Return new data; for a long run that is opened late, as much as a short time allows."""
     began = time.monotonic()
     new = follow.read()
     while follow.is_behind and time.monotonic() - began < READ_SECONDS:
@@ -358,7 +358,7 @@ def _read(follow: Follow) -> list[dict[str, Any]]:
 
 
 def _put(place: widgets.HTML, words: str) -> None:
-    """Write only what changed: writing the same again would lose the user's selection in it."""
+    """Update only on changes: writing the same value again would lose the user's text selection."""
     if place.value != words:
         place.value = words
 
@@ -373,7 +373,7 @@ def _took(run: ss.Run) -> float | None:
 
 
 def _engine_words(engine: object) -> str:
-    """Return one sentence on what the engine of rank 0 built."""
+    """Return one sentence about what the engine of rank 0 built."""
     words = engine.get("sentence") if isinstance(engine, dict) else None
     return f"<div class='ss-hint'>As built: {escape(str(words))}</div>" if words else ""
 

@@ -29,7 +29,7 @@ STATUS_SIGNS = {
     "damaged": "✕",
     "unknown": "?",
 }
-"""A shape for each status: colour alone would not tell them apart."""
+"""A shape for each status, so that it does not depend on colour alone."""
 STATUS_CLASSES = {
     "starting": "ss-living",
     "running": "ss-living",
@@ -43,10 +43,10 @@ SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
 def status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> str:
-    """Return shape and word of a status as HTML, with ``reason`` as its tooltip.
+    """Return the symbol and name of a status as HTML, with ``reason`` as its tooltip.
 
-    The status comes from a file of the run folder: one that no run has is shown as "unknown".
-    ``place`` is the CSS class: of a row of the list, or of the opened run.
+    The status comes from a file in the run folder; an invalid one is shown as "unknown". ``place`` is the
+    CSS class: of a row of the list, or of the opened run.
     """
     known = status if status in STATUS_SIGNS else "unknown"
     tooltip = f" title='{escape(reason, quote=True)}'" if reason else ""
@@ -60,7 +60,7 @@ def status_words(run: ss.Run, status: str) -> str:
     """Return three lines of fixed height: status and name, the reason, the plan that is trained."""
     try:
         plan = sentence(run.plan)
-    except Exception:  # A plan of another version, or a damaged one: the run is shown without it.
+    except Exception:  # The plan is damaged or of another version: show the run without it.
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
     return (
@@ -72,7 +72,7 @@ def status_words(run: ss.Run, status: str) -> str:
 
 
 def _text(html: str) -> str:
-    """Return the text of markup that Shardscope wrote, for a tooltip."""
+    """Return the plain text of markup written by Shardscope, for a tooltip."""
     return re.sub(r"<[^>]*>", "", html).replace("'", "&#x27;")
 
 
@@ -88,7 +88,7 @@ def progress(done: int, total: int) -> str:
 
 
 def facts(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Return figures with their names, and what each one counts as a tooltip: (figure, name, tooltip)."""
+    """Return figures with their names and explanations: (figure, name, tooltip)."""
     cells = "".join(
         f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
         for value, name, why in entries
@@ -97,7 +97,7 @@ def facts(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """``45 s``, ``12 minutes``, ``3.4 hours``, ``2.1 days``."""
+    """Return ``45 s``, ``12 minutes``, ``3.4 hours`` or ``2.1 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -108,7 +108,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def sample_words(follow: Follow) -> tuple[str, str, str]:
-    """Return how much of the metrics is shown, where they are too many, as an entry of :func:`facts`."""
+    """Return which part of the metrics is shown if there are too many, as an entry of :func:`facts`."""
     share = follow.num_read_bytes / (follow.num_read_bytes + follow.num_skipped_bytes)
     why = (
         "The ranks log more lines than a view can read: numbers and charts show an even sample of them, and "
@@ -118,7 +118,7 @@ def sample_words(follow: Follow) -> tuple[str, str, str]:
 
 
 def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
-    """Return the slowest rank and by how much it is slower, or that none is, as an entry of :func:`facts`."""
+    """Return the slowest rank and how much slower it is, if any, as an entry of :func:`facts`."""
     ranks = f"{slowest.num_ranks:,} ranks"
     if slowest.is_even:
         why = (
@@ -144,7 +144,7 @@ def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
 
 
 def swatch(rank: int) -> str:
-    """Return a sample of the rank's line in the charts: its colour and its dashes."""
+    """Return a sample of the rank's line in the charts, with its colour and dashes."""
     if rank >= MAX_LINES:
         return "<i class='ss-line-swatch'></i>"
     dashes = SVG_DASHES[RANK_DASHES[rank % len(RANK_DASHES)]]
@@ -160,7 +160,7 @@ def latest_table(
     expected: Expected | None,
     slowest: Slowest | None,
 ) -> str:
-    """Return the last values of each rank, a column per chart in its unit; the last row is the prediction."""
+    """Return the latest values of each rank, a column per chart; the last row is the prediction."""
     if not latest:
         return ""
     panels, units = list(charts), list(charts.values())
@@ -224,7 +224,7 @@ def _predicted_words(expected: Expected | None) -> str:
 
 
 def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int] | None, words: str) -> str:
-    """Return the tensors of each rank at its peak, as bars on the scale of the prediction and as numbers."""
+    """Return the tensors of each rank at its peak, as bars on the prediction's scale and as numbers."""
     if not by_rank:
         return ""
     rows: list[tuple[str, Mapping[str, int]]] = [("predicted", predicted)] if predicted else []

@@ -1,4 +1,4 @@
-"""The head's "Make it fit" button: the cheapest combination of changes that fits, found in the background."""
+"""The "Make it fit" button: a background search for the cheapest combination of changes that fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOLTIP = "Find the cheapest combination of changes that fits"
 
 
 class FitButton:
-    """Shows :attr:`button` while the plan on offer does not fit; ``on_fit`` gets the plan and its fit."""
+    """The button shown while the current plan does not fit; ``on_fit`` receives the plan and its fit."""
 
     def __init__(self, search: FitSearch, on_fit: Callable[[ss.Plan, Result], None]) -> None:
         self._search, self._on_fit = search, on_fit
@@ -34,14 +34,14 @@ class FitButton:
         self.button.layout.display = "" if verdict.state == "does not fit" else "none"
 
     def start(self) -> None:
-        """Look for the changes."""
+        """Start the search for changes."""
         plan = self._plan
         if plan is not None:
             self._show_looking(True)
             self._search.ask(plan, lambda found: self._report(plan, found))
 
     def _report(self, plan: ss.Plan, found: Result) -> None:
-        # An input that was changed meanwhile asks another question.
+        # The inputs changed during the search: this result is for an outdated plan.
         if self._plan == plan:
             self._show_looking(False)
             self._on_fit(plan, found)

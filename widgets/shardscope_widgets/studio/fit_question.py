@@ -1,4 +1,4 @@
-"""The question before "Make it fit" changes the framework, the GPUs, the model or what is learnt."""
+"""The confirmation shown before "Make it fit" changes the framework, GPUs, model or training objective."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 
 LEARNT = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
-"""Recipe fields that decide what is learnt."""
+"""Recipe fields that change the training result."""
 
 
 def fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
-    """Return the notice and the label of its button; None where ``fit`` changes nothing of the kind."""
+    """Return the notice and its button label, or None if ``fit`` needs no confirmation."""
     found = fit.plan
     room = f"{gib(found.memory().peak_bytes)} GiB"
     same_nouns = (plan.architecture, plan.cluster) == (found.architecture, found.cluster)

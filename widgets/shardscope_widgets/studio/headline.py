@@ -13,15 +13,15 @@ from shardscope_widgets.kit.words import devices, title
 
 STATE_CLASSES = {"fits": "ss-fits", "tight": "ss-tight", "unknown": "ss-tight", "does not fit": "ss-lacks"}
 STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕"}
-"""A sign for each state, because its colour alone does not reach every reader."""
+"""A symbol for each state, so that it does not depend on colour alone."""
 
 FORM_FACTOR = re.compile(r" (SXM|PCIe|OAM)(?= |$)")
 NODES = re.compile(r"^[\d,]+ nodes of \d+")
-"""Both are left out of the line, which is short; the whole name is there on hover."""
+"""Parts left out of the short line; the full name is in the tooltip."""
 
 
 def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
-    """Return the two lines as HTML. Each is cut where it is too long, with the whole text on hover."""
+    """Return the two lines as HTML. Long lines are truncated and show the full text on hover."""
     rank = plan.recipe.adapter_rank
     method = {"full": "full", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}[plan.recipe.method]
     model, gpus = title(plan.architecture.name), devices(plan.cluster)
@@ -43,7 +43,7 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
 
 
 def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
-    """Return ``Fits: 54.0 of 79.1 GiB on each GPU``, or what is tight, unknown or short, in one line."""
+    """Return one line such as ``Fits: 54.0 of 79.1 GiB on each GPU``, or why the plan may not fit."""
     unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
     where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
     if plan.degrees.pp > 1:

@@ -1,4 +1,4 @@
-"""One line under the Studio's head: what an action did or why it failed, with buttons for what comes next."""
+"""The notice below the Studio's header: the result of an action, with buttons for the next steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DISMISS = "dismiss"
 
 
 class Notice(Clickable):
-    """Empty until :meth:`say`; a cross takes the line away."""
+    """A notice, empty until :meth:`say` is called, with a button that dismisses it."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Callable[[], None]] = {}
@@ -20,7 +20,7 @@ class Notice(Clickable):
     def say(
         self, words: str, actions: Mapping[str, Callable[[], None]] | None = None, *, is_error: bool = False
     ) -> None:
-        """Show ``words`` and a button for each of ``actions``; empty words take the line away."""
+        """Show ``words`` with one button per action; empty ``words`` dismiss the notice."""
         self._actions = dict(actions or {})
         if not words:
             self.value = ""

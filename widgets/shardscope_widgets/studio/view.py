@@ -59,16 +59,16 @@ from shardscope_widgets.trace import TraceView
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 PAUSE_SECONDS = 0.25
-"""Pause of the inputs after which repairs and findings are computed: both take longer than all the rest."""
+"""Delay after the last input before fixes and findings are computed: both are slower than the rest."""
 MAX_FIXES = 4
-"""Fixes that are followed one upon the other."""
+"""Maximum number of fixes applied in sequence."""
 TRACE_PIXELS = 480
 NO_TRACE = "No trace yet: a run that records one shows it here."
 Page = TypeVar("Page", bound=widgets.Widget)
 
 
 class Studio(View):
-    """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
+    """The Studio widget: plan, launch and inspect training. It shows ``studio.plan`` and ``studio.run``."""
 
     plan = traitlets.Any(help="The last valid plan.")
     run = traitlets.Any(allow_none=True, default_value=None, help="The run that was last started or opened.")
@@ -79,11 +79,11 @@ class Studio(View):
         self._report: MemoryReport | None = None
         self._verdict: Verdict | None = None
         self._found: tuple[ss.Plan, list[Finding]] | None = None
-        """The plan, and the findings about it, its task and earlier runs."""
+        """The plan, with the findings about it, its task and earlier runs."""
         self._drawn: dict[str, object] = {}
-        """Tab -> the plan that its page shows."""
+        """Tab -> the plan that its page currently shows."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
-        """Measured steps, kept until the Time view exists."""
+        """Measured steps, stored until the Time view is created."""
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
@@ -96,10 +96,10 @@ class Studio(View):
         self._show_page()
         self._replan()
 
-    # ---- what it is made of
+    # ---- components
 
     def _make_questions(self) -> None:
-        """Make the left column: one folding question for each picker."""
+        """Build the left column: one collapsible question for each picker."""
         self.architecture = ArchitecturePicker()
         self.cluster = ClusterPicker()
         self.recipe = RecipePicker()
@@ -132,16 +132,16 @@ class Studio(View):
 
     @property
     def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
-        """The pickers that make the plan."""
+        """The pickers that define the plan."""
         return self.architecture, self.cluster, self.recipe, self.layout_picker
 
     @property
     def _all_pickers(self) -> tuple[Picker, ...]:
-        """The picker of each question, from top to bottom."""
+        """All pickers from top to bottom, one for each question."""
         return self.task, *self._pickers, self.options
 
     def _make_pages(self) -> None:
-        """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
+        """Build the tabs. Each page is filled when first shown, so that a reloaded page has less to load."""
         self.fit_search = FitSearch()
         self.memory = MemoryView(
             on_pin=self._pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
@@ -165,7 +165,7 @@ class Studio(View):
         self._main.add_class("ss-main")
 
     def _make_head(self) -> widgets.Box:
-        """Make the line that is always in sight: sentence, numbers, buttons."""
+        """Build the header, which is always visible: headline, numbers and buttons."""
         self.headline = controls.html("", "ss-headline")
         self.rates = controls.html("", "ss-head-rates", layout=widgets.Layout())
         self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
@@ -204,7 +204,7 @@ class Studio(View):
 
     @cached_property
     def script(self) -> ScriptChecks:
-        """The checks of the user's own script, below those of the plan."""
+        """The checks of the user's own script, shown below those of the plan."""
         return ScriptChecks(self.plan)
 
     @cached_property
@@ -230,7 +230,7 @@ class Studio(View):
     # ---- inputs to plan
 
     def _replan(self, change: object = None) -> None:
-        """Make the plan that the pickers describe; while they do not make one, keep the last and say why."""
+        """Build the plan from the pickers; if that fails, keep the last valid plan and show the error."""
         if self._planning:
             return
         self._planning = True
@@ -241,30 +241,30 @@ class Studio(View):
             self.layout_picker.offer(*nouns)
             self.recipe.offer(self.layout_picker.value)
             plan = ss.Plan(*nouns, self.layout_picker.value)
-            # A plan that can run may still have no formulas: then there is nothing to show of it.
+            # A plan that can run may have no memory formulas: there is no prediction to show.
             plan.memory()
         except ValueError as error:
             self._show_error(error)
             return
-        except Exception as error:  # A defect of ours: raised in a handler, it would be shown nowhere.
+        except Exception as error:  # An exception raised in a handler would not be shown.
             self._show_error(ValueError(f"Shardscope failed at this: {type(error).__name__}: {error}"))
             raise
         finally:
             self._planning = False
             self._show_staleness()
         if plan == self.plan:
-            self._offer_launch()  # The folder of weights may be another.
+            self._offer_launch()  # The weights folder may have changed.
         self.plan = plan
 
     def apply(self, plan: ss.Plan) -> None:
-        """Set the inputs to what ``plan`` trains, on what, and how: all changes go through them."""
+        """Set all inputs to match ``plan``. Every change of the plan goes through this method."""
         self._planning = True
         try:
             if plan.cluster != self.cluster.value or self.cluster.is_wrong:
                 self.cluster.fill(plan.cluster)
             if plan.architecture != self.architecture.value or self.architecture.is_wrong:
                 self.architecture.take(plan.architecture)
-            # What this framework has and the last one had not must be on offer before it is chosen.
+            # Add the options of the new framework before choosing one that the previous framework lacks.
             self.recipe.offer(plan.layout)
             self.recipe.take(plan.recipe)
             nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
@@ -274,7 +274,7 @@ class Studio(View):
         self._replan()
 
     def _apply_fix(self, changes: Mapping[str, object]) -> None:
-        """Set the inputs that a fix names, each in its own picker, as one change."""
+        """Apply a suggested fix: set each changed input in its picker, as one update."""
         owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
         self._planning = True
         try:
@@ -289,7 +289,7 @@ class Studio(View):
         self._replan()
 
     def _complete_fix(self, changes: Mapping[str, object]) -> dict[str, object]:
-        """Add what the plan needs changed in turn, so that one click leads to a valid plan."""
+        """Extend a fix with the follow-up fixes that it needs, so that one click leads to a valid plan."""
         whole = dict(changes)
         for _ in range(MAX_FIXES):
             try:
@@ -298,14 +298,14 @@ class Studio(View):
                 if not error.changes or error.changes.items() <= whole.items():
                     break
                 whole |= error.changes
-            except ValueError:  # Nothing says what would fix it.
+            except ValueError:  # This error has no suggested fix.
                 break
             else:
                 return whole
         return dict(changes)
 
     def _plan_with(self, changes: Mapping[str, object]) -> ss.Plan:
-        """Return the plan that the inputs would make with the changes of a fix. Raises ``ValueError``."""
+        """Return the plan of the current inputs with a fix applied. Raises ``ValueError``."""
         fields: dict[str, dict[str, object]] = {"Recipe": {}, "Cluster": {}, "Layout": {}}
         for name, value in changes.items():
             owner, _, field = name.rpartition(".")
@@ -333,7 +333,7 @@ class Studio(View):
             self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
 
     def _offer_fit(self, before: ss.Plan, fit: Result) -> None:
-        """Apply what makes ``before`` fit; ask first where it changes more than degrees and recomputation."""
+        """Apply the fit for ``before``; ask first if it changes more than degrees and recomputation."""
         if isinstance(fit, Exception):
             self.notice.say(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
             return
@@ -341,7 +341,7 @@ class Studio(View):
             words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
             self.notice.say(words, is_error=True)
             return
-        if self.is_wrong:  # An input was changed while the changes were looked for.
+        if self.is_wrong:  # An input was changed during the search.
             return
         question = fit_question(before, fit)
         if question is None:
@@ -355,17 +355,17 @@ class Studio(View):
         self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
 
     def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
-        """Apply ``before`` again; nothing of the plan that is undone comes back with its framework."""
+        """Restore ``before``, and reset the framework of the plan that is undone."""
         self.apply(before)
         self.layout_picker.forget(undone.layout.framework)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether an input is wrong, so that the plan is not that of the inputs."""
+        """Whether an input is invalid, in which case the plan does not match the inputs."""
         return any(picker.is_wrong for picker in self._pickers)
 
     def _show_staleness(self, change: object = None) -> None:
-        """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
+        """Dim the last valid plan and disable launching while an input is invalid."""
         wrong = self.is_wrong
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch.blocked = "Correct the input marked in red first." if wrong else ""
@@ -376,7 +376,7 @@ class Studio(View):
                 getattr(self, page).freeze(wrong)
 
     def _show_error(self, error: ValueError) -> None:
-        # An error that is no FieldError begins with its field as well: "Architecture.model_type is ...".
+        # Errors other than FieldError also start with their field: "Architecture.model_type is ...".
         owner = getattr(error, "field", str(error)).partition(".")[0]
         owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
         owners.get(owner, self.layout_picker).show_plan_error(error)
@@ -387,11 +387,11 @@ class Studio(View):
     def _draw(self, change: object) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
-        self.notice.say("")  # It was about the plan before.
+        self.notice.say("")  # The notice was about the previous plan.
         self._verdict = assess(plan, report)
         self.headline.value = headline(plan, report, self._verdict)
         self.fit.offer(plan, self._verdict)
-        # The browser draws what is in sight while the rest, which takes longer, is still computed.
+        # Let the browser draw the visible part while the slower rest is still computed.
         self._draw_shown()
         self._show_rates()
         self._offer_launch()
@@ -404,7 +404,7 @@ class Studio(View):
             self.launch.offer(self.plan, self._report)
 
     def _change_weights(self, change: object) -> None:
-        """Offer to fine-tune another folder, whose model may be the same."""
+        """Offer to fine-tune from another folder, whose model may be the same."""
         if not self._planning and self._report is not None:
             self._offer_launch()
             self._recheck()
@@ -415,7 +415,7 @@ class Studio(View):
         self.rates.value = rates(shown_step(self.plan))
 
     def _draw_shown(self) -> None:
-        """Bring the page in sight up to date; all others wait until they are shown."""
+        """Update the visible page; the other pages are updated when they are shown."""
         name = self.tabs.value
         if name in self._drawers and self._report is not None and self._drawn.get(name) is not self.plan:
             self._drawn[name] = self.plan
@@ -452,18 +452,18 @@ class Studio(View):
         if self._found is None or self._found[0] is not self.plan:
             try:
                 task = self.task.task(self.plan)
-            except ValueError:  # It is shown at the input, and nothing can be launched.
+            except ValueError:  # The error is shown at its input, and launching is disabled.
                 task = None
             self._found = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
         return self._found[1]
 
     @cached_property
     def _earlier_runs(self) -> list[ss.Run]:
-        """The runs in this folder, read again when one of this Studio's ends."""
+        """The runs in this folder, read again when a run of this Studio ends."""
         return list(ss.runs())
 
     def _recheck(self, change: object = None) -> None:
-        """Renew findings and offer: the task or the runs changed, and not the plan."""
+        """Refresh the findings and the launch offer after the task or the runs, but not the plan, changed."""
         self._found = None
         self._drawn.pop("Checks", None)
         self.launch.update()
@@ -488,11 +488,11 @@ class Studio(View):
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.runs.open(run)
         self.tabs.value = "Runs"
-        if run.status in FINAL:  # It ended before it was opened: nothing else reports that.
+        if run.status in FINAL:  # The run ended before it was opened: no other event reports its end.
             self._run_ended(run)
 
     def _watch_resumed(self, run: ss.Run) -> None:
-        """Treat a run that Resume launched like one that the button launched."""
+        """Handle a run started by Resume like one started by the launch button."""
         self.launch.busy = True
         self.run = run
         self._show_trace(_hint("The trace appears here when the run has ended."))
@@ -510,7 +510,7 @@ class Studio(View):
         self._show_trace_of(run)
 
     def _keep_measured(self, run: ss.Run) -> None:
-        """Show what the run measured beside the prediction of its own plan."""
+        """Show the measurements of the run next to the prediction of its plan."""
         try:
             plan = run.plan
         except ValueError:
@@ -539,7 +539,7 @@ class Studio(View):
             self._show_trace(_hint(str(error)))
 
     def _show_trace(self, view: widgets.Widget) -> None:
-        """Put ``view`` into the Trace tab and close what was there, a whole trace perhaps."""
+        """Show ``view`` in the Trace tab and close the previous one, which may hold a whole trace."""
         before = self.trace_holder.children
         self.trace_holder.children = [view]
         for old in before:

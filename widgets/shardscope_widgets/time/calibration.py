@@ -1,4 +1,4 @@
-"""The button that measures this machine, so that predictions for it use its own curves."""
+"""The button that calibrates this machine, so that predictions for it use measured curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardscope_widgets.kit.background_work import Progress, WorkPanel
 
 
 class CalibratePanel(WorkPanel):
-    """Offers ``ss.calibrate()`` for plans on this machine's own GPUs; ``on_done`` is called afterwards."""
+    """A button for ``ss.calibrate()``, for plans of this machine; ``on_done`` is called at the end."""
 
     def __init__(self, machine: ss.Cluster, on_done: Callable[[], None]) -> None:
         self._machine = machine
@@ -24,7 +24,7 @@ class CalibratePanel(WorkPanel):
         self.layout.display = "none"
 
     def offer(self, plan: ss.Plan) -> None:
-        """Show the button where ``plan`` is for GPUs, or CPU ranks, of this machine."""
+        """Show the button if ``plan`` is for GPUs, or CPU ranks, of this machine."""
         cluster, here = plan.cluster, self._machine
         is_here = (
             cluster.num_nodes == 1

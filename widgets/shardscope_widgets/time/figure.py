@@ -1,4 +1,4 @@
-"""The chart of the time view: a step's parts, what is overlapped, what runs measured, and pinned plans."""
+"""The chart of the time view: parts of a step, overlapped time, measured runs, and pinned plans."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SMALL = {"size": 12}
 
 
 def empty_figure(on_part: Callable[[str], None]) -> Chart:
-    """Return the chart with all traces and axes, without data; :func:`draw` fills it again and again.
+    """Return the chart with all traces and axes but no data; :func:`draw` fills it repeatedly.
 
-    ``on_part`` gets the name of the part whose bar was clicked.
+    ``on_part`` receives the name of the part whose bar was clicked.
     """
     bars = [
         go.Bar(
@@ -77,7 +77,7 @@ def _layout() -> dict[str, Any]:
         "font": FONT,
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
-        # Sums stand at the right: an axis would only add lines under text.
+        # Totals are in the right margin: an axis would only add clutter.
         "xaxis": {"visible": False, "fixedrange": True},
         "yaxis": {
             "fixedrange": True,
@@ -127,7 +127,7 @@ def draw(figure: Chart, shown: ShownStep) -> None:
 
 
 def _part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
-    """Return one part of the predicted row, of the overlapped one, and of every pinned plan's."""
+    """Return one part of the predicted row, of the overlapped row, and of every pinned plan's row."""
     scale = shown.scale
     bars: list[tuple[str, float, str, float]] = []
     if shown.report is not None:
@@ -152,7 +152,7 @@ def _part_tooltip(report: StepReport, name: Any) -> str:
 
 
 def _notes(shown: ShownStep) -> list[dict[str, Any]]:
-    """Return each row's sum in the right margin or, in the place of an empty row, why it is empty."""
+    """Return each row's total for the right margin or, for an empty row, why it is empty."""
     report, measured = shown.report, shown.measured
     overlapped = sum(report.hidden.values()) if report else 0.0
     rows = [
@@ -184,7 +184,7 @@ def _sum_words(scale: Scale, seconds: float, is_part: bool) -> str:
 
 
 def _off_by(measured: float, predicted: float) -> str:
-    """Return how far the measured step is from the predicted one: ``+6 %``."""
+    """Return the deviation of the measured step from the predicted one: ``+6 %``."""
     return f"{100 * (measured / predicted - 1):+.0f} %".replace("-", "−")
 
 

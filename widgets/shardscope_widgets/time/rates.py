@@ -1,4 +1,4 @@
-"""Head numbers of the Studio: how fast a plan is and what it costs, or why that is not known."""
+"""The numbers in the Studio's header: a plan's rate and cost, or why they are unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = ("tokens/s per GPU", "MFU", "per M tokens")
 
 
 def rates(shown: ShownStep) -> str:
-    """Return three numbers as HTML, each above its unit; a dash says why there is no number."""
+    """Return three numbers as HTML, each below its unit; a dash has the reason for a missing number."""
     report, reason = shown.report, shown.step.why_no_rates
     if report is None or reason:
         numbers = [(DASH, unit, reason) for unit in UNITS]
@@ -31,11 +31,11 @@ def rates(shown: ShownStep) -> str:
 
 def _cell(value: str, unit: str, why: str) -> str:
     hint = escape(why, quote=True)
-    # A dash alone says nothing to a screen reader.
+    # A dash alone is meaningless to a screen reader.
     reason = f"<span class='ss-off-screen'> {escape(why)}</span>" if value == DASH else ""
     return f"<span title='{hint}'><b>{escape(value)}</b> <span>{unit}</span>{reason}</span>"
 
 
 def _percent(share: float) -> str:
-    """Return ``39 %``, and ``< 1 %`` for what would round to nothing."""
+    """Return ``39 %``, or ``< 1 %`` for what would round to zero."""
     return f"{100 * share:.0f} %" if share >= 0.005 else "< 1 %"

@@ -1,4 +1,4 @@
-"""Steps on screen: a plan's predicted step, or why there is none, measured steps, and pinned plans."""
+"""Rows of the time view: a plan's predicted step (or why there is none), measured and pinned steps."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from shardscope_widgets.kit.pins import PinName, name_pins
 
 
 class RunSteps(NamedTuple):
-    """The steps of one run."""
+    """The measured steps of one run."""
 
     num_steps: int
-    """Number of steps behind the median: the first steps of a run are slower and not counted."""
+    """Number of steps in the median, without the slower first steps of a run."""
     seconds: float
     """The median step."""
 
     @classmethod
     def of(cls, run: ss.Run) -> RunSteps | None:
-        """Return the steps that ``run`` logged last; None where these are too few."""
+        """Return the last steps that ``run`` logged; None if there are too few."""
         median = median_step(latest_lines(RunFolder(run.folder), run.world_size))
         return None if median is None else cls(*median)
 
 
 class PlanStep(NamedTuple):
-    """The step of one plan."""
+    """The predicted step of one plan."""
 
     report: StepReport | None
-    """The prediction; None: there is none, and :attr:`refusal` says why."""
+    """The prediction; None if there is none, with the reason in :attr:`refusal`."""
     refusal: str = ""
     lacks: str = ""
-    """Why the plan does not fit; empty: it does. Such a plan has no tokens/s and no price."""
+    """Why the plan does not fit; empty if it does. A plan that does not fit has no tokens/s and no price."""
 
     @classmethod
     def of(cls, plan: ss.Plan) -> PlanStep:
-        """Predict the step of ``plan``; an error becomes its words."""
+        """Predict the step of ``plan``; store the message of an error."""
         verdict = assess(plan)
         lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
         try:
@@ -51,12 +51,12 @@ class PlanStep(NamedTuple):
 
     @property
     def why_no_rates(self) -> str:
-        """Return why there are no rates and prices; empty: there are."""
+        """The reason why there are no rates and prices; empty if there are."""
         return self.lacks or self.refusal
 
 
 class PinStep(NamedTuple):
-    """A pinned plan beside the plan on screen."""
+    """A pinned plan, compared with the current plan."""
 
     name: PinName
     step: PlanStep
@@ -72,31 +72,31 @@ class ShownStep(NamedTuple):
 
     @property
     def report(self) -> StepReport | None:
-        """The prediction; None: there is none."""
+        """The prediction, or None."""
         return self.step.report
 
     @property
     def refusal(self) -> str:
-        """Why there is no prediction."""
+        """The reason why there is no prediction."""
         return self.step.refusal
 
     @property
     def scale(self) -> Scale:
-        """The unit of every time on screen."""
+        """The common unit of all times in the view."""
         known = [self.report.seconds] if self.report else []
         known += [self.measured.seconds] if self.measured else []
         return Scale.of(max(known, default=1.0))
 
 
 def shown_step(plan: ss.Plan, measured: RunSteps | None = None, pins: Sequence[ss.Plan] = ()) -> ShownStep:
-    """Return the step of ``plan``, predicted and as far as ``measured``, beside those of the ``pins``."""
+    """Return the step of ``plan``, its prediction and any ``measured`` steps, with those of the ``pins``."""
     names = name_pins(pins, plan)
     pinned = tuple(PinStep(name, PlanStep.of(pin)) for name, pin in zip(names, pins, strict=True))
     return ShownStep(plan, PlanStep.of(plan), measured, pinned)
 
 
 def residual_words(plan: ss.Plan) -> str:
-    """Return how far finished runs on this machine were from such predictions; empty where there are none."""
+    """Return the deviation of finished runs on this machine from such predictions; empty without runs."""
     try:
         found = residual(plan)
     except ValueError as damaged:

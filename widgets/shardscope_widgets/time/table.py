@@ -22,7 +22,7 @@ KWH_JOULES = 3.6e6
 
 
 def caption(shown: ShownStep) -> str:
-    """Return the line under the chart: tokens, GPUs, the constants; or why there is no prediction."""
+    """Return the caption of the chart: tokens, GPUs, the constants; or why there is no prediction."""
     report = shown.report
     if report is None:
         return f"<span class='ss-error' role='alert'>{escape(shown.refusal)}</span>"
@@ -35,7 +35,7 @@ def caption(shown: ShownStep) -> str:
 
 
 class Rate(NamedTuple):
-    """One number that follows from a step's seconds."""
+    """A number derived from the seconds of a step."""
 
     name: str
     words: Callable[[float], str]
@@ -86,7 +86,7 @@ def _rates(shown: ShownStep) -> list[Rate]:
 
 
 def price_words(shown: ShownStep) -> str:
-    """Return the price behind dollars, or that it is not known."""
+    """Return the price on which dollar amounts are based, or that it is unknown."""
     gpu = shown.plan.cluster.gpu
     if gpu.price_per_hour_usd is None:
         return f"the price of {title(gpu.name)} is not known"
@@ -94,9 +94,9 @@ def price_words(shown: ShownStep) -> str:
 
 
 def rate_table(shown: ShownStep) -> str:
-    """Return seconds, rates and prices: predicted, measured and of each pinned plan with the difference.
+    """Return seconds, rates and prices: predicted, measured, and of each pinned plan with the difference.
 
-    A plan that does not fit has none: a dash, and the reason in the opened row.
+    A plan that does not fit has no rates: a dash, with the reason in the expanded row.
     """
     if shown.report is None and shown.measured is None and not shown.pins:
         return ""
@@ -106,7 +106,7 @@ def rate_table(shown: ShownStep) -> str:
     ]
     for index, pin in enumerate(shown.pins):
         columns += Column.of_pin(index, pin.name)
-    # Seconds of a plan that does not fit are kept: the chart shows what they would go to.
+    # A plan that does not fit keeps its seconds: the chart shows their parts.
     seconds = Rate(f"one step, {shown.scale.unit}", shown.scale.show, lambda r: r.seconds, _step_words(shown))
     rows = [_rate_row(shown, seconds, even_if_it_lacks=True)]
     rows += [_rate_row(shown, rate) for rate in _rates(shown)]
@@ -150,20 +150,20 @@ def _words_or_dash(value: float | None, rate: Rate) -> str:
 
 
 def _measured_cell(shown: ShownStep, rate: Rate) -> str:
-    """Return what the rate is at the measured seconds: a run that ended did fit."""
+    """Return the rate at the measured seconds: a finished run did fit."""
     measured, report = shown.measured, shown.report
     if measured is None:
         return ""
     if report is None:
         return rate.words(measured.seconds) if rate.words == shown.scale.show else NOT_REPORTED
-    # All seconds of the report are in its parts: scaled, they sum to the measured step.
+    # The parts contain all seconds of the report: scaled, they sum to the measured step.
     factor = measured.seconds / report.seconds
     scaled = replace(report, parts={name: seconds * factor for name, seconds in report.parts.items()})
     return _words_or_dash(rate.of(scaled), rate)
 
 
 def part_rows(shown: ShownStep) -> str:
-    """Return the table of parts: exposed seconds, their share, what is overlapped, and the pinned plans'."""
+    """Return the table of parts: exposed seconds, their share, overlapped seconds, and the pinned plans."""
     report = shown.report
     if report is None:
         return ""
@@ -195,7 +195,7 @@ def part_rows(shown: ShownStep) -> str:
 
 
 def swatch(name: str) -> str:
-    """Return the part's colour and pattern, as the chart has them."""
+    """Return the part's colour and pattern as in the chart."""
     pattern = PATTERN_CLASSES.get(PART_PATTERNS.get(name, ""), "")
     return f"<i class='ss-mark {pattern}' style='background-color:{PART_COLOURS[name]}'></i>"
 

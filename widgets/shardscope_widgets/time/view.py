@@ -1,4 +1,4 @@
-"""The time view: parts of a step, what is overlapped, what runs measured, rates, prices and pinned plans."""
+"""The time view: parts of a step, overlapped time, measured runs, rates, prices and pinned plans."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardscope_widgets.time.rows import RunSteps, ShownStep, shown_step
 from shardscope_widgets.time.table import caption, part_rows, rate_table
 
 MAX_REMEMBERED = 32
-"""Measured steps that come back when their plan does."""
+"""Maximum stored measurements, which are shown again with their plan."""
 
 
 class StepView(View):
-    """A plan's step, predicted and measured, redrawn in place when :meth:`show` gets another plan.
+    """A plan's step, predicted and measured, redrawn in place when :meth:`show` receives another plan.
 
-    Where the plan is for ``machine`` (None: this one), a button measures that and calls ``on_calibrate``.
-    ``on_pin`` gets the plan whose pin button was pressed, and sets :attr:`pins`; None: the view keeps its own
-    pins.
+    If the plan is for ``machine`` (None: this one), a button calibrates it and calls ``on_calibrate``.
+    ``on_pin`` receives the plan whose pin button was pressed and sets :attr:`pins`; None: the view stores
+    its own pins.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepView(View):
 
     @property
     def pins(self) -> tuple[ss.Plan, ...]:
-        """The pinned plans: further rows of the chart, further columns of the tables."""
+        """The pinned plans: additional rows of the chart and columns of the tables."""
         return self._pins.plans
 
     @pins.setter
@@ -81,11 +81,11 @@ class StepView(View):
 
     @property
     def report(self) -> StepReport | None:
-        """The prediction on screen; None while there is none."""
+        """The current prediction, or None."""
         return self.shown.report if self.shown else None
 
     def show(self, plan: ss.Plan, report: StepReport | None = None) -> None:
-        """Draw a plan's step; where it cannot be predicted, say why. ``report``: its prediction, if known."""
+        """Draw a plan's step, or why it cannot be predicted. ``report`` is its prediction, if known."""
         with self._lock:
             self.calibrate.offer(plan)
             self._pins.offer(plan)
@@ -104,7 +104,7 @@ class StepView(View):
             self.show(self.shown.plan)
 
     def add(self, plan: ss.Plan, measured: RunSteps) -> None:
-        """Remember the measured steps of a run of ``plan``; they are shown whenever that plan is."""
+        """Store the measured steps of a run of ``plan``; they are shown whenever that plan is."""
         with self._lock:
             others = [(known, step) for known, step in self._measured if known != plan]
             self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
@@ -118,7 +118,7 @@ class StepView(View):
         self._on_calibrate()
 
     def _show_budget(self, change: object = None) -> None:
-        """Show days and price of the tokens typed; an error stands at the input."""
+        """Show days and price for the tokens that the user typed; an error is shown at the input."""
         report = self.report
         self.budget_row.show(report is not None)
         self.budget_row.show_error("")

@@ -18,10 +18,10 @@ ROW, THIN_ROW = 9, 4
 HEADER = 20
 GAP = 3
 MAX_MARKS = 3_000
-"""At about 20 bytes each, 60 kB."""
+"""Maximum marks; at about 20 bytes each, 60 kB."""
 MAX_ROWS = 200
 MAX_TALL_ROWS = 60
-# As front_end/colours.js has them.
+# As in front_end/colours.js.
 HUES = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#eedd88", "#ffaabb")
 COLOURS = {
     MUTED: "#b4bac2",
@@ -38,7 +38,7 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
 
 
 def _draw_tracks(tiler: Tiler) -> str:
-    """Return every track but Python stacks, ranks in order, up to :data:`MAX_ROWS` rows."""
+    """Return every track except Python stacks, in rank order, up to :data:`MAX_ROWS` rows."""
     trace = tiler.trace
     top_of_row: dict[int, int] = {}
     texts: list[str] = []
@@ -79,7 +79,7 @@ def _draw_tracks(tiler: Tiler) -> str:
 
 
 def _draw_marks(tiler: Tiler, top_of_row: dict[int, int], tall: int) -> str:
-    """Return one path per colour. Where there are too many marks, neighbours are merged over more pixels."""
+    """Return one path per colour. If there are too many marks, merge neighbours over more pixels."""
     span = max(tiler.trace.duration_ns_total, 1)
     rows = np.array(sorted(top_of_row), dtype=np.int64)
     width = WIDTH - GUTTER

@@ -1,4 +1,4 @@
-"""What the front end may ask, and the check that it asked only that."""
+"""Requests of the front end, and their validation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_NAMES = 5_000
 
 
 class RequestError(ValueError):
-    """A message that this view did not send like that."""
+    """The error for a malformed message, which this view's front end never sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A message that was checked; fields that its type does not use keep their defaults."""
+    """A validated message; fields that its type does not use keep their defaults."""
 
     type: str
     id: int = 0
@@ -40,7 +40,7 @@ _FIELDS = {
 
 
 def read_request(content: Any, trace: Trace, span_ns: int) -> Request:
-    """The request in ``content``. Raises :class:`RequestError` naming what is wrong with it."""
+    """Return the request in ``content``. Raises :class:`RequestError` naming the invalid field."""
     if not isinstance(content, dict):
         raise RequestError(f"A message was {type(content).__name__}; allowed: an object.")
     kind = content.get("type")

@@ -1,4 +1,4 @@
-"""The Python side of the trace view: answers the front end's requests with binary tiles."""
+"""The Python side of the trace view, which answers the front end's requests with binary tiles."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MODULE_PARTS = (
 
 
 class RefusedError(traitlets.TraitError, ValueError):
-    """A ``ValueError`` that traitlets also knows, so that it puts the old value back."""
+    """A ``ValueError`` that is also a traitlets error, so that traitlets restores the old value."""
 
 
 class Stretch(traitlets.TraitType[tuple[float, float], Any]):
-    """Two times in seconds, the first earlier."""
+    """An interval of two times in seconds, the first earlier."""
 
     default_value = (0.0, 1.0)
 
     def validate(self, obj: Any, value: Any) -> tuple[float, float]:
-        """``value`` as two floats. Raises :class:`RefusedError`."""
+        """Return ``value`` as two floats. Raises :class:`RefusedError`."""
         try:
             start, end = (float(bound) for bound in value)
         except (TypeError, ValueError):
@@ -53,18 +53,18 @@ class Stretch(traitlets.TraitType[tuple[float, float], Any]):
 
 
 def _trace_of(source: Any) -> Trace:
-    """``source`` itself, a run's own trace (which says why there may be none), or what a path holds."""
+    """Return the trace given by ``source``: itself, a run's trace (or why there is none), or a path's."""
     if isinstance(source, Trace):
         return source
     return source.trace() if hasattr(source, "trace") else Trace.load(source)
 
 
 class TraceView(anywidget.AnyWidget):
-    """All ranks of a trace on one time axis: threads and streams as tracks, calls nested beneath callers.
+    """All ranks of a trace on one time axis: threads and streams as tracks, calls nested below their callers.
 
     ``TraceView(trace)``, ``TraceView(run)`` or ``TraceView(path)``. Wheel or W/S zooms, drag or A/D pans, 0
-    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` read back; the
-    first and last can be set. Raises ``ValueError`` when there is no readable trace.
+    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` can be read; the
+    first and last can be set. Raises ``ValueError`` if there is no readable trace.
     """
 
     _esm = "\n".join(
@@ -74,19 +74,19 @@ class TraceView(anywidget.AnyWidget):
 
     viewport_seconds = Stretch().tag(
         sync=True,
-        # A list, as JSON has it: else what the front end sent would be echoed back to it while it pans.
+        # A list, as in JSON: otherwise the front end's values would be echoed back to it while it pans.
         to_json=lambda value, widget: list(value),
         from_json=lambda value, widget: value,
     )
-    """Time shown, (from, to), in seconds from the trace's first slice."""
+    """Visible interval, (from, to), in seconds from the trace's first slice."""
     search = traitlets.Unicode("").tag(sync=True)
-    """Text that highlighted names contain, whatever the case."""
+    """Text that highlighted names contain, ignoring case."""
     selected = traitlets.Dict(default_value=None, allow_none=True).tag(sync=True)
     """The clicked slice: name, category, rank, track, start_seconds, duration_seconds, args; or None."""
     num_matches = traitlets.Int(0).tag(sync=True)
-    """Slices that match the search."""
+    """Number of slices that match the search."""
     error = traitlets.Unicode("").tag(sync=True)
-    """What the front end last asked for in vain; empty when all is well."""
+    """Error of the front end's latest request; empty if it succeeded."""
     height = traitlets.Int(480).tag(sync=True)
     """Height of the drawing in pixels."""
     _scene = traitlets.Dict().tag(sync=True)
@@ -108,7 +108,7 @@ class TraceView(anywidget.AnyWidget):
         return draw_picture(self._tiler, self.trace.summary())
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """With a static picture, for viewers that have no kernel or show no widgets."""
+        """Return the widget with a static picture, for viewers without a kernel or without widgets."""
         shown = super()._repr_mimebundle_(**kwargs)
         bundle = shown[0] if isinstance(shown, tuple) else shown
         if bundle is not None:
@@ -153,7 +153,7 @@ class TraceView(anywidget.AnyWidget):
         self.num_matches = int(self._match.sum())
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """What the front end changed. A value that it may not set is shown as an error, never raised."""
+        """Apply a state sent by the front end. Show an error for an invalid value instead of raising."""
         accepted = {key: value for key, value in sync_data.items() if key not in _FOREIGN_TRAITS}
         if len(accepted) < len(sync_data):
             self.error = f"The view may not set {', '.join(sorted(set(sync_data) - set(accepted)))}."
