@@ -52,7 +52,7 @@ def model_numbers(hf_config: Any) -> dict[str, Any]:
 
 
 def _activation(hf_config: Any, fused: bool) -> Any:
-    # Megatron-core's fused kernel computes the tanh form (fused_bias_gelu.py) if it finds the exact GELU here.
+    # Megatron-core's fused kernel computes the tanh form (fused_bias_gelu.py) if this is the exact GELU.
     gelu = torch.nn.functional.gelu
     if activation_name(hf_config.to_dict()) in TANH_GELUS:
         return gelu if fused else partial(gelu, approximate="tanh")
