@@ -38,8 +38,8 @@ class MegatronEngine(Engine):
     """Training of a transformers model as megatron-core's ``GPTModel``.
 
     The model of ``build_model`` gives weights and config; the ``GPTModel`` trains with the same weights.
-    Every rank builds the transformers model once in host memory and keeps only its shards. From stored weights a
-    rank reads only its own shards, tensor by tensor.
+    Every rank builds the transformers model once in host memory and keeps only its shards. From stored
+    weights a rank reads only its own shards, tensor by tensor.
     """
 
     framework = "megatron"
