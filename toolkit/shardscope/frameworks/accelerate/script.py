@@ -25,18 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """Train with a script of one's own: ``shardscope.launch(plan, Script("train.py"))``.
+    """A user's Accelerate training script: ``shardscope.launch(plan, Script("train.py"))``.
 
-    The script says ``Accelerator()`` and hands model and optimizer to ``prepare``, as it does anywhere else.
-    The plan says on how many ranks, in which precision, and as which framework that happens: through the
-    variables that Accelerate reads. Model, data and optimizer stay the script's own; where they are not the
-    plan's, the run says so. The run records what the prepared model became, and fails where that is another
-    framework, other degrees or another precision than planned.
+    The script creates ``Accelerator()`` and passes model and optimizer to ``prepare``, as usual. The plan sets
+    the number of ranks, the precision and the framework through Accelerate's environment variables. Model,
+    data and optimizer stay the script's own; the run reports where they differ from the plan. The run records
+    what the prepared model is, and fails if framework, degrees or precision contradict the plan.
 
-    Each optimizer step logs the mean ``loss`` of what went to ``accelerator.backward``, ``seconds_per_step``
-    and memory; what a script gives to ``accelerator.log`` is logged as well. ``run.stop()`` ends a script:
-    saving is its own to do. Raises ``ValueError`` for a file that is not there or is no Python, and when
-    launched for a plan that Accelerate would make something else of (on CPU ranks all but DDP).
+    Each optimizer step logs the mean ``loss`` passed to ``accelerator.backward``, ``seconds_per_step`` and
+    memory. Values passed to ``accelerator.log`` are logged as well. ``run.stop()`` ends the script without
+    saving. Raises ``ValueError`` for a missing or invalid Python file, and at launch for a plan that
+    Accelerate cannot reproduce (on CPU ranks, everything except DDP).
     """
 
     source: str | os.PathLike[str] | Callable[..., object]

@@ -328,8 +328,8 @@ def _let_go(chunks: list[Any]) -> None:
     """Clear the modules, which would otherwise never be freed.
 
     The token dispatcher keeps the last probabilities, and so their autograd graph, the hooks of
-    megatron-core's DDP and the model.
-    This reference cycle goes through C++, where Python's garbage collector cannot see it.
+    megatron-core's DDP and the model. This reference cycle goes through C++, where Python's garbage
+    collector cannot see it.
     """
     for chunk in chunks:
         for module in list(chunk.modules()):
