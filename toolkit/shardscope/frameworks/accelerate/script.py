@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Script:
     """A user's Accelerate training script: ``shardscope.launch(plan, Script("train.py"))``.
 
-    The script creates ``Accelerator()`` and passes model and optimizer to ``prepare``, as usual. The plan sets
-    the number of ranks, the precision and the framework through Accelerate's environment variables. Model,
-    data and optimizer stay the script's own; the run reports where they differ from the plan. The run records
-    what the prepared model is, and fails if framework, degrees or precision contradict the plan.
+    The script creates ``Accelerator()`` and passes model and optimizer to ``prepare``, as usual. The plan
+    sets the number of ranks, the precision and the framework through Accelerate's environment variables.
+    Model, data and optimizer stay the script's own; the run reports where they differ from the plan. The run
+    records what the prepared model is, and fails if framework, degrees or precision contradict the plan.
 
     Each optimizer step logs the mean ``loss`` passed to ``accelerator.backward``, ``seconds_per_step`` and
     memory. Values passed to ``accelerator.log`` are logged as well. ``run.stop()`` ends the script without
