@@ -1,8 +1,8 @@
-"""What of a layout Accelerate hands on to the framework that it starts: each field, and its own name for it.
+"""Layout fields that Accelerate passes to the framework that it starts, with Accelerate's names.
 
-Accelerate trains nothing itself. One script, ``accelerator.prepare(...)`` and another configuration file make
-DDP, FSDP2, DeepSpeed or Megatron-LM of it. DeepSpeed's own file carries the rest of its layout; whether a
-whole plan is carried, ``limits.why_not_started`` says.
+Accelerate is a wrapper: the same script with ``accelerator.prepare(...)`` runs on DDP, FSDP2, DeepSpeed or
+Megatron-LM, depending on the configuration. DeepSpeed's JSON carries the rest of its layout.
+``limits.why_not_started`` decides whether a whole plan can be passed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DDP under a script of one's own: what ``Accelerator()`` makes by itself, with nothing said."""
+"""DDP for a user's script: Accelerate's default, without a plugin."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 def check_installed(plan: Plan) -> None:
-    """Nothing beside what the engine needs."""
+    """Check nothing: the engine's own requirements suffice."""
 
 
 def distributed_types(plan: Plan) -> tuple[str, ...]:
-    """By device; one rank may also be no distributed run at all."""
+    """Return the distributed types for the device; one rank may also run without distribution."""
     kind = "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
     return (kind, "NO") if plan.world_size == 1 else (kind,)
 
 
 def environment(plan: Plan, folder: Path) -> dict[str, str]:
-    """Nothing: without a plugin it is DDP."""
+    """Return no variables: without a plugin Accelerate uses DDP."""
     return {}
 
 
 def told(plan: Plan, accelerator: Any) -> None:
-    """Nothing."""
+    """Configure nothing."""
 
 
 def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-    """DDP's wrapper and its ranks; one rank may do without."""
+    """Check and describe the DDP wrapper and its ranks; a single rank may have no wrapper."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

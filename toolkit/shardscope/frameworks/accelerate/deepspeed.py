@@ -1,4 +1,4 @@
-"""DeepSpeed under a script of one's own: Accelerate's plugin around the plan's configuration file."""
+"""DeepSpeed for a user's script: Accelerate's plugin with the plan's configuration file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 
 def check_installed(plan: Plan) -> None:
-    """Nothing beside what the engine needs."""
+    """Check nothing: the engine's own requirements suffice."""
 
 
 def distributed_types(plan: Plan) -> tuple[str, ...]:
-    """One, whatever the stage."""
+    """Return the one distributed type of all ZeRO stages."""
     return ("DEEPSPEED",)
 
 
 def environment(plan: Plan, folder: Path) -> dict[str, str]:
-    """A configuration file, which ``DeepSpeedPlugin`` reads (accelerate/utils/dataclasses.py)."""
+    """Write the configuration file, and return the variables for ``DeepSpeedPlugin`` that name it
+    (accelerate/utils/dataclasses.py)."""
     config = deepspeed_config(plan, nvme_folder=str(folder / "nvme"))
     # Filled by Accelerate with 1.0: under DeepSpeed a script's own clip_grad_norm_ does nothing.
     config["gradient_clipping"] = "auto"
@@ -39,11 +40,11 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def told(plan: Plan, accelerator: Any) -> None:
-    """Nothing: all is in the file."""
+    """Configure nothing: the file has everything."""
 
 
 def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-    """Stage, offloading, parts and ranks, from the engine that ``deepspeed.initialize`` made."""
+    """Check and describe stage, offloading, partitions and ranks of the ``deepspeed.initialize`` engine."""
     from deepspeed import DeepSpeedEngine
 
     from shardscope.frameworks.deepspeed.engine import inspection

@@ -1,4 +1,4 @@
-"""FSDP2 under a script of one's own: Accelerate's FSDP plugin of version 2 on its ``ParallelismConfig``."""
+"""FSDP2 for a user's script: Accelerate's FSDP plugin, version 2, with its ``ParallelismConfig``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def check_installed(plan: Plan) -> None:
-    """Nothing beside what the engine needs."""
+    """Check nothing: the engine's own requirements suffice."""
 
 
 def distributed_types(plan: Plan) -> tuple[str, ...]:
-    """One, whatever the mesh."""
+    """Return the one distributed type of all meshes."""
     return ("FSDP",)
 
 
 def environment(plan: Plan, folder: Path) -> dict[str, str]:
-    """What ``FullyShardedDataParallelPlugin`` (accelerate/utils/dataclasses.py) and ``ParallelismConfig``
-    (accelerate/parallelism_config.py) read."""
+    """Return the variables for ``FullyShardedDataParallelPlugin`` (accelerate/utils/dataclasses.py) and
+    ``ParallelismConfig`` (accelerate/parallelism_config.py)."""
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
@@ -36,7 +36,7 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
         "FSDP_OFFLOAD_PARAMS": _said(layout.offload == "cpu"),
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        # Weights come from rank 0 alone, so that ranks need not have seeded alike.
+        # Weights are broadcast from rank 0, so ranks need not use the same seed.
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
         "FSDP_ACTIVATION_CHECKPOINTING": _said(checkpointing),
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -49,21 +49,21 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def told(plan: Plan, accelerator: Any) -> None:
-    """Gradients are reduced in fp32, as the plan counts them: the environment can say half precision only."""
+    """Set fp32 gradient reduction, as the plan assumes; environment variables cannot express it."""
     from torch import float32
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     if policy is not None and policy == MixedPrecisionPolicy(*[policy.param_dtype] * 3):
-        # Only where it is Accelerate's own: a script may bring another.
+        # Only if the policy is Accelerate's default: a script may set another.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=policy.param_dtype, reduce_dtype=float32, output_dtype=policy.output_dtype
         )
 
 
 def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-    """The mesh of the model's DTensors, where shards live, and what is gathered anew in backward."""
+    """Check and describe the DTensors' mesh, the shards' device, and resharding after forward."""
     from torch.distributed.tensor import DTensor, Shard
 
     from shardscope.training.optimizers.gradients import local
@@ -85,7 +85,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     if homes != {home}:
         raise contradicts(f"shards on {home}", f"shards on {' and '.join(sorted(homes))}")
     reshards = _reshards(model)
-    # The root, and the head with its norm, are needed again at once and never resharded.
+    # The root, and the head with its norm, are used again at once and never resharded.
     found, planned_so = reshards[True] > 0, bool(resharding(plan))
     if found != planned_so and reshards.total() > 1:
         raise contradicts(f"reshard_after_forward={planned_so}", f"reshard_after_forward={found}")
@@ -108,14 +108,14 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
 
 
 def _mesh(plan: Plan) -> tuple[int, ...]:
-    """Shape of the mesh on which Accelerate's shards lie: copies, shards (those of cp among them), tp."""
+    """Return the shape of Accelerate's mesh: replicas, shards (including cp), tp."""
     degrees = plan.degrees
     shape = (*((degrees.replicate,) * (degrees.replicate > 1)), degrees.shard * degrees.cp)
     return (*shape, degrees.tp) if degrees.tp > 1 else shape
 
 
 def _reshards(model: Any) -> Counter[bool]:
-    """How many groups of parameters are resharded after forward, and how many are not."""
+    """Count the parameter groups that are resharded after forward, and those that are not."""
     from shardscope.frameworks.fsdp2.engine.inspection import groups_of
 
     groups = (group for module in model.modules() for group in groups_of(module))

@@ -1,4 +1,4 @@
-"""Which plans Accelerate's plugins make the same run of. No torch: planning asks, and a kernel too."""
+"""Plans that Accelerate's plugins can reproduce. Imports no torch: used in planning and in notebooks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MODELS = ("gpt2", "llama", "glm4_moe")
-"""Decoders whose configuration the plugin makes Megatron-LM's arguments of: it looks for these words in a
+"""Decoders whose config the plugin converts to Megatron-LM's arguments: it looks for these substrings in
 ``model_type`` (MODEL_CONFIGS_TO_MEGATRON_PARSERS in accelerate/utils/dataclasses.py, 1.15)."""
 NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
-"""What DeepSpeed takes from the model, and Accelerate does not make."""
+"""Degrees that DeepSpeed takes from the model, and Accelerate does not set up."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` where Accelerate, wherever it runs, would make another run of ``plan``."""
+    """Raise ``ValueError`` if Accelerate cannot reproduce ``plan`` on any machine."""
     check = {"fsdp2": _check_fsdp2, "deepspeed": _check_deepspeed, "megatron": _check_megatron}.get(
         plan.layout.framework
     )
@@ -30,9 +30,9 @@ def check_plan(plan: Plan) -> None:
 
 
 def why_not_started(plan: Plan) -> str | None:
-    """Why Accelerate would make another run of ``plan``, in words; None where it starts this one.
+    """Return as an error message why Accelerate cannot reproduce ``plan``, or None if it can.
 
-    The one answer for a Script, for advice and for exported files. What is not installed here is no reason.
+    Scripts, suggestions and exported files share this answer. Missing packages do not count.
     """
     try:
         check_plan(plan)
@@ -42,7 +42,7 @@ def why_not_started(plan: Plan) -> str | None:
 
 
 def why_not_accelerate(plan: Plan) -> str | None:
-    """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
+    """Return why Accelerate's FSDP cannot reproduce the plan, or None if it can."""
     degrees = plan.degrees
     if not plan.on_gpu:
         return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
@@ -61,7 +61,7 @@ def why_not_accelerate(plan: Plan) -> str | None:
 
 
 def _check_fsdp2(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP has no words for."""
+    """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP cannot express."""
     _check_on_gpu(plan, "FSDP plugin")
     why = why_not_accelerate(plan)
     if why is not None and plan.world_size > 1:
@@ -74,7 +74,7 @@ def _check_fsdp2(plan: Plan) -> None:
 
 
 def _check_deepspeed(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for what DeepSpeed's configuration has no words for."""
+    """Raise ``ValueError`` on CPU ranks, and for layouts that DeepSpeed's configuration cannot express."""
     _check_on_gpu(plan, "DeepSpeed plugin")
     for degree, what in NOT_IN_CONFIG.items():
         size = getattr(plan.degrees, degree)
@@ -83,7 +83,7 @@ def _check_deepspeed(plan: Plan) -> None:
 
 
 def _check_megatron(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, and for models and options that Accelerate's plugin cannot say."""
+    """Raise ``ValueError`` on CPU ranks, and for models and options that the plugin cannot express."""
     _check_on_gpu(plan, "Megatron-LM plugin")
     model_type = plan.architecture.model_type
     if not any(known in model_type for known in MODELS):
@@ -124,7 +124,7 @@ def _check_on_gpu(plan: Plan, plugin: str) -> None:
 
 
 def _check_carried(plan: Plan) -> None:
-    """Raise ``ValueError`` for the first field of the layout for which Accelerate has no word."""
+    """Raise ``ValueError`` for the first layout field that Accelerate cannot express."""
     carried = CARRIED[plan.layout.framework]
     for field in fields(plan.layout):
         value = getattr(plan.layout, field.name)

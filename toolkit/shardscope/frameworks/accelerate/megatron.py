@@ -1,4 +1,4 @@
-"""Megatron under a script of one's own: Accelerate's plugin around Megatron-LM, where that is installed."""
+"""Megatron for a user's script: Accelerate's plugin around an installed Megatron-LM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_installed(plan: Plan) -> None:
-    """Raise ``ValueError`` without Megatron-LM's own training code."""
+    """Raise ``ValueError`` if Megatron-LM's training code is not installed."""
     if not has_megatron_lm():
         refuse(
             "Layout.framework",
@@ -26,7 +26,7 @@ def check_installed(plan: Plan) -> None:
 
 
 def has_megatron_lm() -> bool:
-    """Whether Megatron-LM's own training code is there, which Accelerate's plugin calls."""
+    """Return whether Megatron-LM's training code, which Accelerate's plugin calls, is installed."""
     try:
         return importlib.util.find_spec("megatron.training") is not None
     except ModuleNotFoundError:
@@ -34,12 +34,12 @@ def has_megatron_lm() -> bool:
 
 
 def distributed_types(plan: Plan) -> tuple[str, ...]:
-    """One, whatever the degrees."""
+    """Return the one distributed type of all degrees."""
     return ("MEGATRON_LM",)
 
 
 def environment(plan: Plan, folder: Path) -> dict[str, str]:
-    """What ``MegatronLMPlugin`` reads (accelerate/utils/dataclasses.py)."""
+    """Return the variables for ``MegatronLMPlugin`` (accelerate/utils/dataclasses.py)."""
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     said: dict[str, object] = {
@@ -62,11 +62,11 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def told(plan: Plan, accelerator: Any) -> None:
-    """Nothing."""
+    """Configure nothing."""
 
 
 def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-    """Sizes of megatron-core's process groups."""
+    """Check and describe the sizes of megatron-core's process groups."""
     from megatron.core import parallel_state
 
     degrees = plan.degrees

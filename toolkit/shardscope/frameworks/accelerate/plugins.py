@@ -1,7 +1,7 @@
-"""What every framework's module here offers: how Accelerate is told of a plan, and what it made of it.
+"""Interface of the framework modules in this package, and the environment that they share.
 
-Accelerate reads the environment when a script says ``Accelerator()``. Each framework knows its own words for
-that; here is what they share. No torch: a kernel asks before it launches.
+Accelerate reads environment variables when a script creates ``Accelerator()``. Each framework module sets its
+own. Imports no torch: a notebook kernel uses it before launching.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-"""What Accelerate reads; a kernel's own such variables would make another run of the plan."""
+"""Prefixes of the variables that Accelerate reads; inherited ones would change the run."""
 KEPT = ("ACCELERATE_USE_CPU",)
-"""What the launcher says for CPU ranks."""
+"""Inherited variables to keep: the launcher sets this one for CPU ranks."""
 
 
 class Accelerated(Protocol):
-    """What every framework's module here offers."""
+    """Interface of every framework module in this package."""
 
     def check_installed(self, plan: Plan) -> None:
-        """Raise ``ValueError`` where this machine lacks what Accelerate calls for ``plan``."""
+        """Raise ``ValueError`` if this machine lacks a package that Accelerate needs for ``plan``."""
 
     def distributed_types(self, plan: Plan) -> tuple[str, ...]:
-        """Names of ``accelerate.DistributedType`` that an ``Accelerator()`` of this plan may have."""
+        """Return the ``accelerate.DistributedType`` names that an ``Accelerator()`` of this plan may have."""
 
     def environment(self, plan: Plan, folder: Path) -> dict[str, str]:
-        """Variables that Accelerate reads; files that they name are written into ``folder``."""
+        """Return the variables for Accelerate, and write the files that they name into ``folder``."""
 
     def told(self, plan: Plan, accelerator: Any) -> None:
-        """Say to a new ``Accelerator`` what the environment has no words for."""
+        """Set on a new ``Accelerator`` what environment variables cannot express."""
 
     def what_it_is(self, plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-        """What the prepared ``model`` is, read back from it, with one entry ``words``.
+        """Describe the prepared ``model``, with a sentence as the entry ``words``.
 
-        Raises ``RuntimeError`` where that is not the plan's.
+        Raises ``RuntimeError`` if it contradicts the plan.
         """
 
 
 def accelerated(plan: Plan) -> Accelerated:
-    """The framework's part."""
+    """Return the module of the plan's framework."""
     from shardscope.frameworks.accelerate import ddp, deepspeed, fsdp2, megatron  # they import this module
 
     parts: dict[str, Accelerated] = {"ddp": ddp, "fsdp2": fsdp2, "deepspeed": deepspeed, "megatron": megatron}
@@ -56,7 +56,7 @@ def accelerated(plan: Plan) -> Accelerated:
 
 
 def environment_of(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """``inherited`` with what Accelerate is to read of ``plan``, and nothing else of the kind."""
+    """Return ``inherited`` with Accelerate's variables replaced by those of ``plan``."""
     kept = {
         name: value
         for name, value in inherited.items()
@@ -74,7 +74,7 @@ def environment_of(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> di
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for a plan that no script becomes here, naming what runs it instead."""
+    """Raise ``ValueError`` for a plan that no script can run here, naming what runs it instead."""
     limits.check_plan(plan)
     accelerated(plan).check_installed(plan)
     precision = plan.recipe.precision
@@ -96,7 +96,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def contradicts(planned: str, found: str, fix: str = "") -> RuntimeError:
-    """The error of a script that became something else than its plan."""
+    """Return the error for a script whose prepared model contradicts its plan."""
     return RuntimeError(
         f"the plan says {planned}, and the script became {found}" + (f": {fix}" if fix else "")
     )

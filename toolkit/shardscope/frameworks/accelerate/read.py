@@ -1,4 +1,4 @@
-"""An accelerate configuration as a plan: DDP, FSDP2, or the DeepSpeed JSON that it names."""
+"""Import of a plan from an accelerate configuration: DDP, FSDP2, or the DeepSpeed JSON that it names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
-"""``distributed_type`` values that a layout here is made from."""
+"""Supported values of ``distributed_type``."""
 TOP_LEVEL = (
     *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu"),
     *("fsdp_config", "parallelism_config", "deepspeed_config"),
@@ -93,7 +93,7 @@ STRATEGIES = {
     "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
     "NO_SHARD": "distributed_type: MULTI_GPU",
 }
-"""FSDP1's strategies, and what says the same today."""
+"""FSDP1's strategies -> the equivalent options today."""
 INLINE = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -115,7 +115,7 @@ def read(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.core.plan.Plan.from_accelerate`."""
+    """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
     document.known((), TOP_LEVEL, OTHERS)
     if document.get("distributed_type") is None:
@@ -247,7 +247,7 @@ def _deepspeed_file(document: Document, file: Path) -> Path | None:
 
 
 def _inline(document: Document, rest: Rest) -> Plan:
-    """The few options that accelerate takes itself; the others have DeepSpeed's defaults."""
+    """Read the few inline DeepSpeed options; the others have DeepSpeed's defaults."""
     part = "deepspeed_config"
     layout = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
     stage = document.number(part, "zero_stage", low=0, high=3)

@@ -1,4 +1,4 @@
-"""``Script``: a person's own training code over Accelerate, as it is, run as the plan says."""
+"""``Script``: a user's unchanged Accelerate training script, run as planned."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """Train with a script of one's own: ``shardscope.launch(plan, Script("train.py"))``.
+    """A user's Accelerate training script: ``shardscope.launch(plan, Script("train.py"))``.
 
-    The script says ``Accelerator()`` and hands model and optimizer to ``prepare``, as it does anywhere else.
-    The plan says on how many ranks, in which precision, and as which framework that happens: through the
-    variables that Accelerate reads. Model, data and optimizer stay the script's own; where they are not the
-    plan's, the run says so. The run records what the prepared model became, and fails where that is another
-    framework, other degrees or another precision than planned.
+    The script creates ``Accelerator()`` and passes model and optimizer to ``prepare``, as usual. The plan
+    sets the number of ranks, the precision and the framework through Accelerate's environment variables.
+    Model, data and optimizer stay the script's own; the run reports where they differ from the plan. The run
+    records what the prepared model is, and fails if framework, degrees or precision contradict the plan.
 
-    Each optimizer step logs the mean ``loss`` of what went to ``accelerator.backward``, ``seconds_per_step``
-    and memory; what a script gives to ``accelerator.log`` is logged as well. ``run.stop()`` ends a script:
-    saving is its own to do. Raises ``ValueError`` for a file that is not there or is no Python, and when
-    launched for a plan that Accelerate would make something else of (on CPU ranks all but DDP).
+    Each optimizer step logs the mean ``loss`` passed to ``accelerator.backward``, ``seconds_per_step`` and
+    memory. Values passed to ``accelerator.log`` are logged as well. ``run.stop()`` ends the script without
+    saving. Raises ``ValueError`` for a missing or invalid Python file, and at launch for a plan that
+    Accelerate cannot reproduce (on CPU ranks, everything except DDP).
     """
 
     source: str | os.PathLike[str] | Callable[..., object]
     """The script's file, or a function that does the same (``main``)."""
     arguments: Sequence[Any] = field(default=(), kw_only=True)
-    """Of a file its command line, word by word; of a function what it is called with."""
+    """Command-line arguments of a file, or positional arguments of a function."""
 
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting.tensors")
     """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
     saves_when_asked: ClassVar[bool] = False
-    """Nothing asks a person's loop to save and leave: ``run.stop(checkpoint=True)`` is refused in words."""
+    """A user's loop cannot be asked to save and stop: ``run.stop(checkpoint=True)`` raises."""
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
@@ -89,7 +88,7 @@ class Script:
         return str(getattr(self.source, "__name__", type(self.source).__name__))
 
     def check(self, plan: Plan) -> None:
-        """Raise ``ValueError`` if ``plan`` would become something else, or the file is no Python."""
+        """Raise ``ValueError`` if Accelerate cannot reproduce ``plan``, or if the file is invalid Python."""
         plugins.check_plan(plan)
         if isinstance(self.source, Path):
             self._check_syntax(self.source)
@@ -105,7 +104,7 @@ class Script:
             refuse("Script.source", str(file), f"Python ({where}{error.args[0]})", "fix that line")
 
     def source_text(self) -> str | None:
-        """The script's own text; None where it cannot be found."""
+        """Return the script's source text, or None if it cannot be found."""
         try:
             if isinstance(self.source, Path):
                 return self.source.read_text(encoding="utf-8")
@@ -161,7 +160,7 @@ def _file(given: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def _as_main(file: Path, words: list[str]) -> Iterator[None]:
-    """As ``python file words`` has it: the command line, and modules beside the script."""
+    """Set ``sys.argv`` and ``sys.path`` as ``python file words`` does."""
     arguments, path = sys.argv, list(sys.path)
     sys.argv = words
     sys.path.insert(0, str(file.parent))
@@ -172,7 +171,7 @@ def _as_main(file: Path, words: list[str]) -> Iterator[None]:
 
 
 def _name_line(error: Exception, file: str) -> None:
-    """Note on ``error`` where in the script it came from; what called the script is left out."""
+    """Add a note to ``error`` with the script's line that raised it, without the callers' frames."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, frame in enumerate(frames) if frame.filename == file]
     if not own:

@@ -1,4 +1,4 @@
-"""What of a recipe a person's own script does otherwise: seen while it runs, said, and no error."""
+"""Differences between a user's script and the recipe, reported while it runs and not as errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "lion": ("Lion",),
     "muon": ("Muon", "MuonWithAdamW"),
 })  # fmt: skip
-"""Recipe's optimizer -> names of the classes that keep such state."""
+"""``Recipe.optimizer`` -> names of the classes with the same state."""
 
 
 def of_optimizer(recipe: Recipe, optimizer: Any) -> str | None:
-    """``optimizer`` is a ``torch.optim.Optimizer``; None where it is the recipe's, or a child of it."""
+    """Describe an optimizer other than the recipe's; None if it is the recipe's or a subclass of it."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names & set(CLASSES[recipe.optimizer]):
         return None
@@ -33,7 +33,7 @@ def of_optimizer(recipe: Recipe, optimizer: Any) -> str | None:
 
 
 def of_batch(recipe: Recipe, shape: tuple[int, ...], *, cut: int) -> str | None:
-    """``shape`` is ``[sequences, tokens]`` of the first micro-batch; ``cut`` ranks share a sequence."""
+    """Describe a first micro-batch of another ``shape`` [sequences, tokens], sharded over ``cut`` ranks."""
     sequences, tokens = shape
     planned = (recipe.micro_batch_size, recipe.seq_len)
     if (sequences, tokens) in (planned, (planned[0], planned[1] // cut)):
@@ -42,7 +42,7 @@ def of_batch(recipe: Recipe, shape: tuple[int, ...], *, cut: int) -> str | None:
 
 
 def of_recomputation(recipe: Recipe, recomputes: bool) -> str | None:
-    """``recomputes``: whether ``torch.utils.checkpoint`` was at work in the first step."""
+    """Describe other recomputation; ``recomputes``: whether ``torch.utils.checkpoint`` ran in step one."""
     if recomputes == (recipe.recompute != "none"):
         return None
     has = "recomputation" if recomputes else "no recomputation"
@@ -50,7 +50,7 @@ def of_recomputation(recipe: Recipe, recomputes: bool) -> str | None:
 
 
 def of_trained(recipe: Recipe, num_trained: int, num_parameters: int) -> str | None:
-    """All weights, or some of them."""
+    """Describe a difference in what trains: all weights, or only some of them."""
     if recipe.has_adapters == (num_trained < num_parameters):
         return None
     return (
@@ -59,7 +59,7 @@ def of_trained(recipe: Recipe, num_trained: int, num_parameters: int) -> str | N
 
 
 def tokens_in(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """``[sequences, tokens]``: the shape of the token ids among a model's arguments; None: there are none."""
+    """Return the shape [sequences, tokens] of the token ids among a model's arguments, or None."""
     import torch
 
     values = [named.get("input_ids"), *given]

@@ -1,7 +1,7 @@
-"""What a script's own ``Accelerator`` became and does: looked at as the script goes, which is not changed.
+"""Monitoring of a script's ``Accelerator`` while the script runs unchanged.
 
-Methods of Accelerate's classes are called through wrappers while the script runs. They look at what came out,
-log it, and raise where it contradicts the plan: then the script's own line is in the traceback.
+Wrappers around methods of Accelerate's classes inspect and log the results. They raise if a result
+contradicts the plan, so the traceback contains the script's own line.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class Watch:
-    """One rank's look at one script."""
+    """Monitor of one script on one rank."""
 
     def __init__(self, ctx: Any, name: str) -> None:
         self.ctx, self.plan, self.name = ctx, ctx.plan, name
         self.framework = accelerated(ctx.plan)
         self.accelerator: Any = None
         self.record: dict[str, Any] = {}
-        """What ``run.what_it_was()`` gives as ``engine``."""
+        """The entry ``engine`` of ``run.what_it_was()``."""
         self.num_steps = 0
-        """Optimizer steps that were taken."""
+        """Completed optimizer steps."""
         self._models: list[Any] = []
         self._accumulates = False
         self._recomputes = False
@@ -50,7 +50,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts Accelerate's objects are looked at."""
+        """Wrap the methods of Accelerate's classes inside the context."""
         from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
         kept = [
@@ -62,7 +62,7 @@ class Watch:
             _wrap(Accelerator, "log", self._logged),
             _wrap(AcceleratedOptimizer, "step", self._stepped),
             _wrap(DeepSpeedOptimizerWrapper, "step", self._stepped),
-            # What ``checkpoint`` calls, with and without a backward inside of the backward.
+            # ``torch.utils.checkpoint`` calls the first without reentrant backward, the second with it.
             _wrap(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", self._recomputed),
             _wrap(torch.utils.checkpoint.CheckpointFunction, "forward", self._recomputed),
         ]
@@ -73,7 +73,7 @@ class Watch:
                 undo()
 
     def finish(self) -> None:
-        """The script has ended: its last step is logged. Raises ``RuntimeError`` if it had no Accelerator."""
+        """Log the last step of an ended script. Raises ``RuntimeError`` if it created no Accelerator."""
         self._flush()
         if self.accelerator is None:
             raise RuntimeError(
@@ -171,7 +171,7 @@ class Watch:
             )
 
     def _look(self, model: Any) -> None:
-        """Record what a prepared model is; one without weights to train is nobody's plan."""
+        """Record what a prepared model is; models without trainable weights are ignored."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained or any(model is known for known in self._models):
             return
@@ -206,7 +206,7 @@ class Watch:
         self._look_at_the_batch(model)
 
     def _look_at_the_batch(self, model: Any) -> None:
-        """Of the first call that trains; Megatron's plugin makes its batches itself."""
+        """Compare the batch of the first training call; Megatron's plugin builds its own batches."""
 
         def seen(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if not torch.is_grad_enabled():
@@ -220,7 +220,7 @@ class Watch:
         hook = model.register_forward_pre_hook(seen, with_kwargs=True)
 
     def _check_types(self, trained: list[Any]) -> None:
-        """Whether weights that train are of the type that the plan counts."""
+        """Raise ``RuntimeError`` if trained weights have another dtype than the plan's."""
         precision = self.plan.recipe.precision
         if self.accelerator.distributed_type.name in ("DEEPSPEED", "MEGATRON_LM"):
             return
@@ -235,9 +235,9 @@ class Watch:
             )
 
     def _leave_out_accumulation(self, accelerator: Any) -> None:
-        """A script that never accumulates steps after each micro-batch: its gradients are whole then.
+        """Set accumulation to 1 for a script that steps after every micro-batch.
 
-        Accelerate would divide its losses all the same.
+        Accelerate would otherwise divide its losses by the planned number of micro-batches.
         """
         planned = accelerator.gradient_accumulation_steps
         if accelerator.distributed_type.name == "DEEPSPEED":
@@ -305,7 +305,7 @@ class Watch:
         self.ctx.record("engine", self.record)
 
     def _differ(self, words: str | None) -> None:
-        """What is the script's own to say, and is not the plan's: no error, and not passed over."""
+        """Report a choice of the script that differs from the plan, without an error."""
         if words is None:
             return
         self.record["sentence"] += f"; it has {words}"
@@ -320,7 +320,7 @@ class Watch:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Call ``around(original, *arguments)`` in place of a method; what is returned undoes it."""
+    """Replace a method by ``around(original, *arguments)``, and return a function that undoes it."""
     original = owner.__dict__[name]
 
     @wraps(original)
@@ -332,7 +332,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], Non
 
 
 def _num_parameters(parameters: Any) -> int:
-    """Of the whole model: DeepSpeed's stage 3 keeps the number beside an emptied tensor."""
+    """Count the whole model's parameters: ZeRO-3 keeps a partitioned tensor's size in ``ds_numel``."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
 
 

@@ -1,4 +1,4 @@
-"""What a transformers config says beside sizes that megatron-core computes in another way. No torch here."""
+"""Transformers config options that megatron-core computes differently. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What ``RotaryEmbedding._apply_scaling`` has as constants (megatron-core 0.16.1)."""
+"""Constants in ``RotaryEmbedding._apply_scaling`` (megatron-core 0.16.1)."""
 ROPES = ("default", "linear", "llama3")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")
 ACTIVATIONS = ("silu", *TANH_GELUS)
@@ -22,16 +22,16 @@ OTHERWISE: Mapping[str, tuple[object, str]] = {
     "scale_attn_weights": (True, "megatron-core always divides scores by the root of a head's width"),
     "scale_attn_by_inverse_layer_idx": (False, "its scores here are divided by no layer's number"),
 }
-"""By name: the only value that the engine computes, and why."""
+"""Config option -> the only value that the engine supports, and why."""
 
 OTHER_ENGINE = {"layout": "fsdp2"}
 
 
 def check_computed(config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for what of ``config`` megatron-core would compute otherwise, or not at all.
+    """Raise ``ValueError`` for an option of ``config`` that megatron-core computes differently or not at all.
 
-    ``config`` is a config.json, or ``to_dict`` of what transformers made of one; what it does not say has
-    its family's own value, which is computed for every family that trains.
+    ``config`` is a config.json, or ``to_dict()`` of a transformers config. A missing option has its family's
+    default, which is supported for every family that trains.
     """
     for name, (computed, why) in OTHERWISE.items():
         if config.get(name, computed) != computed:
@@ -61,14 +61,14 @@ def _check_routing(config: Mapping[str, Any]) -> None:
 
 
 def activation_name(config: Mapping[str, Any]) -> Any:
-    """What the MLP's activation is called; None where the family's own is not said."""
+    """Return the name of the MLP's activation function, or None if the config does not set it."""
     return config.get(family_named(config.get("model_type")).activation_key)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How rotary angles are made, in the words that transformers brings all its versions' configs to.
+    """Return the rotary embedding options, normalized as transformers 5 does for configs of all versions.
 
-    (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`` of transformers 5.)
+    Source: ``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`` of transformers 5.
     """
     said = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     said["rope_type"] = said.get("rope_type", said.get("type", "default"))

@@ -1,4 +1,4 @@
-"""A plan in megatron-core's own words: ``TransformerConfig``'s and ``GPTModel``'s arguments as values."""
+"""Arguments of megatron-core's ``TransformerConfig`` for a plan, and the padded vocabulary."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
-"""Megatron-LM's default for ``--make-vocab-size-divisible-by``, times tp."""
+"""Megatron-LM's default for ``--make-vocab-size-divisible-by``, which it multiplies by tp."""
 
 
 def padded_vocab_size(vocab_size: Any, tp: Any) -> Any:
-    """Rows of the embedding once padded to a multiple of 128 x tp (megatron/training/tokenizer)."""
+    """Return the embedding's rows, padded to a multiple of 128 x tp (megatron/training/tokenizer)."""
     multiple = MAKE_VOCAB_SIZE_DIVISIBLE_BY * tp
     return ceil_div(vocab_size, multiple) * multiple
 
 
 def check_rehearsed(plan: Plan) -> None:
-    """Refuse by name what megatron-core's GPT cannot build, or needs CUDA for."""
+    """Raise ``ValueError`` for what megatron-core's GPT cannot build, or cannot build without CUDA."""
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
     check_family(arch)
     if arch.norms_per_layer != 2:
@@ -70,7 +70,10 @@ def check_rehearsed(plan: Plan) -> None:
 
 
 def transformer_config(plan: Plan) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig`` (``MLATransformerConfig`` with latent attention), but dtypes."""
+    """Return the arguments of ``TransformerConfig``, without dtypes.
+
+    With latent attention they are those of ``MLATransformerConfig``.
+    """
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
     biases = arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
     config: dict[str, Any] = {
@@ -137,21 +140,22 @@ def _experts(plan: Plan) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "expert_tensor_parallel_size": layout.expert_tp,
         "moe_router_topk": experts.num_experts_per_tok,
-        # A softmax over one expert would have no gradient, so that megatron-core refuses it.
+        # A softmax over one expert has no gradient, so megatron-core rejects top-1 without this option.
         "moe_router_pre_softmax": experts.num_experts_per_tok == 1,
         "moe_ffn_hidden_size": experts.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": experts.shared_expert_intermediate_size or None,
         "moe_layer_freq": [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)],
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "aux_loss",
-        # Fake tensors have no values, so no routing: every expert gets its share, in a padded batch.
+        # Fake tensors have no values, so nothing can be routed: every expert gets a padded batch of its
+        # expected tokens.
         "moe_expert_capacity_factor": float(recipe.expert_capacity_factor or recipe.expert_imbalance),
         "moe_pad_expert_input_to_capacity": True,
     }
 
 
 def _split(plan: Plan) -> dict[str, Any]:
-    """The flags that give the plan's stages (``MegatronLayout.stage_layers``)."""
+    """Return the options that give the plan's pipeline split (``MegatronLayout.stage_layers``)."""
     layers, degrees = plan.architecture.num_hidden_layers, plan.degrees
     assert isinstance(plan.layout, MegatronLayout)
     if degrees.pp == 1:

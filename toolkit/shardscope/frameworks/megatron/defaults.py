@@ -1,4 +1,4 @@
-"""What Megatron-core does by itself: fp32 reductions, a padded vocabulary, checkpoints that reshard."""
+"""Megatron-core's defaults: fp32 gradient reduction, padded vocabulary, checkpoints that reshard."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ if TYPE_CHECKING:
 
 
 def reduces_in(plan: Plan) -> ReduceType:
-    """``grad_reduce_in_fp32``, or the weights' type."""
+    """Return the dtype of gradient reduction: fp32 with ``grad_reduce_in_fp32``, else the weights' dtype."""
     if plan.recipe.precision == "fp32" or reduces_in_fp32(plan.layout, plan.recipe):
         return "fp32"
     return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
 
 
 def keeps_fp32_weights(plan: Plan) -> bool:
-    """Its mixed-precision optimizers keep main weights, whole or as what bf16 left over."""
+    """Return True: mixed-precision optimizers keep fp32 main weights, or the 16 bits that bf16 drops."""
     return True
 
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
-    """Its own switch."""
+    """Return the option that reduces gradients in fp32, and the plan with it."""
     assert isinstance(plan.layout, MegatronLayout)
     layout = replace(plan.layout, grad_reduce_in_fp32=True)
     return "grad_reduce_in_fp32=True", replace(plan, layout=layout)
 
 
 def padded_vocab_size(plan: Plan) -> int:
-    """To a multiple of 128 x tp."""
+    """Return the vocabulary size, padded to a multiple of 128 x tp."""
     return int(core_config.padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp))
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """``torch_dist`` over any degrees: the engine asks for "fully_reshardable" (``engine/checkpointing.py``).
+    """Return the ``torch_dist`` format, which reshards between any degrees.
 
-    Megatron-LM's own loop does so by --dist-ckpt-optim-fully-reshardable; without it the distributed
-    optimizer reshards over data-parallel ranks only ("dp_reshardable"). That optimizer and the one that every
-    rank has whole call their state by other names.
+    The engine requests "fully_reshardable" (``engine/checkpointing.py``). In Megatron-LM's training loop this
+    is --dist-ckpt-optim-fully-reshardable; without it the distributed optimizer reshards over data-parallel
+    ranks only ("dp_reshardable"). The distributed and the replicated optimizer name their state differently,
+    so a checkpoint is tied to ``distributed_optimizer``.
     """
     assert isinstance(plan.layout, MegatronLayout)
     is_shared_out = plan.layout.distributed_optimizer
@@ -61,7 +62,7 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
 
 
 def unused(plan: Plan) -> Mapping[str, str]:
-    """Whose fused loss it is, where the loss is not fused."""
+    """Return the options without effect: ``cross_entropy_fusion_impl`` unless the loss is fused."""
     layout: Any = plan.layout
     if plan.recipe.loss != "fused" and layout.cross_entropy_fusion_impl != "native":
         return {"cross_entropy_fusion_impl": "with Recipe(loss='fused')"}
@@ -69,7 +70,7 @@ def unused(plan: Plan) -> Mapping[str, str]:
 
 
 def overlaps(plan: Plan) -> Mapping[str, object]:
-    """Of gradients, and of the weights that the distributed optimizer gathers."""
+    """Return the overlap options that are off, for gradient reduction and the parameter all-gather."""
     layout: Any = plan.layout
     names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
     return {name: True for name in names if not getattr(layout, name)}

@@ -1,4 +1,4 @@
-"""Families whose layers megatron-core's TransformerLayer does not have: refused, never taken for a GPT."""
+"""Rejection of families whose layers megatron-core's TransformerLayer cannot build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_family(arch: Architecture) -> None:
-    """Raise ``ValueError`` for an architecture that megatron-core would build as another one."""
+    """Raise ``ValueError`` for an architecture that megatron-core would build as a different model."""
     why = family_of(arch).unlike_megatron_core
     if arch.parallel_residual:
         why = "attention and MLP side by side"

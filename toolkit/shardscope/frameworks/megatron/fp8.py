@@ -1,8 +1,8 @@
-"""fp8 as megatron-core has it from Transformer Engine: weights copied in 8 bits, and what it asks of sizes.
+"""fp8 training in megatron-core with Transformer Engine: 8-bit weight copies and required tensor sizes.
 
-Its defaults: delayed scaling of whole tensors, E4M3 forward and E5M2 backward (``fp8="hybrid"``), weights
-primarily in bf16 (``fp8_param=False``), attention in bf16; ``output_layer`` and routers too, for they are not
-Transformer Engine's. Scales and histories of largest values are a few numbers a tensor and not counted. Read
+Defaults: delayed scaling per tensor, E4M3 forward and E5M2 backward (``fp8="hybrid"``), primary weights in
+bf16 (``fp8_param=False``), attention in bf16. ``output_layer`` and routers stay in bf16 too, because they are
+not Transformer Engine modules. Scales and amax histories are a few elements per tensor and not counted. Read
 from Transformer Engine 2.20 and megatron-core 0.16.1, and never run here.
 """
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 SOURCE = "read from Transformer Engine 2.20's source and never run here"
 
 _ROWS, _COLUMNS = 8, 16
-"""What the sizes of every operand are multiples of (``pytorch/utils.py``, ``assert_dim_for_fp8_exec``)."""
+"""Divisors of every operand's sizes (``pytorch/utils.py``, ``assert_dim_for_fp8_exec``)."""
 
 
 def copies(gpu: Gpu) -> int:
-    """8-bit copies of an operand that more than one product reads: itself, and its transpose.
+    """Return the 8-bit copies of an operand that several matmuls read: 2 with its transpose, else 1.
 
-    Data-centre Blackwell multiplies in any order and has no need of transposes (``pytorch/utils.py``,
-    ``is_non_tn_fp8_gemm_supported``: compute capability 10, not 12, which is that of RTX cards).
+    Data-center Blackwell supports every GEMM layout and needs no transpose (``pytorch/utils.py``,
+    ``is_non_tn_fp8_gemm_supported``: compute capability 10, not 12, that of RTX GPUs).
     """
     return 1 if (gpu.architecture or "").startswith("blackwell") and not gpu.name.startswith("rtx") else 2
 
 
 def gradient_copies(plan: Plan) -> int:
-    """The same of a gradient, which a product's both gradients read; 0 without fp8."""
+    """Return the 8-bit copies of an output gradient, which two backward matmuls read; 0 without fp8."""
     return copies(plan.cluster.gpu) if plan.recipe.precision == "fp8-mixed" else 0
 
 
 def weight_copies(plan: Plan, stage: Stage) -> Any:
-    """Bytes of a stage's cached 8-bit weights: kept from the first micro-batch on, over steps.
+    """Return the bytes of a stage's cached 8-bit weights, which live from the first micro-batch on.
 
-    ``quantize_weight`` (``pytorch/module/base.py``) fills them anew at each step's first micro-batch;
+    ``quantize_weight`` (``pytorch/module/base.py``) refills the cache at the first micro-batch of each step.
     megatron-core's ``disable_parameter_transpose_cache`` is off.
     """
     if plan.recipe.precision != "fp8-mixed":
@@ -66,7 +66,7 @@ def weight_copies(plan: Plan, stage: Stage) -> Any:
 
 @lru_cache(maxsize=4096)
 def _layer_matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int, ep: int) -> int:
-    """Weights of one layer's products on one rank, but the router's."""
+    """Return the elements of one layer's matmul weights on one rank, without the router's."""
     dense = sum(
         shape.rows * shape.columns
         for shape in rank_shapes(arch, moe, tp, ep)
@@ -81,9 +81,9 @@ def _layer_matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int, ep: 
 
 
 def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int, tp: int) -> None:
-    """Refuse what Transformer Engine would: other GPUs, and sizes that 8-bit products cannot take.
+    """Raise ``ValueError`` for GPUs and tensor sizes that Transformer Engine's fp8 does not support.
 
-    ``tokens`` are those of one rank, of its part of the sequence.
+    ``tokens``: tokens of one rank, in its shard of the sequence.
     """
     gpu = cluster.gpu
     if gpu.vendor != "nvidia" or "fp8" not in gpu.peak_flops:
@@ -100,7 +100,7 @@ def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int,
             f"such that a rank has a multiple of {_ROWS} tokens with fp8, not {tokens}",
             {"precision": "bf16-mixed"},
         )
-    # Inputs and outputs are each other's columns: rows of a weight are columns of the next product's input.
+    # Output sizes must be multiples too: the rows of a weight are the columns of the next matmul's input.
     inner = [arch.intermediate_size, widths(arch).output]
     if arch.mixture_of_experts is not None:
         inner.append(arch.mixture_of_experts.moe_intermediate_size)

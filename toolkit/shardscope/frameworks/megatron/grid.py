@@ -1,4 +1,4 @@
-"""The layouts of Megatron-core that a search asks."""
+"""Search grid of Megatron-core layouts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-    """All tp, pp, cp and ep that divide what they cut, and all chunks of stages that come out even.
+    """Return the grids of all valid tp, pp, cp and ep, with every vpp that splits the layers evenly.
 
-    Each with and without sequence parallelism and the distributed optimizer, and with experts cut by tp or
-    not. Types of gradients and moments stay as they are by default.
+    There is one grid for each combination of sequence parallelism, distributed optimizer, and experts sharded
+    by tp or not. Dtypes of gradients and moments keep their defaults.
     """
     check_family(arch)
     every = _columns(arch, cluster, recipe)
@@ -40,7 +40,7 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         if expert_tp is not None and not arch.num_moe_layers:
             continue
         layout = MegatronLayout(sequence_parallel=sequence, etp=expert_tp)
-        # With tp 1 these are what None says.
+        # With tp 1 these options equal their default, None.
         is_plain = sequence is None and expert_tp is None
         columns = _cut(arch, cluster, recipe, layout, every if is_plain else kept(every, every["tp"] > 1))
         for distributed in (True, False):
@@ -49,7 +49,7 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
 
 
 def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
-    """What does not hang on how sequences and experts are cut."""
+    """Return the columns that do not depend on how sequences and experts are sharded."""
     ranks, layers = divisors(cluster.num_gpus), arch.num_hidden_layers
     pipelines = [
         (pp, vpp)

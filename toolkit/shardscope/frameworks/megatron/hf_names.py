@@ -1,8 +1,8 @@
-"""Which parameters of transformers become which parameters of Megatron's ``GPTModel``, and how.
+"""Mapping between the parameters of transformers and those of Megatron's ``GPTModel``.
 
-Names of transformers are those of a model in memory (``model.state_dict()``). Names of Megatron are those
-of its local modules (``get_gpt_layer_local_spec``); ``weights/conversion.py`` knows how Transformer Engine
-spells them. Imports no torch, so that a plan can be refused before any rank starts.
+Transformers names are those of ``model.state_dict()``. Megatron names are those of its local modules
+(``get_gpt_layer_local_spec``); ``weights/load.py`` translates Transformer Engine's names. Imports no torch,
+so that a plan can be rejected before any rank starts.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 MAPPED_FAMILIES = families_with("megatron_weights")
-"""Families whose weights go into a ``GPTModel`` and come back."""
+"""Families whose weights can be loaded into a ``GPTModel`` and exported again."""
 
 Cut = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
-"""How tensor parallelism cuts a parameter of Megatron's, and how it is made of those of transformers.
+"""How tensor parallelism shards a Megatron parameter, and how transformers parameters are fused into it.
 
-``whole``: every rank holds it. ``rows``, ``columns``: in even parts of the first or second dimension.
-``vocabulary``: in rows, once padded with zeros to 128 x tp rows. ``qkv``: queries, keys and values are
-interleaved by key-value head, then cut in rows. ``gated``: gate and up are cut in rows each, and a rank holds
-its part of the one above its part of the other.
+``whole``: replicated on every rank. ``rows``, ``columns``: sharded evenly in the first or second dimension.
+``vocabulary``: padded with zeros to a multiple of 128 x tp rows, then sharded by rows. ``qkv``: queries, keys
+and values are interleaved by key-value head, then sharded by rows. ``gated``: gate and up are each sharded by
+rows, and a rank holds its gate shard stacked on its up shard.
 """
 
 
 class Pair(NamedTuple):
-    """One parameter of Megatron's and what it is made of."""
+    """One Megatron parameter and the transformers parameters that it is built from."""
 
     megatron: str
-    """Inside a layer: relative to the layer. Of experts: relative to one expert."""
+    """Megatron's name, relative to the layer or to the expert."""
     hf: tuple[str, ...]
-    """In order; inside a layer, relative to it. One name with ``qkv`` or ``gated``: fused there too."""
+    """Transformers names in order, relative to the layer. A single ``qkv`` or ``gated`` name is fused too."""
     cut: Cut
     transposed: bool = False
     """Whether transformers stores it (in, out), as GPT-2's Conv1D does."""
 
 
 def check_mapped(arch: Architecture) -> None:
-    """Raise ``ValueError`` for a model without a mapping, naming an engine that trains it."""
+    """Raise ``ValueError`` for a model without a weight mapping, naming an engine that trains it."""
     check_family(arch)
     if arch.model_type not in MAPPED_FAMILIES:
         refuse(
@@ -64,14 +64,15 @@ def check_mapped(arch: Architecture) -> None:
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
-    """``model.layers.3.``: what precedes a layer's own names in transformers."""
+    """Return the prefix of a layer's parameter names in transformers, such as ``model.layers.3.``."""
     return f"{names_of(arch).layers}.{layer}."
 
 
 def outer_pairs(arch: Architecture, *, embedding: bool, head: bool) -> list[Pair]:
-    """Parameters outside the layers of a model chunk with the embedding, the final norm and head, or both.
+    """Return the parameters outside the decoder layers of a model chunk.
 
-    A tied head is there only where the embedding is not: Megatron keeps a copy on the last stage.
+    ``embedding``: whether the chunk has the embedding. ``head``: whether it has the final norm and the head.
+    A tied head is listed only without the embedding: Megatron keeps a copy of it on the last stage.
     """
     names = names_of(arch)
     found: list[Pair] = []
@@ -88,7 +89,7 @@ def outer_pairs(arch: Architecture, *, embedding: bool, head: bool) -> list[Pair
 
 
 def layer_pairs(arch: Architecture, layer: int) -> list[Pair]:
-    """Parameters of one decoder layer (counted from 0), but its experts'."""
+    """Return the parameters of one decoder layer (counted from 0), without its experts."""
     is_conv1d = family_of(arch).projections == "conv1d"
     attention = _gpt2_attention() if is_conv1d else _attention(arch)
     if arch.is_moe_layer(layer):
@@ -101,7 +102,7 @@ def layer_pairs(arch: Architecture, layer: int) -> list[Pair]:
 
 
 def expert_pairs() -> list[Pair]:
-    """Parameters of one routed expert; transformers stacks those of all experts of a layer."""
+    """Return the parameters of one routed expert; transformers stacks all experts of a layer."""
     return [
         Pair("linear_fc1.weight", ("mlp.experts.gate_up_proj",), "gated"),
         Pair("linear_fc2.weight", ("mlp.experts.down_proj",), "columns"),

@@ -1,4 +1,4 @@
-"""Megatron-core's fields, degrees and pipeline splits."""
+"""Megatron-core layout: options, parallel degrees and pipeline split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 MomentType = Literal["fp32", "bf16", "fp16", "fp8"]
-"""Types in which megatron-core's precision-aware optimizer can keep a moment."""
+"""Dtypes of a moment in megatron-core's precision-aware optimizer."""
 
 
 @checked
@@ -59,7 +59,7 @@ class MegatronLayout(Layout):
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
     supports_packing: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = False
-    """Its ``recompute_num_layers`` means chunks of layers, or the first ones, not every so-manieth."""
+    """``recompute_num_layers`` counts layers of a chunk, or the first layers, not every n-th layer."""
     on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
         "tp_comm_overlap": False,
         "use_precision_aware_optimizer": False,
@@ -138,7 +138,10 @@ class MegatronLayout(Layout):
         self._check_overlap()
 
     def _check_overlap(self) -> None:
-        """What megatron-core asserts (model_parallel_config.py, distributed_data_parallel_config.py)."""
+        """Raise ``ValueError`` for overlap options that megatron-core asserts against.
+
+        Source: model_parallel_config.py, distributed_data_parallel_config.py.
+        """
         for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"):
             flag(f"Layout.{name}", getattr(self, name))
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.distributed_optimizer):
@@ -157,7 +160,7 @@ class MegatronLayout(Layout):
             )
 
     def _check_optimizer(self) -> None:
-        """What OptimizerConfig asserts (megatron/core/optimizer/optimizer_config.py)."""
+        """Raise ``ValueError`` where OptimizerConfig asserts (core/optimizer/optimizer_config.py)."""
         if self.grad_reduce_in_fp32 is not None:
             flag("Layout.grad_reduce_in_fp32", self.grad_reduce_in_fp32)
         flag("Layout.use_precision_aware_optimizer", self.use_precision_aware_optimizer)
@@ -183,7 +186,7 @@ class MegatronLayout(Layout):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether sequence parallelism is in force."""
+        """Whether sequence parallelism is on."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property
@@ -192,10 +195,14 @@ class MegatronLayout(Layout):
         return self.tp if self.etp is None else self.etp
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
-        """Data-parallel ranks are what tp, pp and cp leave."""
+        """Return the degrees: data parallelism takes the ranks that tp, pp and cp leave.
+
+        Raises ``ValueError`` for degrees that do not fit the model, the cluster or the recipe.
+        """
         check_heads(architecture, self.tp, shares_key_value_heads=True)
         if self.pp * self.vpp > architecture.num_hidden_layers + 2:
-            # With embedding and loss counted as a layer each, the first and the last chunk may hold no other.
+            # Embedding and loss may count as a layer each, so the first and the last chunk may have no
+            # decoder layer.
             check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
@@ -210,7 +217,7 @@ class MegatronLayout(Layout):
         return degrees
 
     def spread(self, left: Any) -> Degrees:
-        """What is left is data-parallel, and shares the optimizer's state if that is distributed."""
+        """Return the degrees with ``left`` data-parallel ranks, which shard a distributed optimizer."""
         return Degrees(
             data_parallel=left,
             shard=left if self.distributed_optimizer else 1,
@@ -223,8 +230,10 @@ class MegatronLayout(Layout):
         )
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What megatron-core 0.16 asserts of its distributed optimizer, its own attention, and experts with
-        biases."""
+        """Raise ``ValueError`` for combinations that megatron-core 0.16 asserts against.
+
+        They concern the distributed optimizer, megatron-core's own attention, and experts with biases.
+        """
         if recipe.optimizer != "adamw" and self.distributed_optimizer:
             refuse(
                 "Recipe.optimizer",
@@ -269,10 +278,11 @@ class MegatronLayout(Layout):
             )
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
-        """Layers on each stage: even, or even once embedding and/or loss count as a layer each.
+        """Return the layers of each stage: split evenly, counting embedding and loss as layers if needed.
 
-        Megatron's ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``:
-        126 layers over 16 stages are 7, 14 x 8, 7.
+        The options are Megatron's ``account_for_embedding_in_pipeline_split`` and
+        ``account_for_loss_in_pipeline_split``: 126 layers over 16 stages are 7, 14 x 8, 7. Raises
+        ``ValueError`` if there is no even split.
         """
         layers = architecture.num_hidden_layers
         if degrees.pp == 1:
@@ -287,7 +297,8 @@ class MegatronLayout(Layout):
         return stages
 
     def _no_split(self, layers: int, degrees: Degrees) -> FieldError:
-        # One of the two as it is where that can be, and no more stages than the GPUs come in.
+        # Suggest the nearest pp and vpp that split evenly, with one of the two unchanged if possible. pp must
+        # divide the ranks.
         pp, vpp = min(
             (
                 (pp, vpp)
@@ -321,7 +332,7 @@ class MegatronLayout(Layout):
             refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", {"etp": gcd(self.etp, self.tp)})
 
     def check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
-        """Raise ``ValueError`` where a sequence cannot be cut, or must be for experts."""
+        """Raise ``ValueError`` if the sequence cannot be sharded, or if experts need it sharded."""
         if self.tp > 1 and not self.splits_sequence and architecture.num_moe_layers:
             refuse(
                 "Layout.sequence_parallel",
@@ -341,7 +352,7 @@ class MegatronLayout(Layout):
             )
 
     def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
-        """Raise ``ValueError`` for micro-batches that interleaving cannot go through in rounds."""
+        """Raise ``ValueError`` unless the interleaved schedule gets a multiple of pp micro-batches."""
         per_step = recipe.micro_batch_size * degrees.data_parallel
         micro_batches = recipe.global_batch_size // per_step
         if degrees.vpp > 1 and micro_batches and micro_batches % degrees.pp:
@@ -353,8 +364,8 @@ class MegatronLayout(Layout):
             )
 
     def check_fp8(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
-        """Raise ``ValueError`` for tokens and widths that 8-bit products cannot take."""
-        # The formulas import this module's base.
+        """Raise ``ValueError`` for token counts and widths that fp8 matmuls do not support."""
+        # Imported here: fp8.py imports the memory formulas, and a module-level import would be circular.
         from shardscope.frameworks.megatron.fp8 import check_fp8
 
         parts = self.cp * (self.tp if self.splits_sequence else 1)
@@ -363,7 +374,7 @@ class MegatronLayout(Layout):
 
     @property
     def description(self) -> str:
-        """Megatron-core and the degrees above one."""
+        """Display name with the degrees above one."""
         named = [
             f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1
         ]
@@ -371,11 +382,11 @@ class MegatronLayout(Layout):
 
 
 def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
-    """Whether embedding and loss count as a layer each, 0 or 1, so that the stages come out even.
+    """Return (embedding, loss), each 1 if it must count as a layer for an even split, else 0.
 
-    Raises ``LookupError`` where they cannot.
+    Raises ``LookupError`` if there is no even split.
     """
-    # The loss weighs more than the embedding, so where one of them is enough it is the loss.
+    # The loss costs more than the embedding, so it is tried first.
     for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
         whole = num_layers + embedding + loss
         if whole % (pp * vpp) == 0 and whole // pp > max(embedding, loss):
@@ -384,7 +395,7 @@ def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
 
 
 def splits(num_layers: int, pp: int, vpp: int) -> bool:
-    """Whether so many chunks come out even."""
+    """Return whether the layers split evenly over pp x vpp chunks."""
     try:
         counted_ends(num_layers, pp, vpp)
     except LookupError:

@@ -1,4 +1,4 @@
-"""What the Megatron-core engine runs of what can be planned. No torch here."""
+"""Plans that the Megatron-core engine can train. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TRAINED = {
     "recompute_interval": (1,),
     "expert_capacity_factor": (None,),
 }
-"""What the engine runs of a recipe; torch's engines run other methods, optimizers and losses."""
+"""Recipe values that the engine supports, by field; the torch engines support other ones."""
 
 INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for what the engine cannot run, naming one that can where there is one."""
+    """Raise ``ValueError`` for a plan that the engine cannot run, naming one that can if there is one."""
     layout: Any = plan.layout
     if importlib.util.find_spec("megatron") is None:
         refuse(
@@ -48,7 +48,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_trainable(plan: Plan) -> None:
-    """The same for what it never runs, whatever is installed here."""
+    """Raise ``ValueError`` for a plan that the engine never runs, whatever packages are installed."""
     layout: Any = plan.layout
     if layout.cp > 1:
         _check_context(plan, layout.cp)
@@ -91,10 +91,10 @@ def _check_installed(cp: int) -> None:
 
 
 def _check_context(plan: Plan, cp: int) -> None:
-    """What Transformer Engine has no attention over ranks for, whatever is installed.
+    """Raise ``ValueError`` for a plan without a Transformer Engine backend for context parallelism.
 
-    Its ``get_attention_backend`` (dot_product_attention/utils.py) leaves none with context parallelism but
-    FlashAttention's and cuDNN's, and neither of those in 32 bits or before sm80.
+    ``get_attention_backend`` (dot_product_attention/utils.py) allows only FlashAttention and cuDNN with
+    context parallelism. Neither supports fp32, or GPUs older than sm80.
     """
     attention = "its context parallelism is Transformer Engine's attention, whose kernels for it need"
     if not plan.on_gpu or not plan.cluster.gpu.has_flash_attention:
@@ -119,5 +119,5 @@ def _check_context(plan: Plan, cp: int) -> None:
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where the model of ``config``, a config.json, would train as another one."""
+    """Raise ``ValueError`` if megatron-core would compute another model than ``config`` (a config.json)."""
     check_computed(config)

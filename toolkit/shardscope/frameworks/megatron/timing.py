@@ -1,4 +1,4 @@
-"""What Megatron-core sends in one step: gradients once, and with the distributed optimizer parameters too."""
+"""Communication of one Megatron-core step: gradient reduction and the parameter all-gather."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ SCHEDULES = {
     "1f1b": "forward_backward_pipelining_without_interleaving",
     "interleaved": "forward_backward_pipelining_with_interleaving",
 }
-"""megatron/core/pipeline_parallel/schedules.py."""
+"""Schedule -> its function in megatron/core/pipeline_parallel/schedules.py."""
 BUCKET_WEIGHTS = 40_000_000
-"""megatron/core/distributed/distributed_data_parallel.py: max(40,000,000, 1,000,000 x ranks) a bucket."""
+"""Minimum elements of a gradient bucket: max(40,000,000, 1,000,000 x ranks)
+(megatron/core/distributed/distributed_data_parallel.py)."""
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
-    """After the last micro-batch, in the type of the gradients' buffers; beneath its backward if so chosen.
+    """Return the collectives of one step, in the dtype of the gradient buffers.
 
-    ``gradient_accumulation_fusion`` adds weights' gradients to the main gradients as they are made: read and
-    written in place of what a product writes.
+    Gradients are reduced after the last micro-batch, overlapped with its backward if
+    ``overlap_grad_reduce``. ``gradient_accumulation_fusion`` adds each weight gradient to the main gradient
+    in the matmul kernel: a read and a write of the main gradient replace the matmul's own write.
     """
     layout: Any = plan.layout
     degrees, replicas = plan.degrees, replicas_of(plan)
@@ -39,7 +41,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     if not plan.architecture.num_moe_layers:
         groups = [(dense, replicas.dense, degrees.tp)]
     else:
-        # Experts have buffers and a group of their own with ep only, whose ranks lie outside of ep's
+        # Only with ep > 1 do experts have their own buffers and group. Its ranks are etp x ep apart
         # (parallel_state.py, "tp-cp-ep-dp-pp").
         apart = (degrees.ep > 1) & (experts > 0)
         groups = [
@@ -67,10 +69,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
 
 
 def overlap(plan: Plan) -> Overlap:
-    """By megatron/core/tensor_parallel/layers.py, Transformer Engine's user buffers, and its schedules.
+    """Return which communication is overlapped with compute.
 
-    Megatron-LM sends beneath arithmetic where stages are interleaved (``overlap_p2p_comm``); its own
-    checkpoint function runs a whole layer again.
+    Source: megatron/core/tensor_parallel/layers.py, Transformer Engine's user buffers, schedules.py.
+    Megatron-LM overlaps sends between interleaved stages (``overlap_p2p_comm``). Its checkpoint function
+    recomputes the whole layer, without early stop.
     """
     layout: Any = plan.layout
     return Overlap(
@@ -78,8 +81,9 @@ def overlap(plan: Plan) -> Overlap:
         tensor_backward=True,
         gathers_input_again=not layout.tp_comm_overlap,
         context="ring",
-        # One fused pass reads a part and reads and writes the sum, all in 2 bytes (Transformer Engine,
-        # attention/dot_product_attention/context_parallel.py, flash_attn_fwd_out_correction; dq the same).
+        # One fused pass reads a partial output, and reads and writes the sum, 2 bytes each (Transformer
+        # Engine, attention/dot_product_attention/context_parallel.py, flash_attn_fwd_out_correction; dq
+        # likewise).
         merges=(6, 6),
         sends=plan.degrees.vpp > 1,
         stops_early=False,

@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-core in its own format, ``megatron.core.dist_checkpointing``.
+"""Checkpoints in Megatron-core's own format, ``megatron.core.dist_checkpointing``.
 
-Weights and the optimizer's state are written under the whole model's names and sizes, so ranks of other
-degrees (tp, pp, vpp, ep, data-parallel) read what they hold of them. The format pickles, and
-``training/checkpoints/pickles.py`` checks it before megatron-core reads it.
+Weights and optimizer state are stored under the whole model's names and sizes, so they can be loaded with
+other degrees (tp, pp, vpp, ep, data-parallel). The format contains pickles, which
+``training/checkpoints/pickles.py`` checks before megatron-core reads them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
-    """Write ``path`` (a folder), all ranks together: weights, optimizer, random states, ``position``.
+    """Write weights, optimizer, random states and ``position`` to the folder ``path``. Collective.
 
-    ``chunks``: the model chunks as they were made for the optimizer (``DistributedDataParallel``).
-    ``position`` goes in as readable JSON. Written aside and renamed when it is whole.
+    ``chunks``: the wrapped model chunks (``DistributedDataParallel``). ``position`` is written as readable
+    JSON. Everything is written to a temporary folder, which is renamed when complete.
     """
     with written_aside(path) as aside:
         _write(aside, chunks, optimizer, beside=False)
@@ -49,9 +49,9 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
 
 
 class Writing:
-    """A checkpoint that forked processes of the ranks are writing; named once all of them are done.
+    """An asynchronous checkpoint, written by forked processes and renamed once all of them are done.
 
-    Its state is in host memory already, so steps may go on. All ranks together.
+    Its state is already in host memory, so training may continue. All methods are collective.
     """
 
     def __init__(self, path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
@@ -63,11 +63,11 @@ class Writing:
         self._calls.schedule_async_request(_write(self._aside, chunks, optimizer, beside=True))
 
     def look(self) -> None:
-        """Name it if it is written; else come back at once. Once a step: nothing else notices."""
+        """Rename the checkpoint if it is complete, else return at once. Call this once per step."""
         self._finish(blocking=False)
 
     def wait(self) -> None:
-        """Come back when it is whole; raises what kept it from that."""
+        """Wait until the checkpoint is complete. Raises the error that a writer had."""
         self._finish(blocking=True)
 
     def _finish(self, *, blocking: bool) -> None:
@@ -81,10 +81,10 @@ class Writing:
 
 
 def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """Read ``path`` into ``chunks`` and ``optimizer``; return its position. Other degrees may have saved it.
+    """Load ``path`` into ``chunks`` and ``optimizer``, and return its position. Degrees may differ.
 
-    Random states go on where they were if ranks of the same degrees saved them. Raises as
-    :func:`read_position` does, and ``ValueError`` if it asks for a class that a stranger's may not have.
+    Random states are restored only if the degrees are the same. Raises like :func:`read_position`, and
+    ``ValueError`` if a pickle names a class that is not allowed in an untrusted checkpoint.
     """
     position = read_position(path, plan)
     _make_state(optimizer)
@@ -99,14 +99,14 @@ def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[
 
 
 def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Read the checkpoint through megatron-core, every pickle of it checked."""
+    """Load the checkpoint with megatron-core, after checking every pickle in it."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import common
     from megatron.core.dist_checkpointing.strategies import torch as sharded
 
     own = is_own(path)
     if not own:
-        # Read here for the error that names the file and the class; megatron-core reads it again.
+        # Read here first, for an error that names the file and the class; megatron-core reads it again.
         load_file(path / common.COMMON_STATE_FNAME, (), "cpu")
     reader = CheckedReader(path, own=own)
     get_reader, sharded._get_filesystem_reader = sharded._get_filesystem_reader, lambda *_, **__: reader
@@ -119,7 +119,7 @@ def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) -> Any:
-    """All but the position; ``beside`` training, what comes back is still to be scheduled."""
+    """Write everything except the position. With ``beside``, return the asynchronous request to schedule."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -128,7 +128,7 @@ def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) 
     _make_state(optimizer)
     wait_for_weights(chunks)
     filesystem_async._get_write_results_queue = _results_queue
-    # The random states are in the folder already, which megatron-core only warns of.
+    # The folder already contains the random states; megatron-core only warns that it is not empty.
     return dist_checkpointing.save(
         _state(chunks, optimizer, loading=False),
         str(aside),
@@ -138,10 +138,10 @@ def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) 
 
 
 def _results_queue() -> Any:
-    """megatron-core's ``_get_write_results_queue``, whose process ends with the rank, however the rank ends.
+    """Replace megatron-core's ``_get_write_results_queue``: this one's process always ends with the rank.
 
-    Through it writers tell their rank what they wrote. megatron-core starts it on the first checkpoint and
-    stops it as Python ends, so a rank that is killed would leave it behind for good.
+    Writers report their results through the queue. megatron-core starts its process at the first checkpoint
+    and stops it when Python exits, so a killed rank would leave it running.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -153,7 +153,7 @@ def _results_queue() -> Any:
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """What is written or read, every tensor with its place in the whole one."""
+    """Return the sharded state dict to write or read, each shard with its position in the whole tensor."""
     metadata = _metadata()
     models = {
         f"model{number}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
@@ -175,7 +175,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _metadata_on_disk() -> dict[str, Any]:
-    """Which of its formats (megatron/training/checkpointing.py): the one that any degrees can read."""
+    """Return the format options (megatron/training/checkpointing.py) that reshard to any degrees."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -185,15 +185,15 @@ def _metadata_on_disk() -> dict[str, Any]:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that ``get_megatron_optimizer`` chained, those of experts last."""
+    """Return the optimizers that ``get_megatron_optimizer`` chained, those of experts last."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _load_optimizer(optimizer: Any, found: dict[Any, Any]) -> None:
-    """What ``optimizer.load_state_dict`` does, with torch's Adam too.
+    """Load the optimizer state like ``optimizer.load_state_dict``, but support torch's Adam.
 
-    The distributed optimizer copies every tensor of a parameter's state from what was loaded, where torch's
-    step counters are not; and it gives all parameters one counter, which each of them would advance.
+    The distributed optimizer copies every tensor of a parameter's state from the loaded one, which lacks
+    torch's step counters. It also gives all parameters the same counter, which each of them would advance.
     """
     parts = _parts(optimizer)
     states = [found] if len(parts) == 1 else [found[number] for number in range(len(parts))]
@@ -210,10 +210,10 @@ def _load_optimizer(optimizer: Any, found: dict[Any, Any]) -> None:
 
 
 def _make_state(optimizer: Any) -> None:
-    """Give the optimizer the state that its first step would make.
+    """Create the optimizer state that its first step would create.
 
-    megatron-core reads torch's step counters off it before there are any, and has no way to make the
-    momentum of its SGD (optimizer/__init__.py).
+    megatron-core reads torch's step counters before they exist, and cannot create the momentum of its SGD
+    (optimizer/__init__.py).
     """
     for part in _parts(optimizer):
         inner = part.optimizer

@@ -1,8 +1,8 @@
-"""Sequences in parts: what of a batch a rank has, and Transformer Engine's attention over all of its group.
+"""Context parallelism: each rank's shard of a batch, and a check of Transformer Engine's attention.
 
-Megatron-core's own attention asserts that it has whole sequences (``DotProductAttention.__init__``). Ranks of
-one context-parallel group read the same batch and keep two of its 2 x cp pieces each, one from the front and
-one from the back, so that all have as many keys to attend to.
+Megatron-core's own attention asserts cp=1 (``DotProductAttention.__init__``). The ranks of a context-parallel
+group read the same batch. Each keeps two of 2 x cp equal chunks of the sequence, one from the front and one
+from the back, which balances the causal attention work.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 PROBE_TOKENS = 64
-"""In each piece of the sequence that shows whether attention is over all of it."""
+"""Tokens in each chunk of the probe sequence that checks the attention."""
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""How far two sums of the same numbers in another order may be apart; pieces in wrong places are far past."""
+"""Relative tolerance for sums in another order, by dtype; misplaced chunks differ by far more."""
 
 
 def core_attention() -> Any:
-    """The one attention of Megatron-core's that takes keys and values from other ranks."""
+    """Return the only Megatron-core attention class that exchanges keys and values between ranks."""
     from megatron.core.extensions import transformer_engine
 
     return transformer_engine.TEDotProductAttention
 
 
 def own_pieces(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of tensors of shape (rows, tokens) those tokens that are this rank's: all of them without cp."""
+    """Return this rank's tokens of tensors of shape (rows, tokens, ...): all of them without cp."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     found: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(dict(batch))
@@ -41,7 +41,7 @@ def own_pieces(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_length(num_tokens: int) -> None:
-    """Raise ``ValueError`` for rows that do not come apart in equal pieces."""
+    """Raise ``ValueError`` for rows that do not divide into 2 x cp equal chunks."""
     from megatron.core import parallel_state
 
     cp = parallel_state.get_context_parallel_world_size()
@@ -55,9 +55,9 @@ def check_length(num_tokens: int) -> None:
 
 
 def check_attention(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
-    """What attention over ranks was found to be, as JSON; nothing without cp. All ranks together.
+    """Check context-parallel attention against whole sequences. Collective over all ranks.
 
-    Raises ``RuntimeError`` where it is not over whole sequences.
+    Returns the relative error as JSON, or nothing without cp. Raises ``RuntimeError`` if it is too large.
     """
     cp = plan.degrees.cp
     if cp == 1:
@@ -77,9 +77,9 @@ def check_attention(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
 
 
 def _distance_from_whole(attention: Any, device: torch.device) -> torch.Tensor:
-    """How far attention over the group is from attention to the whole sequence, gradients too.
+    """Return the relative error of context-parallel attention on a few tokens, gradients included.
 
-    The largest difference on this rank, as a part of the largest number; both are computed on a few tokens.
+    It is this rank's largest difference from attention to the whole sequence, divided by the largest value.
     """
     from megatron.core import parallel_state
 

@@ -1,9 +1,9 @@
-"""CUDA's calls meaning the CPU, inside a ``with`` and nowhere else: what Megatron-core's two stand-ins share.
+"""Context manager that redirects Megatron-core's CUDA calls to the CPU.
 
-Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its layers, so it cannot even
-be built without a GPU. ``cpu_stand_in`` plays it on tensors without values, ``real_cpu`` trains with it on
-CPU ranks; each brings what it replaces beside this. Nothing that trains on CUDA may come through here, so a
-process that has initialised CUDA is refused, and tests hold who imports the two.
+Megatron-core hardcodes ``device="cuda"`` and ``torch.cuda.current_device()`` in its layers, so it cannot be
+built without a GPU. ``cpu_stand_in`` runs it on fake tensors, ``real_cpu`` trains with it on CPU ranks; each
+adds its own replacements. Training on CUDA must never use this module: it raises in a process that has
+initialized CUDA, and tests check which modules import the two.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 Replacement = tuple[Any, str, Any]
-"""(module or class, name, what stands there)."""
+"""(module or class, attribute name, replacement)."""
 
 
 class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Factories asked for a CUDA device make CPU tensors, and ``.cuda()`` moves nothing."""
+    """Function mode that creates CPU tensors instead of CUDA tensors; ``.cuda()`` does nothing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Its optimizers take torch.cuda.FloatTensor and its like only, by name.
+            # Megatron-core's optimizers accept only torch.cuda.FloatTensor and the like, by name.
             return function(*args).replace("torch.", "torch.cuda.")
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
@@ -38,7 +38,7 @@ class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
 
 
 class _AlreadyHappened:
-    """Every call on it gives itself: an event that a stream records is one more thing that has happened."""
+    """A completed stream or event: every method returns the object itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -47,22 +47,22 @@ class _AlreadyHappened:
         return lambda *args, **kwargs: self
 
 
-# Classes, for ``torch.cuda.Stream | None`` in a module that is imported meanwhile.
+# Classes, because modules imported meanwhile evaluate ``torch.cuda.Stream | None``.
 class Stream(_AlreadyHappened):
-    """A stream on which everything has always happened."""
+    """A stream without pending work."""
 
 
 class Event(_AlreadyHappened):
-    """Recorded and waited for long since."""
+    """An event that has completed."""
 
 
 @contextlib.contextmanager
 def cuda_as_cpu(
     what: str, mode: TorchFunctionMode, replacements: Callable[[], Iterable[Replacement]]
 ) -> Iterator[None]:
-    """CUDA's calls go to the CPU inside, by way of ``mode``, and ``replacements()`` stand in their places.
+    """Redirect CUDA calls to the CPU through ``mode``, and patch in ``replacements()``.
 
-    Raises ``RuntimeError`` naming ``what`` this is where CUDA is in use.
+    Raises ``RuntimeError`` with the name ``what`` if this process uses CUDA.
     """
     if torch.cuda.is_initialized():
         raise RuntimeError(f"{what} is for machines without GPUs: this process uses CUDA")
@@ -74,7 +74,7 @@ def cuda_as_cpu(
 
 
 def nothing() -> Callable[..., None]:
-    """Another function each time: torch's compiler keeps a table of them, and refuses one under two names."""
+    """Return a new no-op function: torch.compile's table rejects one function under two names."""
     return lambda *args, **kwargs: None
 
 
@@ -92,7 +92,7 @@ def _in_any_case() -> list[Replacement]:
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext()),
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
-        # Asked for without Transformer Engine too, and there only with it (megatron-core 0.16.1).
+        # Read even without Transformer Engine, but defined only with it (megatron-core 0.16.1).
         (moe_utils, "te_general_gemm", None),
     ]
 

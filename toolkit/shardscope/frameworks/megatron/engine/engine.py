@@ -1,4 +1,4 @@
-"""Megatron-core really training: its ``GPTModel``, schedules, gradient buffers and optimizer, directly."""
+"""Training engine on megatron-core's ``GPTModel``, schedules, gradient buffers and optimizer."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class MegatronEngine(Engine):
-    """The model that ``build_model`` makes, which is of transformers, as Megatron-core's own ``GPTModel``.
+    """Training of a transformers model as megatron-core's ``GPTModel``.
 
-    ``build_model`` gives weights and config; what trains is Megatron-core's, with the same weights. Every
-    rank builds that model in host memory once and keeps its own part of it; stored weights it reads tensor by
-    tensor, those of its own part alone.
+    The model of ``build_model`` gives weights and config; the ``GPTModel`` trains with the same weights.
+    Every rank builds the transformers model once in host memory and keeps only its shards. From stored
+    weights a rank reads only its own shards, tensor by tensor.
     """
 
     framework = "megatron"
     model: torch.nn.Module
-    """This rank's model chunks, without what wraps them."""
+    """This rank's model chunks, without wrappers."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
@@ -54,7 +54,7 @@ class MegatronEngine(Engine):
 
     @property
     def data_rank(self) -> int:
-        """Ranks count through tp and cp first and through the stages last ("tp-cp-ep-dp-pp")."""
+        """Data-parallel rank; tp varies fastest over the global ranks and pp slowest ("tp-cp-ep-dp-pp")."""
         degrees = self.plan.degrees
         return int(self.ctx.rank // (degrees.tp * degrees.cp) % degrees.data_parallel)
 
@@ -86,7 +86,7 @@ class MegatronEngine(Engine):
             self.optimizer = engine_model.build_optimizer(
                 plan, self._config, self._chunks, numbers, self.max_grad_norm
             )
-            # With the optimizer: its fp32 copies get what was built, not what 16 bits left of it.
+            # With the optimizer, so that its fp32 main weights are not rounded to 16 bits.
             load_hf(self._chunks, weights, plan.architecture, self.optimizer)
             mute_padding(self._chunks, plan.architecture)
             del source, weights
@@ -129,7 +129,7 @@ class MegatronEngine(Engine):
             # A step that overflowed fp16 is skipped, and has no norm.
             self.grad_norm = float("nan") if norm is None else float(norm)
             mean = float(loss())
-        # Not inside: where CUDA's calls mean the CPU, each look at a tensor takes three times as long.
+        # Outside of _on_device: redirecting CUDA calls to the CPU makes tensor access three times as slow.
         self.held_after_step = self._accounted()
         self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_after_step.values()))
         return mean
@@ -156,7 +156,7 @@ class MegatronEngine(Engine):
         self.num_steps_done = int(position["num_steps_done"])
 
     def export(self, path: str | Path) -> None:
-        # Megatron-core keeps fp32 copies under every recipe of 16 bits; one that is purely so exports none.
+        # Megatron-core keeps fp32 main weights for every 16-bit recipe; pure bf16 exports bf16 weights.
         main = None if self.plan.recipe.precision == "bf16" else self.optimizer
         with self._on_device():
             export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path), main)
@@ -182,7 +182,7 @@ class MegatronEngine(Engine):
     # ---- its parts
 
     def _source(self, build_model: BuildModel) -> torch.nn.Module:
-        """The model that ``build_model`` gives under ``seed``. Raises ``ValueError`` for another family's."""
+        """Build the transformers model under ``seed``. Raises ``ValueError`` for another family."""
         arch = self.plan.architecture
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -200,7 +200,7 @@ class MegatronEngine(Engine):
         return source
 
     def _build(self, source: torch.nn.Module) -> Mapping[str, Any]:
-        """Make the model chunks, weights not yet set; the weights of ``source``."""
+        """Build the model chunks with weights not yet set, and return the weights to load into them."""
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         plan, hf_config = self.plan, self._hf_config
@@ -214,12 +214,12 @@ class MegatronEngine(Engine):
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Megatron-core as it is on CUDA; on CPU ranks its CUDA calls mean the CPU."""
+        """Run megatron-core unchanged on CUDA; on CPU ranks redirect its CUDA calls to the CPU."""
         with cpu_ranks() if self.ctx.device.type == "cpu" else compiled_if_possible():
             yield
 
     def _in_run(self, path: str | Path) -> Path:
-        """``path``, from the run folder if it is relative."""
+        """Return ``path``, relative to the run folder unless it is absolute."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
     def _buffers(self) -> Iterator[Any]:
@@ -227,7 +227,7 @@ class MegatronEngine(Engine):
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Moments, main copies where weights have 16 bits, and what gradients of 16 bits were copied to."""
+        """Return the moments, the fp32 main weights, and the fp32 copies of 16-bit gradients."""
         held = (*self.model.parameters(), *(buffer.grad_data for buffer in self._buffers()))
         known = {tensor.untyped_storage().data_ptr() for tensor in held}
         found: list[torch.Tensor] = []
@@ -237,12 +237,12 @@ class MegatronEngine(Engine):
             updated = [p for group in part.optimizer.param_groups for p in group["params"]]
             copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
             found += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
-            # A step counter, one number for a tensor however large, is no formula's.
+            # Step counters, one element for a tensor of any size, are in no formula.
             found += [t for t in tensors.optimizer_tensors(part.optimizer) if t.dim() > 0]
         return found
 
     def _accounted(self) -> dict[str, int]:
-        """Bytes of the tensors that this rank holds, by walking them."""
+        """Return the bytes of the tensors that this rank holds, by walking them."""
         held = self.held_tensors()
         return {
             "parameters": tensors.tensor_bytes(held.parameters),
@@ -251,21 +251,21 @@ class MegatronEngine(Engine):
         }
 
 
-# ---- What megatron-core has torch compile (``jit_fuser``) on CUDA ranks, where nothing can compile it
+# ---- megatron-core's compiled functions (``jit_fuser``) on CUDA ranks without a compiler
 
 
 COMPILERS = ("gcc", "clang")
-"""What Triton builds its launchers with, unless ``CC`` names another (triton/runtime/build.py)."""
+"""Compilers that Triton builds its launchers with, unless ``CC`` is set (triton/runtime/build.py)."""
 
 
 def compiled_if_possible() -> contextlib.AbstractContextManager[object]:
-    """Inside, what is compiled runs operator by operator if there is no Triton, or no C compiler for it."""
+    """Return a context that runs compiled functions eagerly if Triton or its C compiler is missing."""
     return contextlib.nullcontext() if can_compile() else torch.compiler.set_stance("force_eager")
 
 
 @cache
 def can_compile() -> bool:
-    """Whether there is what torch.compile makes kernels for CUDA with."""
+    """Return whether torch.compile can build CUDA kernels here."""
     from torch.utils._triton import has_triton
 
     named = os.environ.get("CC")

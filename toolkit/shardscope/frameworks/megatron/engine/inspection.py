@@ -1,4 +1,4 @@
-"""What Megatron-core really made, read back from its groups, modules and optimizers, against the plan."""
+"""Check of megatron-core's process groups, modules and optimizers against the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) -> dict[str, Any]:
-    """What was found, as JSON. Raises ``RuntimeError`` where it contradicts ``plan``."""
+    """Describe what megatron-core built, as JSON. Raises ``RuntimeError`` if it contradicts ``plan``."""
     layout = plan.layout
     assert isinstance(layout, MegatronLayout)
     degrees, arch = plan.degrees, plan.architecture
@@ -40,7 +40,7 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
     _compare(
         found,
         {
-            # The first and the last of many stages may have no layers.
+            # With many stages, the first and the last may have no layers.
             "core_attention": [attention_of(plan).__name__] if found["num_layers_here"] else [],
             "recompute": plan.recipe.recompute,
             "sequence_parallel": layout.splits_sequence,
@@ -111,7 +111,7 @@ def _has_experts(module: torch.nn.Module) -> bool:
 
 
 def _optimizer(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """The optimizer's class, and how many numbers this rank updates of those that it holds."""
+    """Return the optimizer's class, and the elements that this rank holds and updates."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     parts = [part for part in leaves(optimizer) if part.optimizer is not None]
@@ -137,7 +137,7 @@ def _optimizer(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _all_layers(found: Mapping[str, Any]) -> list[int]:
-    """The layers of all stages, in order; those of the ranks that are first in their other groups."""
+    """Return the layers of all stages in order, as one rank of each stage reports them. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (found["stage"], found["layers_here"]))
     by_stage = dict(everyone)
@@ -145,7 +145,7 @@ def _all_layers(found: Mapping[str, Any]) -> list[int]:
 
 
 def in_words(found: Mapping[str, Any], where: str) -> str:
-    """What was found, as one plain sentence; ``where`` is "(gloo, cpu)" or its like."""
+    """Describe the findings in one sentence; ``where`` is for example "(gloo, cpu)"."""
     named = [
         f"{word} {found[name]}"
         for word, name in (
@@ -160,7 +160,7 @@ def in_words(found: Mapping[str, Any], where: str) -> str:
     ]
     cut = ", ".join(named) or "one rank"
     sequence = " with sequence parallelism" if found["sequence_parallel"] else ""
-    # Rank 0 tells; where its stage has no layers, others have that attention.
+    # Rank 0 reports. If its stage has no layers, it has no attention class to name.
     under = f" under {' and '.join(found['core_attention'])}" if found["core_attention"] else ""
     parts = f", sequences in parts{under}" if found["context_parallel"] > 1 else ""
     shares = "its state in shares" if found["distributed_optimizer"] else "its state whole on each rank"

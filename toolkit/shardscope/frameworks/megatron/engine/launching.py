@@ -1,4 +1,4 @@
-"""What a run of Megatron-core wants before its ranks fork: its environment, and its modules imported once."""
+"""Preparation of a Megatron-core run before its ranks fork: environment variables and imports."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def wants_one_connection(plan: Plan) -> bool:
-    """Whether megatron-core counts on kernels being started in the order of their calls.
+    """Return whether megatron-core needs ``CUDA_DEVICE_MAX_CONNECTIONS=1``: kernels start in call order.
 
-    A collective of tensor or context parallel ranks then goes before the arithmetic that is to hide it.
+    Then a tensor- or context-parallel collective starts before the compute that it overlaps with.
     Megatron-LM's validate_args asserts it up to Hopper; Blackwell does not need it.
     """
     is_older = not (plan.cluster.gpu.architecture or "").startswith("blackwell")
@@ -32,11 +32,11 @@ def wants_one_connection(plan: Plan) -> bool:
 
 
 def before_fork(plan: Plan, device_type: str) -> None:
-    """Set what megatron-core counts on, unless somebody has, and import it.
+    """Set the environment variable that megatron-core needs, unless the user has, and import megatron-core.
 
-    Its import says with four warnings what else could be installed. Not for GPU ranks where Transformer
-    Engine is: megatron-core imports it, it may use CUDA as it is imported
-    (https://github.com/NVIDIA/TransformerEngine/issues/872), and ranks forked after that could not any more.
+    The import's four warnings about optional packages are suppressed. For GPU ranks with Transformer Engine
+    nothing is imported: megatron-core imports Transformer Engine, which may initialize CUDA
+    (https://github.com/NVIDIA/TransformerEngine/issues/872), and then forked ranks could not use CUDA.
     """
     if device_type == "cuda" and wants_one_connection(plan):
         os.environ.setdefault(ONE_CONNECTION, "1")

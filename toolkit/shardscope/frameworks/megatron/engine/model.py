@@ -24,18 +24,18 @@ DTYPES = {
     "fp16-mixed": torch.float16,
     "fp32": torch.float32,
 }
-"""What a rank's weights are; where they have 16 bits the optimizer keeps fp32 copies of its own."""
+"""Dtype of the model weights; for 16-bit weights the optimizer keeps fp32 main weights."""
 UNFUSED = (
     *("bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
     *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
 )
-"""Kernels of Apex's, of Transformer Engine's or compiled, which a rehearsal stands for and this calls not."""
+"""Fusions of Apex, Transformer Engine or torch.compile, which rehearsals model and this engine disables."""
 INITIAL_LOSS_SCALE = 2.0**12
-"""As the other engines begin: Megatron-LM's 2^32 skips the first twenty steps of every model."""
+"""Initial loss scale, as in the other engines: Megatron-LM's 2^32 skips about the first twenty steps."""
 
 
 def model_parallel(plan: Plan) -> None:
-    """Make Megatron-core's process groups, those of an earlier engine of this process aside. Collective."""
+    """Initialize Megatron-core's process groups, after destroying those of an earlier engine. Collective."""
     from megatron.core import parallel_state
 
     degrees, layout = plan.degrees, plan.layout
@@ -55,52 +55,52 @@ def model_parallel(plan: Plan) -> None:
 
 
 _OWN_GROUPS: list[Any] = []
-"""Those that :func:`model_parallel` made in this process."""
+"""Process groups that :func:`model_parallel` created in this process."""
 
 
 def leave_model_parallel() -> None:
-    """End the process groups of an earlier engine of this process, if there was one. Collective.
+    """Destroy the process groups of an earlier engine in this process, if there was one. Collective.
 
-    megatron-core forgets them only, and each of two dozen keeps its threads: some hundred a rank.
+    megatron-core only drops its references, and the threads of two dozen groups stay: about 100 per rank.
     """
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
-    # A rank that ends a group must not cut off another that still reads from it.
+    # Wait, so that no rank destroys a group that another rank still reads from.
     dist.barrier()
     while _OWN_GROUPS:
         dist.destroy_process_group(_OWN_GROUPS.pop())
 
 
 def _groups() -> list[Any]:
-    """Every process group that this rank is in."""
+    """Return every process group that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def training_config(plan: Plan, hf_config: Any) -> Any:
-    """``TransformerConfig`` of a model that computes what transformers' does."""
+    """Return the ``TransformerConfig`` of a model that computes what the transformers model does."""
     from megatron.core.transformer import TransformerConfig
 
     dtype, vpp = DTYPES[plan.recipe.precision], plan.degrees.vpp
     values: dict[str, Any] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
-    # SwiGLU in one operator keeps its input alone; in three its gate's activation and a copy of the other
-    # half too. An activation without a gate keeps as much either way.
+    # Fused SwiGLU saves only its input. As three operators it also saves the gate's activation and a copy of
+    # the other half. An activation without a gate saves the same either way.
     fused = values["bias_activation_fusion"] = plan.architecture.gated_mlp
     if plan.architecture.mixture_of_experts is not None:
-        # Nothing is dropped: every token goes where its router says, as in transformers.
+        # No token dropping: every token goes to the experts that its router chose, as in transformers.
         values |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
     values |= {
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # Every weight comes from a model of transformers. Without initialisation tensors would lack the marks
-        # of tensor parallelism, by which a gradient's norm counts no weight twice.
+        # Every weight is loaded from a transformers model, so these initialize nothing. Initialization stays
+        # on because it sets tensor-parallel attributes, without which the gradient norm counts weights twice.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _as_it_is),
-        # Two stages that interleave send each other both an output and a gradient at a time, which messages
-        # of one batch would mix up (megatron/training/arguments.py refuses them so).
+        # Two interleaved stages send each other an output and a gradient at once. Batched messages would mix
+        # them up, so megatron/training/arguments.py rejects that combination.
         "overlap_p2p_comm": vpp > 1,
         "batch_p2p_comm": vpp == 1,
     }
@@ -112,7 +112,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def model_chunks(plan: Plan, config: Any, hf_config: Any) -> list[torch.nn.Module]:
-    """This rank's ``GPTModel``s, one for each model chunk of its stage, weights not yet set."""
+    """Build this rank's ``GPTModel``s, one for each model chunk of its stage, with weights not yet set."""
     return [_chunk(plan, config, hf_config, number) for number in range(plan.degrees.vpp)]
 
 
@@ -152,7 +152,7 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
 
 
 def attention_of(plan: Plan) -> Any:
-    """The class of core attention that ``plan`` counts: "eager" is Megatron-core's own."""
+    """Return the core attention class that matches ``plan``: for "eager" Megatron-core's own."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if plan.degrees.cp > 1:
@@ -170,7 +170,7 @@ def _use_marked_norms(layer: Any) -> None:
 
 
 def in_buffers(plan: Plan, config: Any, models: list[torch.nn.Module]) -> list[Any]:
-    """Each chunk under megatron-core's ``DistributedDataParallel``, whose buffers hold its gradients."""
+    """Wrap each chunk in megatron-core's ``DistributedDataParallel``, whose buffers hold the gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     layout: Any = plan.layout
@@ -185,7 +185,7 @@ def in_buffers(plan: Plan, config: Any, models: list[torch.nn.Module]) -> list[A
         for chunk, model in enumerate(models)
     ]
     if layout.overlap_grad_reduce:
-        # What Megatron-LM's own train() sets.
+        # As Megatron-LM's train() does.
         config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
         if len(chunks) > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
@@ -199,7 +199,7 @@ def _one_or_list(found: list[Any]) -> Any:
 
 
 def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, clip: float | None) -> Any:
-    """Megatron-core's own optimizer over ``chunks``, of ``numbers`` (:class:`OptimizerNumbers`)."""
+    """Build megatron-core's optimizer over ``chunks`` from ``numbers`` (:class:`OptimizerNumbers`)."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -217,20 +217,20 @@ def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, cl
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             initial_loss_scale=INITIAL_LOSS_SCALE,
-            # torch's own scaler waits as long, and halves at the first overflow.
+            # As torch.amp.GradScaler: it grows after 2000 steps and halves at the first overflow.
             loss_scale_window=2000,
             hysteresis=1,
             params_dtype=dtype,
             use_distributed_optimizer=layout.distributed_optimizer,
             overlap_param_gather=layout.overlap_param_gather,
-            # Zero would be no clipping, and no norm to tell either.
+            # Not 0: that disables clipping, but then no gradient norm is computed either.
             clip_grad=float("inf") if clip is None else clip,
         ),
         chunks,
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:
-        # Megatron-LM's scheduler does this at every step: matrices alone are decayed.
+        # Megatron-LM's scheduler does this at every step: only matrices are decayed.
         group["weight_decay"] = numbers.weight_decay * group["wd_mult"]
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -238,26 +238,26 @@ def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, cl
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Megatron-core's optimizers, each over one of torch's; experts have one of their own."""
+    """Return the chained megatron-core optimizers, each around a torch optimizer; experts have their own."""
     found = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if found is None else [leaf for part in found for leaf in leaves(part)]
 
 
-# ---- Attention that keeps no scores, in PyTorch's fused kernels, for layers of Megatron-core's own modules
+# ---- PyTorch's fused attention kernels for layers of Megatron-core's local modules
 #
-# What Megatron-core has itself (``DotProductAttention``) writes the scores of all pairs of tokens to memory.
-# A plan's memory and time are of fused kernels, as people train with them through Transformer Engine.
+# Megatron-core's own ``DotProductAttention`` writes the full score matrix to memory. A plan's memory and time
+# are those of fused kernels, which Megatron users get from Transformer Engine.
 
 
 class FusedAttention(DotProductAttention):  # type: ignore[misc]
-    """Causal, over whole sequences, without dropout; keys and values may have fewer heads than queries."""
+    """Causal attention over whole sequences, without dropout, with multi-head or grouped-query heads."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """All are (tokens, rows, heads, width); what comes out is (tokens, rows, heads x width)."""
-        # Values are a view of one product with queries and keys, which rotation has copied: so left they
-        # would keep all of it for backward.
+        """Attend. Inputs are (tokens, rows, heads, width), the output is (tokens, rows, heads x width)."""
+        # Values are a view of the fused QKV output, while rotary embedding has copied queries and keys.
+        # Without ``contiguous`` the saved view would keep the whole output alive for backward.
         queries, keys, values = (tensor.contiguous().permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = key.shape[2] != query.shape[2]
         attended = F.scaled_dot_product_attention(
@@ -266,18 +266,19 @@ class FusedAttention(DotProductAttention):  # type: ignore[misc]
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-# ---- Norms of torch that take sequence parallelism, for ranks without Transformer Engine or Apex
+# ---- torch norms that support sequence parallelism, for ranks without Transformer Engine or Apex
 
 
 class MarkedNorm:
-    """In the place of ``WrappedTorchNorm``, which refuses sequence parallelism for want of one mark.
+    """Replacement of ``WrappedTorchNorm``, with the ``sequence_parallel`` attribute that it lacks.
 
-    Each rank of tp sees its own part of the sequence, so a norm's weights get part of their gradient on each;
-    ``finalize_model_grads`` sums what carries the mark (megatron/core/distributed/finalize_model_grads.py).
+    Each tp rank sees its own shard of the sequence, so each has a partial gradient of the norm's weights.
+    ``finalize_model_grads`` sums the gradients of parameters with that attribute
+    (megatron/core/distributed/finalize_model_grads.py).
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """A ``LayerNorm`` or ``RMSNorm`` of ``hidden_size``."""
+        """Return a ``LayerNorm`` or ``RMSNorm`` of ``hidden_size``."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

@@ -1,4 +1,4 @@
-"""What Megatron-core's own optimizer is to use: told, or read off an optimizer of torch's."""
+"""Hyperparameters for Megatron-core's optimizer, read from the recipe or from a torch optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from shardscope.training.engine import BuildOptimizer
 
 KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-"""What Megatron-core's is, by ``Recipe.optimizer``."""
+"""``Recipe.optimizer`` -> the torch class with the same update as Megatron-core's."""
 PER_GROUP = ("lr", "betas", "eps", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerNumbers:
-    """Of AdamW or SGD with momentum; vectors (norms, biases) are never decayed."""
+    """Hyperparameters of AdamW or SGD with momentum; vectors (norms, biases) have no weight decay."""
 
     learning_rate: float
     weight_decay: float
@@ -37,10 +37,10 @@ def optimizer_numbers(
     learning_rate: float,
     weight_decay: float,
 ) -> OptimizerNumbers:
-    """Read off what ``build`` makes of ``parameters``, or of the recipe's own optimizer.
+    """Read the hyperparameters from the optimizer that ``build`` returns, or from the recipe's default.
 
-    Megatron-core makes its optimizer itself, over its own buffers: one of torch's can only tell it numbers.
-    Raises ``ValueError`` for one that Megatron-core's would not be like: another class, or other groups.
+    Megatron-core builds its own optimizer over its own buffers, so a torch optimizer only supplies
+    hyperparameters. Raises ``ValueError`` for a class or parameter groups that Megatron-core cannot match.
     """
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = build or (
         lambda found: build_optimizer(name, found, learning_rate, weight_decay)

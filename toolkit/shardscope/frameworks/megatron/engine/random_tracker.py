@@ -1,6 +1,7 @@
-"""Where Megatron's own random number generators stand, as JSON in a checkpoint: nothing is pickled.
+"""States of Megatron's random number generators in a checkpoint, as JSON: nothing is pickled.
 
-Beside the device's generator it has one for what tensor-parallel ranks draw apart, and one for experts.
+In addition to the device's generator, Megatron has one that differs between tensor-parallel ranks, and one
+for experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 
 def write(folder: Path) -> None:
-    """Write this rank's states into ``folder``; every rank has a file of its own."""
+    """Write this rank's generator states to its own file in ``folder``."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = {
@@ -26,9 +27,9 @@ def write(folder: Path) -> None:
 
 
 def restore(folder: Path) -> bool:
-    """Put this rank's generators where :func:`write` found them; whether it did.
+    """Restore the generator states that :func:`write` saved, and return whether they were restored.
 
-    Over other degrees they stay as they are: no rank's numbers are another's.
+    With other degrees they stay unchanged, because the saved states belong to other shards.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

@@ -1,8 +1,7 @@
-"""Megatron-core training on CPU ranks: its CUDA calls mean the CPU, inside a ``with`` and nowhere else.
+"""Megatron-core training on CPU ranks, with its CUDA calls redirected to the CPU.
 
-Unlike in ``cpu_stand_in``, which computes nothing, every tensor has values, random states are real ones and
-collectives travel (gloo). What megatron-core asks of CUDA beside a device (streams, events) orders kernels
-that a CPU has never begun before it returns.
+Unlike in ``cpu_stand_in``, which computes nothing, tensors have values, random states are real and
+collectives run (gloo). CUDA streams and events become no-ops: CPU kernels finish before their call returns.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from shardscope.frameworks.megatron.engine.cuda_as_cpu import CudaMeansCpu, Repl
 
 @contextlib.contextmanager
 def cpu_ranks() -> Iterator[None]:
-    """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use.
+    """Redirect megatron-core's CUDA calls to the CPU. Raises ``RuntimeError`` if this process uses CUDA.
 
-    What it has torch compile (``jit_fuser``) runs operator by operator: with the same tensors kept for
-    backward, and without a C++ compiler.
+    Compiled functions (``jit_fuser``) run eagerly, which saves the same tensors for backward and needs no C++
+    compiler.
     """
     with (
         cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _replacements),
@@ -44,15 +43,18 @@ def _replacements() -> list[Replacement]:
         (fused_bias_swiglu, "swiglu_back", swiglu_back),
         (torch.nn.functional, "rms_norm", rms_norm),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_the_host),
-        # gloo has no collectives that are launched as one.
+        # gloo cannot coalesce collectives.
         (param_and_grad_buffer, "_coalescing_manager", _one_by_one),
         (p2p_communication, "_p2p_ops", _held_until_sent(p2p_communication._p2p_ops)),
     ]
 
 
 def _held_until_sent(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Schedules empty a tensor that they have sent (``deallocate_output_tensor``): CUDA's allocator waits for
-    the stream that still reads it, gloo reads whatever is there by then."""
+    """Wrap ``send`` to keep each tensor's memory alive until it is sent.
+
+    Schedules free a sent tensor (``deallocate_output_tensor``). CUDA's allocator waits for the stream that
+    still reads it, but gloo would read freed memory.
+    """
 
     def call(**tensors: Any) -> Any:
         aliases = {
@@ -66,12 +68,12 @@ def _held_until_sent(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's ``maybe_move_tensor_to_cpu``, which leaves a tensor that is there already as it is."""
+    """Replace megatron-core's ``maybe_move_tensor_to_cpu`` for tensors that are already on the CPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Handles:
-    """Collectives that were launched one by one, waited for together."""
+    """Handles of collectives that were launched one by one and are awaited together."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -83,7 +85,7 @@ class _Handles:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, async_ops: bool = False, **_: Any) -> Iterator[_Handles]:
-    """torch's ``_coalescing_manager``, whose asynchronous collectives are waited for by what it gives."""
+    """Replace torch's ``_coalescing_manager``; the yielded handle waits for all asynchronous collectives."""
     handles = _Handles()
     if not async_ops:
         yield handles
@@ -108,13 +110,13 @@ def _one_by_one(group: Any = None, async_ops: bool = False, **_: Any) -> Iterato
         yield handles
 
 
-# ---- What CUDA has one kernel for, on CPU ranks: with the same tensors kept for backward, in a few operators
+# ---- CPU versions of fused CUDA kernels, which save the same tensors for backward
 #
-# A rehearsal on CPU ranks is to hold what the run on GPUs will.
+# A rehearsal on CPU ranks must hold the same tensors as the run on GPUs.
 
 
 def swiglu_back(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    """megatron-core's ``swiglu_back`` by torch's own derivative of SiLU: half the passes over its tensors."""
+    """Compute megatron-core's ``swiglu_back`` with torch's SiLU backward: half the passes over memory."""
     gate, up = both.chunk(2, -1)
     of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
     return torch.cat((of_gate, gradient * torch.nn.functional.silu(gate)), -1)
@@ -123,7 +125,7 @@ def swiglu_back(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 def rms_norm(
     hidden: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """``torch.nn.functional.rms_norm`` over the last dimension, which on a CPU keeps its output twice."""
+    """Compute ``rms_norm`` over the last dimension; torch's own saves its output twice on a CPU."""
     if weight is None or eps is None or len(normalized_shape) != 1:
         raise ValueError(f"a norm over {tuple(normalized_shape)} without weight or eps is none of Megatron's")
     normed: torch.Tensor = _RmsNorm.apply(hidden, weight, eps)
@@ -131,7 +133,7 @@ def rms_norm(
 
 
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
-    """Keeps its input and one number a row (Zhang & Sennrich 2019, section 3, and its derivative)."""
+    """RMSNorm that saves its input and one element per row (Zhang & Sennrich 2019, section 3)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

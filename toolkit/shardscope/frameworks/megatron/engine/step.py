@@ -1,4 +1,4 @@
-"""One step through Megatron-core's schedules: its micro-batches, and the loss of all labels."""
+"""One training step through Megatron-core's schedules: micro-batches and the mean loss over labels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TENSORS = {"input_ids", "labels"}
 def forward_backward(
     chunks: list[Any], batch: Mapping[str, torch.Tensor], num_micro_batches: int, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Forward and backward of all micro-batches, gradients reduced; what waits for the loss of all ranks.
+    """Run forward and backward of all micro-batches and reduce gradients. Return a function for the loss.
 
-    That is on its way meanwhile, for the optimizer's step to hide.
+    The function waits for the loss over all ranks, whose all-reduce overlaps with the optimizer step.
 
-    Raises ``ValueError`` for a batch of other tensors than a causal language model's.
+    Raises ``ValueError`` for a batch whose tensors are not those of a causal language model.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -42,7 +42,7 @@ def forward_backward(
     check_length(batch["input_ids"].shape[1])
     micros = micro_batches.split(batch, num_micro_batches)
     counted = micro_batches.LossWeights(micros)
-    # Asked for before the first message between stages: all ranks raise together, or none.
+    # Computed before the first message between stages, so that all ranks raise together or none does.
     weights = [counted[index] for index in range(num_micro_batches)]
     total = torch.zeros((), device=device)
 
@@ -60,7 +60,7 @@ def forward_backward(
             mean = (losses.float() * own["is_labelled"]).sum() / is_labelled.sum()
             part = mean * weights[index]
             total.add_(part.detach())
-            # schedules.py divides by the number of micro-batches, which the weights have done already.
+            # schedules.py divides by the number of micro-batches, which the weights already include.
             return part * num_micro_batches, {}
 
         return output, loss
@@ -79,7 +79,7 @@ def forward_backward(
         micro_batch_size=rows,
         forward_only=False,
     )
-    # Only the last stage has a loss: each rank of its tensor groups the same, of its context groups a share.
+    # Only the last stage has a loss: the same on tensor-parallel ranks, a share on context-parallel ranks.
     summing = dist.all_reduce(total, async_op=True)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     copies = dist.get_world_size() / (stages * parallel_state.get_context_parallel_world_size())
@@ -92,7 +92,7 @@ def forward_backward(
 
 
 def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each position is to predict, and whether that counts; both of the shape of ``labels``."""
+    """Return each position's target token, and whether it counts in the loss; both shaped like ``labels``."""
     shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
     is_labelled = shifted != IGNORED_LABEL
@@ -101,7 +101,7 @@ def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextlib.contextmanager
 def watched(watch: MemoryWatch) -> Iterator[None]:
-    """Forward and backward of each micro-batch are phases, wherever the schedule puts them."""
+    """Record forward and backward of each micro-batch as phases of ``watch``, in any schedule."""
     from megatron.core.pipeline_parallel import schedules
 
     def in_phase(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,4 +21,4 @@ COVERED: Covered = {
     "Architecture.attention_output_bias": (False,),
     "Architecture.mlp_bias": (False,),
 }
-"""Tensor and data parallelism of dense Llama-like models, with or without the distributed optimizer."""
+"""Plans that ``train.py`` runs: tensor and data parallelism of dense Llama-like models."""

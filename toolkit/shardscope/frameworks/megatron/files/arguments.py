@@ -1,6 +1,6 @@
-"""A plan as Megatron-LM's command line: flag -> value, None for a flag that stands alone.
+"""Megatron-LM command line of a plan: flag -> value, None for a flag without a value.
 
-Names and meanings are those of megatron/training/arguments.py; a test holds the list of all that are used.
+Names and meanings are those of megatron/training/arguments.py; a test lists all flags in use.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ RECIPE = (
     *("seq_len", "micro_batch_size", "global_batch_size", "precision", "optimizer", "recompute", "dropout"),
     *("attention", "loss", "expert_capacity_factor", "method"),
 )
-"""Fields of the recipe that the flags carry; every run of Megatron-LM trains all weights."""
+"""Recipe fields that the flags express; Megatron-LM always trains all weights."""
 LAYOUT = (
     *("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "distributed_optimizer"),
     *("grad_reduce_in_fp32", "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
     *("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"),
 )
-"""The same of the layout; ``cross_entropy_fusion_impl`` with a fused loss only."""
+"""Layout fields that the flags express; ``cross_entropy_fusion_impl`` only with a fused loss."""
 BACKENDS = {"flash": "flash", "eager": "unfused"}
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
 
 def megatron_arguments(plan: Plan) -> Flags:
-    """Every flag that the plan decides."""
+    """Return every flag that the plan determines."""
     return {**architecture_flags(plan.architecture), **_layout(plan), **_recipe(plan)}
 
 
 def architecture_flags(arch: Architecture) -> Flags:
-    """The model's shape, and what a shape without these flags would have by Megatron-LM's defaults."""
+    """Return the flags of the architecture, including those whose Megatron-LM default differs from it."""
     flags: Flags = {
         "num-layers": arch.num_hidden_layers,
         "hidden-size": arch.hidden_size,
@@ -69,7 +69,7 @@ def architecture_flags(arch: Architecture) -> Flags:
 
 
 def has_biases(arch: Architecture) -> bool:
-    """Whether all linear layers have them, of which Megatron has one switch."""
+    """Return whether the linear layers have biases; Megatron has one switch for all of them."""
     return arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
 
 
@@ -103,13 +103,13 @@ def _experts(arch: Architecture) -> Flags:
     if experts.shared_expert_intermediate_size:
         flags["moe-shared-expert-intermediate-size"] = experts.shared_expert_intermediate_size
     if experts.num_experts_per_tok == 1:
-        # A softmax over one expert would have no gradient, so that megatron-core refuses it.
+        # A softmax over one expert has no gradient, so megatron-core rejects top-1 without this flag.
         flags["moe-router-pre-softmax"] = None
     return flags
 
 
 def _layer_pattern(arch: Architecture) -> str:
-    """``([0]*3+[1]*58)``: runs of dense layers (0) and layers with experts (1)."""
+    """Return the runs of dense layers (0) and layers with experts (1), such as ``([0]*3+[1]*58)``."""
     kinds = [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)]
     runs = [f"[{kind}]*{len(list(run))}" for kind, run in groupby(kinds)]
     return f"({'+'.join(runs)})"

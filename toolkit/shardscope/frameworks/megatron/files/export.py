@@ -1,4 +1,4 @@
-"""Megatron-LM's files: its command line and what runs ``pretrain_gpt.py`` with it; and train.py."""
+"""Export of Megatron-LM's command line with a script that runs ``pretrain_gpt.py``, and of train.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FLAGS_FILE = "megatron_arguments.txt"
 ACTIVATIONS = ("silu", "gelu_new")
-"""What --swiglu is behind a gate, and Megatron-LM's GELU without one."""
+"""Activations that Megatron-LM's flags can express: ``silu`` with --swiglu, else ``gelu_new``."""
 
 READ_FLAGS = f"""set -f  # --moe-layer-freq has stars in it
 mapfile -t lines < <(grep -v '^#' {FLAGS_FILE})
@@ -37,7 +37,7 @@ NEEDS = (
 
 
 def files(plan: Plan) -> list[Exported | Absent]:
-    """What an export of a Megatron plan writes beside its JSON."""
+    """Return the files that an export of a Megatron plan writes in addition to its JSON."""
     why = _why_not(plan)
     plain = _scripts(plan)
     none: list[Exported | Absent] = [
@@ -48,7 +48,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
         ),
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
     ]
-    # What somebody has set stays, as in a run.
+    # A value that the user has set is kept, as in a run.
     environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
     if why is not None:
         return [Absent(name=FLAGS_FILE, why=why), *started(plan, *plain, environment=environment), *none]
@@ -65,7 +65,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
 
 
 def _scripts(plan: Plan) -> list[Exported | Absent]:
-    """``train.py`` and its ``config.json``, or why there are none."""
+    """Return ``train.py`` and its ``config.json``, or the reason that they are absent."""
     try:
         check_trainable(plan)
     except ValueError as refusal:
@@ -77,7 +77,7 @@ def _scripts(plan: Plan) -> list[Exported | Absent]:
 
 
 def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> list[Exported | Absent]:
-    """The plain script and its commands, under other names than those of Megatron-LM's."""
+    """Return the plain script and its commands, renamed where Megatron-LM's files have the same names."""
     script, *others = plain
     if isinstance(script, Absent):
         why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
@@ -89,7 +89,7 @@ def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> lis
 
 
 def _why_not(plan: Plan) -> str | None:
-    """Why Megatron-LM cannot build or run this; None where it can."""
+    """Return why Megatron-LM cannot build or run the plan, or None if it can."""
     arch = plan.architecture
     try:
         check_family(arch)
@@ -109,7 +109,7 @@ def _why_not(plan: Plan) -> str | None:
 
 def _text(plan: Plan) -> str:
     carried = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
-    # bf16 and bf16-mixed are one for Megatron, which always keeps fp32 main weights.
+    # Megatron does not distinguish bf16 and bf16-mixed: it always keeps fp32 main weights.
     said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
     notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")
     notes.append(

@@ -1,4 +1,4 @@
-"""Megatron-LM's command line as a plan: a file of arguments, or the arguments themselves."""
+"""Import of a plan from Megatron-LM's command line: a file of arguments, or the arguments themselves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SIZES = {
     "global_batch_size": "global-batch-size",
 }
 REFUSED = {"optimizer-cpu-offload": "its optimizer's state on the host is not planned here"}
-"""Flags that change memory or time in ways for which there is no formula."""
+"""Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
@@ -78,7 +78,7 @@ ALONE = frozenset({
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9
-"""Likeness (difflib) from which an unknown flag is one of :data:`READ` misspelt, not another flag."""
+"""Similarity (difflib) from which an unknown flag counts as a misspelled one of :data:`READ`."""
 
 
 def read(
@@ -87,7 +87,7 @@ def read(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """See :meth:`shardscope.core.plan.Plan.from_megatron`."""
+    """Read a plan; see :meth:`shardscope.core.plan.Plan.from_megatron`."""
     document, file = _document(arguments)
     for flag, why in REFUSED.items():
         if document.get(flag):
@@ -121,7 +121,7 @@ def read(
 
 
 def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
-    """Flag -> value, with the line of each where they come from a file."""
+    """Return flag -> value, with each flag's line number if they come from a file."""
     if isinstance(arguments, Path) or (
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
     ):
@@ -192,7 +192,7 @@ def _value(at: str, flag: str, given: list[str]) -> Any:
 
 
 def _without_switches(document: Document, rest: Rest) -> Recipe:
-    """The recipe without what only a flag can say, where the file beside its plan no longer has that flag."""
+    """Return the recipe, with options reset whose flag was removed from the file of an exported plan."""
     recipe = rest.recipe
     if rest.layout is None:
         return recipe
@@ -277,7 +277,7 @@ def _layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -
             ("cross-entropy-fusion-impl",),
             before.cross_entropy_fusion_impl,
         )
-    # What a layout may leave open stays open where it comes to the same.
+    # A layout field that was None stays None if its default has the same effect.
     if values["sequence_parallel"] == (values["tp"] > 1):
         kept = before.sequence_parallel if before is not None else None
         if kept is None or kept == values["sequence_parallel"]:
@@ -309,7 +309,7 @@ def _gradients(document: Document, recipe: Recipe, before: MegatronLayout | None
 
 
 def _check_split(document: Document, plan: Plan) -> None:
-    """Which ends count as a layer follows from the layers here; a file may ask for another split."""
+    """Raise ``ValueError`` for a file whose pipeline split differs from the plan's."""
     wanted = megatron_arguments(plan)
     for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
         if bool(document.get(flag)) != (flag in wanted) and plan.degrees.pp > 1:
@@ -320,17 +320,17 @@ def _check_split(document: Document, plan: Plan) -> None:
             refuse(document.where(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
 
 
-# ---- Megatron-LM's older way to say how many model chunks a pipeline stage has: by the layers of one
+# ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk
 
 
 SAME = "num-virtual-stages-per-pipeline-rank"
-"""The same in chunks, which Megatron-LM takes one of (megatron/training/arguments.py)."""
+"""The newer flag, in chunks; Megatron-LM accepts only one of the two (megatron/training/arguments.py)."""
 
 
 def chunks(document: Document, architecture: Architecture, pp: int) -> int:
-    """Model chunks of a stage, by Megatron-LM's rule (validate_args): both divisions come out even.
+    """Return the model chunks of a stage by Megatron-LM's rule (validate_args): both divisions are exact.
 
-    Ends that count as layers are in the sum that is cut.
+    Embedding and loss are included in the sum if they count as layers.
     """
     if document.get(SAME) is not None:
         document.refuse((CHUNK,), f"nothing beside --{SAME}", "leave it out")

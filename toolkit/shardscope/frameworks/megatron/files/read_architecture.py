@@ -1,4 +1,4 @@
-"""Megatron-LM's flags as an architecture: held against the one that is known, or read as a Llama's."""
+"""Architecture from Megatron-LM's flags: checked against a known one, or read as a Llama."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = (
     *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-token-dispatcher-type"),
     *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
 )
-"""Flags that say the architecture."""
+"""Flags that describe the architecture."""
 SIZES = {
     "num_hidden_layers": "num-layers",
     "hidden_size": "hidden-size",
@@ -34,12 +34,12 @@ SIZES = {
     "vocab_size": "vocab-size",
     "max_position_embeddings": "max-position-embeddings",
 }
-"""Fields of an architecture, and the flags that say them as numbers."""
+"""Architecture field -> the flag with its number."""
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def check_positions(document: Document, recipe: Recipe, said: Says) -> None:
-    """Megatron-LM asserts it of every model, rotary positions among them (validate_args)."""
+    """Raise ``ValueError`` if the sequence exceeds the positions (validate_args asserts it always)."""
     limit = document.number("max-position-embeddings", low=1)
     if limit is not None and recipe.seq_len > limit:
         with named(document, said):
@@ -48,7 +48,7 @@ def check_positions(document: Document, recipe: Recipe, said: Says) -> None:
 
 
 def sizes(document: Document, rest: Rest) -> Says:
-    """Field of an architecture -> its flag and number; of one that is known, whatever the flag says."""
+    """Return architecture field -> (flag, number); with a known architecture the value is not validated."""
     known = rest.architecture is not None
     return {
         field: ((flag,), document.get(flag) if known else document.number(flag, low=1))
@@ -57,7 +57,7 @@ def sizes(document: Document, rest: Rest) -> Says:
 
 
 def the_architecture(document: Document, rest: Rest, said: Says) -> Architecture:
-    """The one that is known, if the flags agree with it; or the Llama that they describe."""
+    """Return the known architecture if the flags agree with it, else the Llama that they describe."""
     if rest.architecture is None:
         return _llama(document, said)
     shape = architecture_flags(rest.architecture)
@@ -80,11 +80,11 @@ _LEFT_TO_OTHERS = frozenset({
     "ffn-hidden-size", "kv-channels", "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
     "position-embedding-type",
 })  # fmt: skip
-"""Flags that a person's own command line may leave to a tokenizer, a default or another flag."""
+"""Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
 
 
 def _llama(document: Document, said: Says) -> Architecture:
-    """A dense decoder of SwiGLU, RMSNorm and rotary positions without biases: those flags say it all."""
+    """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
     fix = 'architecture=ss.models["llama-3.1-8b"]'
     needed = ("swiglu", "disable-bias-linear")
     others = [

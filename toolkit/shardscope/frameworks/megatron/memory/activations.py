@@ -1,7 +1,7 @@
-"""What forward leaves and backward needs on one stage of Megatron's pipeline, schedule and all.
+"""Activations and logits of one Megatron pipeline stage in each phase of a step.
 
-Megatron's own schedules decide how many micro-batches of which model chunk are in flight, which of its
-tensors travel between stages meanwhile; its head works on the padded vocabulary.
+Megatron's schedules decide how many micro-batches of which model chunk are in flight, and which tensors are
+being sent between stages meanwhile. The head works on the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _NO_LAYER = Layer(0, 0, 0, 0)
 
 
 class StageActivations(NamedTuple):
-    """Activations and logits at the moments of a step."""
+    """Activation and logit bytes of one stage in each phase of a step."""
 
     forward: Term
-    """At the end of forward, or while the head makes its logits."""
+    """Activations at the end of forward, or while the head computes the logits."""
     head: Term
-    """While the head goes backward."""
+    """Activations during the head's backward."""
     first: Term
-    """While backward is in its first layer, the last of the stage."""
+    """Activations during the backward of the stage's last layer, which comes first."""
     last: Term
-    """While backward is in its last layer."""
+    """Activations during the backward of the stage's first layer, which comes last."""
     logits_forward: Term
-    """Logits beside ``forward``."""
+    """Logits at the same time as ``forward``."""
     logits_backward: Term
-    """Logits beside ``head``."""
+    """Logits at the same time as ``head``."""
 
 
 def _layer_of_cuts(arch: Architecture, moe: bool, modules: Modules, recompute: str, *cuts: int) -> Layer:
@@ -54,7 +54,7 @@ def _layer_of_cuts(arch: Architecture, moe: bool, modules: Modules, recompute: s
 
 
 def stage_activations(plan: Plan, stage: Stage, modules: Modules) -> StageActivations:
-    """Activations and logits of one stage at the moments of a step."""
+    """Compute the activations and logits of one stage in each phase of a step."""
     return _Stage(plan, stage, modules).step()
 
 
@@ -70,14 +70,14 @@ class _Stage:
         batch = recipe.micro_batch_size
         self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, batch, gradient_copies(plan))
         # Context parallelism: each rank has 1/cp of every sequence in all operators, attention's keys and
-        # values among them (megatron/core/utils.py, get_batch_on_this_cp_rank). Those that travel between
-        # ranks are Transformer Engine's and not counted: they are there while the MLP's tensors are not.
+        # values included (megatron/core/utils.py, get_batch_on_this_cp_rank). Transformer Engine's buffers of
+        # keys and values in transit are not counted: they never coexist with the MLP's tensors.
         self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
         of_kind = dict(self.kinds)
         self.held = fullest(plan, stage.number, of_kind.get(False, _NO_LAYER), of_kind.get(True, _NO_LAYER))
-        # Backward begins before all micro-batches have gone forward.
+        # Whether the first backward begins before the last forward.
         self.alternates: Any = (self.degrees.pp > 1) & (
             self.held.chunks < plan.num_micro_batches * self.degrees.vpp
         )
@@ -88,28 +88,28 @@ class _Stage:
         return found
 
     def step(self) -> StageActivations:
-        """Every moment of the step."""
+        """Compute all phases of the step."""
         tokens, held, stream, words = self.tokens, self.held, self.stream, self._words
         angles, edges, interleaved = self._angles(), self._edges(), self.degrees.vpp > 1
         travelling = self._travelling()
         logits, logits_backward = self._logits()
-        # With chunks, one gradient goes as the next comes; else the next input is there too, and as it is
-        # sent on, each is held twice. A gradient for another micro-batch may have come already.
+        # Interleaved: one gradient is sent while the next arrives. 1F1B: the next input has arrived too, and
+        # each tensor is held twice while it is sent on. Another micro-batch's gradient may have arrived.
         moving = where(interleaved, self.alternates * stream, 2 * travelling)
         arrived = self.alternates * stream
-        # Behind the first stage, once the first round is over, an output and a gradient are on their way too
-        # (seen in rehearsals from the middle stage on; before it there was one stage that held neither).
+        # On all stages but the first, an output and a gradient are in transit too after the first round
+        # (seen in rehearsals from the middle stage on; one stage before the middle held neither).
         later = interleaved * (1 - self.stage.is_first) * (self.plan.num_micro_batches > self.degrees.pp)
         sent = 2 * later * arrived
-        # Angles are there all along. They are added last, for of many plans cp decides nothing else.
+        # Rotary angles live throughout. They are added last: in a batch of plans only they depend on cp.
         forward = tokens * held.head + edges + moving
         ending = tokens * held.forward + moving + arrived + sent
-        # The last layer's own forward may need more than the head, before there are logits.
+        # The last layer's forward may need more than the head and its logits.
         is_ending = ending > forward + logits[0]
-        # When backward reaches the first layer, the other micro-batches still wait, and the embedding's
-        # gradient comes: the layer's own activations have gone by then.
+        # At the end of the first layer's backward its own activations are freed. The other micro-batches are
+        # still in flight, and the embedding's output gradient is allocated.
         last = tokens * held.last + travelling + where(self.stage.is_first, self._whole(), stream)
-        # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
+        # In fp32 the logits' gradient is not cast, and so still alive when the head's input gradient comes.
         uncast = self.stream if self.modules.compute == FP32 and not self._casts_loss() else 0
         again = " and recomputed" if self.plan.recipe.recompute == "full" else ""
         return StageActivations(
@@ -133,10 +133,10 @@ class _Stage:
             logits_backward=logits_backward,
         )
 
-    # ---- what waits for backward
+    # ---- tensors saved for backward
 
     def _words(self) -> str:
-        """Where the activations of all micro-batches in flight come from."""
+        """Explain the activations of all micro-batches in flight."""
         held, recompute = self.held, self.plan.recipe.recompute
         parts = " + ".join(
             f"{count(layers, 'layer')} in flight × {count(self.tokens, 'token')} × {kib(each.saved)} KiB"
@@ -151,8 +151,11 @@ class _Stage:
         )
 
     def _angles(self) -> Any:
-        """Rotary angles of a sequence, in fp32, which all micro-batches share, and all layers of a chunk but
-        those with latent attention (multi_latent_attention.py, ``rotary_pos_emb``)."""
+        """Return the bytes of the fp32 rotary angles of a sequence.
+
+        All micro-batches share them, and so do all layers of a chunk. Only layers with latent attention have
+        their own (multi_latent_attention.py, ``rotary_pos_emb``).
+        """
         arch, latent = self.arch, self.arch.latent_attention
         if arch.position_embedding != "rope":
             return 0
@@ -162,11 +165,11 @@ class _Stage:
         return copies * length * width * FP32
 
     def _whole(self) -> Any:
-        """The embedding's gradient, gathered from the ranks that share out the sequence."""
+        """Return the bytes of the embedding's output gradient, all-gathered over the sequence."""
         return self.tokens * self.arch.hidden_size * self.modules.compute
 
     def _edges(self) -> Any:
-        """Token ids, the final norm and the head's input."""
+        """Return the bytes of token ids and embedding dropout masks, the final norm and the head's input."""
         arch, stage = self.arch, self.stage
         mask = ceil_div(arch.hidden_size, self.cuts.sequence) if self.modules.dropout else 0
         norm = 2 * arch.hidden_size * self.modules.compute + norm_statistics(arch)
@@ -175,22 +178,27 @@ class _Stage:
         )
 
     def _travelling(self) -> Any:
-        """The next input or gradient that has come from another stage already (schedules.py)."""
+        """Return the bytes of inputs and gradients received early from other stages (schedules.py)."""
         arrived = where(self.degrees.vpp > 1, 2, 1 - self.stage.is_first)
         return self.alternates * arrived * self.stream
 
-    # ---- what backward needs
+    # ---- working memory of backward
 
     def _casts_loss(self) -> bool:
-        """The fused loss makes its gradient in bf16, which autograd casts back for another type of logits
-        (megatron/core/fusions/fused_cross_entropy.py)."""
+        """Return whether autograd casts the fused loss's gradient.
+
+        The kernel computes it in bf16, and autograd casts it to the logits' dtype if that is another one
+        (megatron/core/fusions/fused_cross_entropy.py).
+        """
         recipe = self.plan.recipe
         casts = self.modules.compute == FP32 or recipe.precision == "fp16-mixed"
         return recipe.loss == "fused" and not self._overwrites_logits() and casts
 
     def _overwrites_logits(self) -> bool:
-        """Transformer Engine's loss writes the gradient over the logits, in their own type
-        (transformer_engine/pytorch/cross_entropy.py, triton/cross_entropy.py)."""
+        """Return whether the loss writes its gradient over the logits, in their dtype.
+
+        Transformer Engine's does (transformer_engine/pytorch/cross_entropy.py, triton/cross_entropy.py).
+        """
         layout: Any = self.plan.layout
         return self.plan.recipe.loss == "fused" and layout.cross_entropy_fusion_impl == "te"
 

@@ -1,4 +1,4 @@
-"""How Megatron-core's ranks come by their model: each makes its own part on its GPU."""
+"""Host memory of model building in Megatron-core: none, each rank initializes its shard on its GPU."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def on_host(plan: Plan) -> Term:
-    """Nothing: ``use_cpu_initialization`` is off (megatron/core/model_parallel_config.py)."""
+    """Return no bytes: ``use_cpu_initialization`` is off (megatron/core/model_parallel_config.py)."""
     return no_bytes("each rank makes its own part on its GPU (use_cpu_initialization=False)")

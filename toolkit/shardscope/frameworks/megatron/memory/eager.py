@@ -1,8 +1,8 @@
-"""Attention written out, as megatron-core's own ``DotProductAttention`` does it, where it is fullest.
+"""Memory of eager attention in megatron-core's ``DotProductAttention``.
 
-Followed line by line in megatron/core/transformer/dot_product_attention.py and fusions/fused_softmax.py, each
-with its backward; "scores" are one number for each head, query and key. Beside the score buffer that is never
-freed (``training_state.py``), the product of queries and keys stays to the end of the function's own forward.
+Follows megatron/core/transformer/dot_product_attention.py and fusions/fused_softmax.py line by line, forward
+and backward. "Scores" have one element for each head, query and key. The score buffer that is never freed is
+counted in ``training_state.py``; the product of queries and keys lives until the function's forward returns.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class Eager(NamedTuple):
-    """Bytes for one token on one rank, of the core attention alone."""
+    """Bytes per token of the core attention on one rank."""
 
     saved: int
-    """Probabilities, masks, and what keys and values take more once repeated to all heads."""
+    """Probabilities, masks, and the extra bytes of keys and values repeated to all heads."""
     forward: int
-    """At the fullest of forward: what it saves is part of it, and its output twice."""
+    """Forward peak, with the saved tensors and two copies of the output."""
     without_gradient: int
-    """The same of a forward that saves nothing."""
+    """Forward peak under ``no_grad``."""
     gradients: int
-    """At the fullest of backward, beside what is saved: gradients of output and values are part of it."""
+    """Backward peak in addition to the saved tensors, with the gradients of output and values."""
     recomputed: int
-    """At the fullest of all, where it is a checkpoint of its own and played again for backward."""
+    """Peak of recomputation and backward, where the core attention is checkpointed (``core_attn``)."""
 
 
 def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
-    """Whether the fused softmax refuses ``rows`` (micro-batch x heads of a rank) of attention's scores.
+    """Return whether attention falls back to torch's softmax because the fused kernel is not available.
 
-    ``FusedScaleMaskSoftmax.is_kernel_available``.
+    ``rows``: micro-batch size x heads of a rank. Source: ``FusedScaleMaskSoftmax.is_kernel_available``.
     """
     if modules.attention != "eager":
         return False
@@ -48,7 +48,10 @@ def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
 
 
 def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: int) -> Eager:
-    """``plain_rows``: micro-batch x heads of a rank where the softmax is torch's own, else 0."""
+    """Compute the bytes per token of eager attention on one rank.
+
+    ``plain_rows``: micro-batch size x heads of a rank where the softmax is torch's, else 0.
+    """
     c, width = modules.compute, widths(arch)
     scores: int = ceil_div(arch.num_attention_heads * modules.seq_len, tp)
     product, full = scores * c, scores * FP32
@@ -59,24 +62,24 @@ def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: i
         repeated = 2 * output
         more = ceil_div(2 * (width.query - max(tp, arch.num_key_value_heads) * arch.head_dim) * c, tp)
     if plain_rows:
-        # One mask for each call, in fp32 before it is one of booleans (transformer/utils.py,
-        # get_default_causal_mask). In fp32 the product itself is masked, else a copy of it in fp32.
+        # Each call builds one mask, first in fp32, then as booleans (transformer/utils.py,
+        # get_default_causal_mask). In fp32 the product itself is masked, otherwise its fp32 copy.
         mask: int = ceil_div(scores, plain_rows)
         copy, cast = (full, product) if c < FP32 else (0, 0)
-        # Softmax keeps what it puts out; its cast stays where dropout does not make another of it.
+        # Softmax saves its output. The cast of it is saved too, unless dropout replaces it.
         saved = full + mask + (dropped or cast)
         during = product + max(
             copy + 2 * FP32 * mask,
             copy + full + cast + mask,
             (full + mask + cast + dropped) if dropped else 0,
         )
-        # Softmax keeps its output while it makes a gradient of one. In fp32 the mask goes into a view of the
-        # product, whose gradient autograd copies as a whole, as a slice and out of it (CopySlices).
+        # Softmax backward holds its output, the incoming and the new gradient. In fp32 the mask is written
+        # in place into a view of the product, and autograd's CopySlices copies the gradient once more.
         softmax = (3 if cast else 4) * full + mask + output
     else:
         saved = product + dropped
         during, softmax = product + saved, 0
-    # Backward of the product with the values, or of the softmax.
+    # Two peak candidates: the backward of the matmul with the values, and that of the softmax.
     backward = max(saved + product + 2 * output, softmax)
     forward = repeated + max(during, product + saved + 2 * output)
     return Eager(

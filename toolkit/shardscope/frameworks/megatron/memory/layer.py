@@ -1,4 +1,4 @@
-"""One layer of megatron-core on one rank: what it saves for backward, and what backward needs beside it."""
+"""Memory of one megatron-core layer on one rank: tensors saved for backward, and working memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Cuts(NamedTuple):
-    """Into how many parts tensors are cut."""
+    """Number of shards of each tensor, and the batch that one layer works on."""
 
     tp: int
     sequence: int
@@ -32,32 +32,32 @@ class Cuts(NamedTuple):
     expert_tp: int
     ep: int
     plain_rows: int = 0
-    """Micro-batch x heads of a rank, where eager attention's softmax is torch's own, in fp32
+    """Micro-batch size x heads of a rank where eager attention uses torch's softmax in fp32, else 0
     (:func:`~shardscope.frameworks.megatron.memory.eager.takes_plain_softmax`)."""
     micro_batch: int = 1
-    """Sequences, which have their positions' angles in common."""
+    """Sequences of a micro-batch, which share one set of rotary angles."""
     gradient_copies: int = 0
-    """Copies in 8 bits of a gradient that a product goes backward with (``fp8.py``)."""
+    """8-bit copies of the output gradient in a matmul's backward (``fp8.py``); 0 without fp8."""
 
 
 class Layer(NamedTuple):
-    """Bytes for one token of one layer on one rank."""
+    """Bytes per token of one layer on one rank."""
 
     saved: int
-    """All that stays until this layer's backward, recomputation considered."""
+    """Tensors kept until this layer's backward, after recomputation."""
     working: int
-    """What backward in this layer needs beside it, at its fullest."""
+    """Peak working memory of this layer's backward, in addition to ``saved``."""
     ending: int
-    """What the end of its forward needs beside it."""
+    """Working memory at the end of this layer's forward, in addition to ``saved``."""
     retained: int = 0
-    """What stays of it when it has gone backward, beside what it saved: the input's gradient, where a
-    dispatcher of experts keeps the probabilities of a layer that was played again, and so the graph that ends
-    in its input (token_dispatcher.py, ``self.probs``)."""
+    """Memory that stays after this layer's backward: the gradient of a recomputed layer's input. The token
+    dispatcher keeps the routing probabilities, and so the graph that ends in that input
+    (token_dispatcher.py, ``self.probs``)."""
 
 
 @lru_cache(maxsize=4096)
 def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts) -> Layer:
-    """Bytes one token leaves in one layer, and what its backward needs beside them."""
+    """Compute the saved and working bytes per token of one layer."""
     tensors = megatron_layer(arch, moe, modules, cuts.tp)
     angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
     everything = _on_rank(tensors, arch, cuts) + angles
@@ -65,14 +65,14 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
     if moe:
         working, ending = _expert_working(arch, modules, cuts, stream)
     else:
-        # What the MLP returns, and its sum with the residual stream; or its product of all tokens beside the
-        # part of them that stays here.
+        # The MLP's output and its sum with the residual stream. With sequence parallelism: the second
+        # matmul's output for all tokens, and its reduce-scattered shard.
         ending = stream + (arch.hidden_size * modules.compute if cuts.sequence > 1 else stream)
         working = _dense_working(arch, modules, cuts, stream)
     if modules.attention == "eager":
         return _with_scores(arch, moe, modules, recompute, cuts, Layer(everything, working, ending))
     if recompute == "full":
-        # The layer is played again; its input is what was kept, its output is new.
+        # Backward runs the forward again: the input is the saved tensor, the output is new.
         again = everything + max(working, ending - stream)
         without = _without_gradient(arch, moe, modules, cuts, stream, ending)
         return Layer(stream, again, without, moe * stream)
@@ -85,14 +85,18 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
 def _with_scores(
     arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts, rest: Layer
 ) -> Layer:
-    """The layer with attention written out, which may be fuller than the MLP; ``rest`` is without that."""
+    """Return the layer with eager attention, whose peak may exceed the MLP's.
+
+    ``rest`` is the same layer without the core attention's working memory.
+    """
     tensors, width, c = megatron_layer(arch, moe, modules, cuts.tp), widths(arch), modules.compute
     core = eager_attention(arch, modules, cuts.tp, cuts.plain_rows)
     stream = ceil_div(arch.hidden_size * c, cuts.sequence)
     norms: int = _on_rank([tensor for tensor in tensors if tensor.operator == "norms"], arch, cuts)
     mlp = _on_rank([tensor for tensor in tensors if tensor.operator in ("mlp", "experts")], arch, cuts)
     output = ceil_div(width.output * c, cuts.tp)
-    # Nothing behind attention is there while it runs: not yet in forward, not any more in backward.
+    # While attention runs, the tensors of later operators are not there: not yet in forward, already freed in
+    # backward.
     behind = mlp + norms // 2 + output
     angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
     before = norms // 2 + angles + _operands(arch, modules, cuts)
@@ -111,9 +115,10 @@ def _with_scores(
 
 
 def _operands(arch: Architecture, modules: Modules, cuts: Cuts) -> int:
-    """What is there of queries, keys and values while attention runs.
+    """Return the bytes per token of queries, keys and values that are alive while attention runs.
 
-    The caller's locals hold what rotary angles or norms were applied to (attention.py, qkv_output).
+    The caller's local variables also keep the tensors from before rotary embedding and norms (attention.py,
+    qkv_output).
     """
     width, c = widths(arch), modules.compute
     query: int = ceil_div(width.query * c, cuts.tp)
@@ -133,7 +138,7 @@ def _on_rank(tensors: list[Saved], arch: Architecture, cuts: Cuts) -> int:
 
 
 def _parts(arch: Architecture, cuts: Cuts) -> dict[str, int]:
-    """Into how many parts each kind of tensor is cut."""
+    """Return the number of shards of each kind of tensor."""
     parts = {
         "tp": cuts.tp,
         "key_value_heads": min(cuts.tp, arch.num_key_value_heads),
@@ -147,15 +152,20 @@ def _parts(arch: Architecture, cuts: Cuts) -> dict[str, int]:
 
 
 def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int) -> int:
-    """Backward in the MLP: the gradient of its product, then of its branches; what is done with goes."""
+    """Return the peak bytes per token of the MLP's backward.
+
+    The gradient of the second matmul's input comes first, then those of the gate and up branches. Each is
+    freed once it has been used.
+    """
     inner: int = ceil_div(arch.intermediate_size * modules.compute, cuts.tp)
-    # With sequence parallelism the gradient of the residual stream is gathered for the second product.
+    # With sequence parallelism the second matmul's backward all-gathers the residual stream's gradient.
     gathered = arch.hidden_size * modules.compute if cuts.sequence > 1 else 0
     masked = stream if modules.dropout else 0
     if modules.eight_bit_inputs:
         numbers: int = ceil_div(arch.intermediate_size, cuts.tp)
-        # Casts of what comes in beside the product's gradient; then the activation's, whose 8-bit output went
-        # while its gradient takes more; then casts of that beside the first product's (linear.py, backward).
+        # Three candidates (linear.py, backward): 8-bit casts of the output gradient with the second matmul's
+        # input gradient; the activation function's backward, after its 8-bit output was freed; 8-bit casts of
+        # its gradient with the first matmul's input gradient.
         second = cuts.gradient_copies * arch.hidden_size + inner
         activation = (branches(arch) + 1) * inner - numbers
         first = (cuts.gradient_copies * branches(arch) - 1) * numbers + arch.hidden_size * modules.compute
@@ -164,9 +174,9 @@ def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int
 
 
 def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int) -> tuple[int, int]:
-    """Backward in the experts, and the end of their forward: tokens return by way of several copies.
+    """Return the working bytes per token of the experts' backward, and of the end of their forward.
 
-    Counted in rehearsals.
+    Tokens are copied several times on their way back from the experts. The copies were counted in rehearsals.
     """
     experts = arch.mixture_of_experts
     assert experts is not None
@@ -174,12 +184,13 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
     own: int = ceil_div(rows, cuts.sequence)
     gathered: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp))
     inner = rows * experts.moe_intermediate_size // arch.hidden_size // cuts.tp
-    # Copies before and after they are sorted by rank, scattered over tp, sent over ep, and put back in order;
-    # meanwhile the shared experts' output waits (moe_layer.py).
+    # Tokens are sorted by rank, reduce-scattered over tp, sent over ep and unpermuted: each step has an input
+    # and an output. The shared experts' output is alive meanwhile (moe_layer.py).
     shared = stream if experts.shared_expert_intermediate_size else 0
     ending = shared + 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
     if modules.eight_bit_inputs:
-        # As with a dense MLP: casts beside the second product's gradient, or the activation's.
+        # As in a dense MLP: 8-bit casts with the second matmul's input gradient, or the activation function's
+        # backward.
         casts = gathered * cuts.gradient_copies // modules.compute
         activation = (branches(arch) + 1) * inner - inner // modules.compute
         working = stream + max(gathered + casts + inner, activation)
@@ -187,7 +198,7 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
             return working, shared + own + stream
         return max(working, stream + 2 * gathered), ending
     if cuts.ep * cuts.expert_tp == 1:
-        # All experts are here: nothing is sorted or sent.
+        # This rank has all experts: no tokens are sorted or sent.
         return stream + max(own + inner, branches(arch) * inner), shared + own + stream
     return stream + max(2 * gathered, branches(arch) * inner), ending
 
@@ -195,12 +206,12 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
 def _without_gradient(
     arch: Architecture, moe: bool, modules: Modules, cuts: Cuts, stream: int, ending: int
 ) -> int:
-    """What a forward that saves nothing needs at its fullest beside the layer's input."""
+    """Return the peak bytes per token of a forward under ``no_grad``, without the layer's input."""
     experts = arch.mixture_of_experts
     if moe and experts is not None:
         rows = round(experts.num_experts_per_tok * modules.expert_load * arch.hidden_size * modules.compute)
         gathered: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp))
         return ending + gathered + stream
     inner: int = ceil_div(arch.intermediate_size * modules.compute, cuts.tp)
-    # The residual stream and its norm, beside the fused activation or the second product.
+    # The residual stream and its norm, with the fused activation or the second matmul.
     return 2 * stream + inner + max(branches(arch) * inner, ending)

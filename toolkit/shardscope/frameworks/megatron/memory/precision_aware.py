@@ -1,7 +1,7 @@
-"""The types of Megatron-core's gradients and optimizer, where Transformer Engine's Adam keeps smaller states.
+"""Dtypes of Megatron-core's gradients and precision-aware optimizer (Transformer Engine's Adam).
 
-megatron/core/optimizer/distrib_optimizer.py (``use_precision_aware_optimizer``) leaves the main weights to it
-and hands it the gradients as they are; transformer_engine/pytorch/optimizers/fused_adam.py keeps them.
+With ``use_precision_aware_optimizer``, megatron/core/optimizer/distrib_optimizer.py passes gradients in their
+own dtype, and transformer_engine/pytorch/optimizers/fused_adam.py holds the main weights and the moments.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ _BYTES = {"fp32": FP32, "bf16": HALF, "fp16": HALF, "fp8": 1}
 
 
 def reduces_in_fp32(layout: Any, recipe: Recipe) -> bool:
-    """Whether gradients are accumulated in fp32; unless chosen, with all but fp16 weights.
+    """Return whether gradients are accumulated and reduced in fp32: by default, unless weights are fp16.
 
-    "fp16 param, fp16 grads" (Megatron-LM, docs/source/api-guide/dist_optimizer.md; training/arguments.py has
-    ``accumulate_allreduce_grads_in_fp32`` with bf16).
+    Source: "fp16 param, fp16 grads" (Megatron-LM, docs/source/api-guide/dist_optimizer.md);
+    training/arguments.py sets ``accumulate_allreduce_grads_in_fp32`` with bf16.
     """
     chosen: bool | None = layout.grad_reduce_in_fp32
     return recipe.precision != "fp16-mixed" if chosen is None else chosen
 
 
 def kept_bytes(layout: Any, recipe: Recipe) -> int:
-    """Bytes a weight: both moments, and the main weight or of a bf16 one its lower half.
+    """Return the optimizer's bytes per parameter: both moments and the main weight.
 
-    ``store_param_remainders``: the upper 16 bits are the bf16 weight's own.
+    For bf16 weights only the lower 16 bits of the main weight are stored (``store_param_remainders``): the
+    upper 16 bits are the bf16 weight.
     """
     main = FP32 if recipe.precision == "fp16-mixed" else HALF
     return main + _BYTES[layout.exp_avg_dtype] + _BYTES[layout.exp_avg_sq_dtype]
 
 
 def words(layout: Any, recipe: Recipe) -> str:
-    """What these bytes are."""
+    """Describe the bytes of :func:`kept_bytes`."""
     main = "fp32 main weights" if recipe.precision == "fp16-mixed" else "the lower 16 bits of main weights"
     return (
         f"{main}, moments in {layout.exp_avg_dtype} and {layout.exp_avg_sq_dtype} "
@@ -47,9 +48,10 @@ def words(layout: Any, recipe: Recipe) -> str:
 
 
 def working(layout: Any, dense: Any, experts: Any) -> Term:
-    """Moments of another type than fp32 are copied to fp32 for the update (``get_unscaled_state``).
+    """Return the working memory of the update: fp32 copies of moments in other dtypes.
 
-    Those of all weights of one optimizer at once: with ep > 1 experts have one of their own.
+    One optimizer copies the moments of all its weights at once (``get_unscaled_state``). With ep > 1 experts
+    have their own optimizer.
     """
     copied = sum(kept != "fp32" for kept in (layout.exp_avg_dtype, layout.exp_avg_sq_dtype))
     at_once = where(layout.ep > 1, largest(dense, experts), dense + experts)

@@ -1,4 +1,4 @@
-"""On how many ranks Megatron-core keeps the same weight: experts on fewer than all others."""
+"""Number of replicas of dense weights and of experts in Megatron-core."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class Replicas(NamedTuple):
-    """Ranks that reduce the same gradients, and share out their update with the distributed optimizer."""
+    """Ranks that reduce the same gradients; the distributed optimizer shards its state over them."""
 
     dense: Any
     experts: Any
 
 
 def replicas_of(plan: Plan) -> Replicas:
-    """Data times context parallel ranks; of experts those that ep and tp leave.
+    """Return the replicas of dense weights (data x context parallel ranks) and of experts.
 
-    An expert has fewer replicas than a dense weight: ranks were spent on other experts. With ep 1 it is in
-    the dense weights' own buffers (tensor_parallel/layers.py, "allreduce").
+    With ep > 1 an expert has fewer replicas than a dense weight: the other ranks hold other experts. With
+    ep 1 experts are in the dense weights' buffers (tensor_parallel/layers.py, "allreduce").
     """
     degrees, layout = plan.degrees, plan.layout
     dense = by_value(degrees.data_parallel * degrees.cp)

@@ -1,4 +1,4 @@
-"""Megatron's schedules: the layers of a stage's model chunks, and what waits in them when it is fullest."""
+"""Megatron's pipeline schedules: layers of a stage's model chunks, and activations in flight at peak."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
 
 
 class Fullest(NamedTuple):
-    """What a stage holds where each moment of a step is fullest: bytes for one token, and counts."""
+    """Peak activation bytes per token of a stage in each phase of a step, and counts in flight."""
 
     forward: int
-    """At the end of a model chunk's forward."""
+    """Bytes at the end of a model chunk's forward."""
     head: int
-    """At the end of the last chunk's, of what is saved alone."""
+    """Saved bytes at the end of the last chunk's forward."""
     backward: int
-    """While backward begins in a chunk."""
+    """Bytes at the start of a chunk's backward."""
     last: int
-    """When the first chunk has gone backward: the others' micro-batches."""
+    """Bytes at the end of the first chunk's backward, those of the micro-batches still in flight."""
     dense: int
-    """Layers without routed experts at ``backward``, once for each micro-batch that waits in one."""
+    """Layers without routed experts in flight at ``backward``, one for each micro-batch."""
     moe: int
-    """The same of layers with routed experts."""
+    """Layers with routed experts in flight at ``backward``, one for each micro-batch."""
     first: int
-    """Micro-batches in the first chunk when the first backward begins."""
+    """Micro-batches in flight in the first chunk when the first backward begins."""
     chunks: int
-    """Micro-batches in all chunks then."""
+    """Micro-batches in flight in all chunks when the first backward begins."""
 
 
 def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
-    """What stage ``number`` holds, of layers of these bytes; arrays of plans give arrays."""
+    """Compute the peaks of stage ``number`` from its layers' bytes per token.
+
+    A batch of plans gives arrays.
+    """
     arch, degrees = plan.architecture, plan.degrees
-    # No schedule holds more micro-batches of a chunk than that.
+    # No schedule has more micro-batches of a chunk in flight, so further ones change no peak.
     micro_batches = smallest(plan.num_micro_batches, 2 * degrees.pp)
     numbers = (degrees.pp, degrees.vpp, number, micro_batches)
     if any(map(is_array, (*numbers, *dense, *moe))):
@@ -55,7 +58,8 @@ def _of_one(arch: Architecture, numbers: tuple[int, ...], dense: Layer, moe: Lay
 
 
 def _told(held: Profile, dense: Layer, moe: Layer) -> Fullest:
-    # Layers with experts come last: they go backward first, and are gone when the others do.
+    # Layers with experts are the last ones: their backward is over, and their tensors are freed, when that of
+    # the dense layers begins.
     gone = where(moe.retained > 0, 0, moe.saved)
 
     def waiting(at: Held) -> Any:
@@ -85,34 +89,40 @@ def _told(held: Profile, dense: Layer, moe: Layer) -> Fullest:
 
 
 class Held(NamedTuple):
-    """Layers whose activations wait at one step of a schedule, and those of the chunk that it is in."""
+    """Layers in flight at one step of a schedule, and layers of the chunk that the step runs."""
 
     dense: int
-    """Without routed experts, once for each micro-batch that waits in one."""
+    """Layers in flight without routed experts, one for each micro-batch."""
     moe: int
-    """With them."""
+    """Layers in flight with routed experts, one for each micro-batch."""
     dense_layers: int
-    """Of the chunk."""
+    """Layers of the chunk without routed experts."""
     moe_layers: int
+    """Layers of the chunk with routed experts."""
 
 
 class Profile(NamedTuple):
-    """The steps of a stage's schedule that can be fullest, whatever a layer's bytes are."""
+    """Peak candidates of a stage's schedule: the steps that can be the peak for some bytes per layer."""
 
     forward: tuple[Held, ...]
-    """As a chunk's forward ends."""
+    """Ends of a chunk's forward."""
     head: tuple[Held, ...]
-    """As the last chunk's does."""
+    """Ends of the last chunk's forward."""
     backward: tuple[Held, ...]
-    """As a chunk's backward begins."""
+    """Starts of a chunk's backward."""
     last: tuple[Held, ...]
-    """As the first chunk's has ended."""
+    """Ends of the first chunk's backward."""
     first: int
+    """Micro-batches in flight in the first chunk when the first backward begins."""
     chunks: int
+    """Micro-batches in flight in all chunks when the first backward begins."""
 
 
 def _looked_up(arch: Architecture, *numbers: Any) -> Profile:
-    """The profile of one schedule; of many, as many steps as the longest has, whose fields are arrays."""
+    """Return the profile of one schedule.
+
+    For a batch of schedules the fields are arrays, and each list has as many steps as the longest one.
+    """
     if not any(map(is_array, numbers)):
         return _profile(arch, *numbers)
     told = looked_up(partial(_lengths, arch), *numbers)
@@ -131,7 +141,7 @@ def _lengths(arch: Architecture, *row: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def _flat(arch: Architecture, lengths: tuple[int, ...], *row: int) -> tuple[int, ...]:
-    """A profile's numbers one after the other, the last step of each list told again up to its length."""
+    """Flatten a profile into integers, each list padded to its length by repeating the last step."""
     found = _profile(arch, *row)
     padded = (
         (*steps, *steps[-1:] * (length - len(steps)))
@@ -173,7 +183,11 @@ def _profile(arch: Architecture, pp: int, vpp: int, number: int, micro_batches: 
 
 
 def _outermost(steps: list[Held]) -> tuple[Held, ...]:
-    """Those that no other outdoes: one of a chunk of as many layers, in which as many wait of either kind."""
+    """Drop the steps that another step dominates.
+
+    A step dominates another if its chunk has the same layers and no fewer layers of either kind are in
+    flight.
+    """
     found: list[Held] = []
     for step in dict.fromkeys(steps):
         if any(_outdoes(other, step) for other in found):
@@ -188,11 +202,11 @@ def _outdoes(one: Held, other: Held) -> bool:
 
 
 def _steps(pp: int, vpp: int, number: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
-    """Forward or backward, and the chunk that goes it, in the order of the schedule.
+    """Yield (is forward, chunk) in the order of the schedule.
 
-    1F1B warms up with pp - 1 - stage micro-batches. Interleaving takes 2 (pp - 1 - stage) + (vpp - 1) pp, pp
-    of one chunk before the next chunk's, and the last chunk first backward (schedules.py,
-    get_pp_rank_microbatches and get_schedule_table).
+    1F1B warms up with pp - 1 - stage micro-batches. The interleaved schedule warms up with
+    2 (pp - 1 - stage) + (vpp - 1) pp: pp micro-batches of one chunk, then pp of the next. Backward starts
+    with the last chunk (schedules.py, get_pp_rank_microbatches and get_schedule_table).
     """
     total = micro_batches * vpp
     warm_up = pp - number - 1 if vpp == 1 else 2 * (pp - number - 1) + (vpp - 1) * pp
@@ -208,9 +222,9 @@ def _steps(pp: int, vpp: int, number: int, micro_batches: int) -> Iterator[tuple
 
 @lru_cache(maxsize=4096)
 def chunk_layers(arch: Architecture, pp: int, vpp: int, number: int) -> tuple[tuple[int, int], ...]:
-    """(dense layers, layers with routed experts) of each model chunk of a stage, first chunk first.
+    """Return (dense layers, layers with routed experts) of each model chunk of a stage, in order.
 
-    Chunk c of stage s is the (c x pp + s)-th part of the model (transformer_layer.py,
+    Chunk c of stage s is the (c x pp + s)-th slice of the model (transformer_layer.py,
     get_transformer_layer_offset).
     """
     num_chunks = pp * vpp

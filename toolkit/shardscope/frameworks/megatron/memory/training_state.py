@@ -1,8 +1,8 @@
-"""Megatron-core's training state: half-precision weights, fp32 main gradients, fp32 main copies and moments.
+"""Megatron-core's training state: half-precision weights, fp32 main gradients, fp32 main weights and moments.
 
-Per weight 18 bytes without, 6 + 12 / data-parallel ranks with the distributed optimizer (Megatron-LM,
-docs/source/api-guide/dist_optimizer.md). The vocabulary is padded to 128 x tp, and the distributed
-optimizer's buffers to whole shards.
+A parameter takes 18 bytes without the distributed optimizer, and 6 + 12 / data-parallel ranks with it
+(Megatron-LM, docs/source/api-guide/dist_optimizer.md). The vocabulary is padded to a multiple of 128 x tp,
+and the distributed optimizer's buffers to equal shards.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _DUMMIES = (
     "main gradients (Transformer Engine, get_dummy_wgrad)"
 )
 _WORD = 128
-"""Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
+"""Elements to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
 
 def shapes(plan: Plan) -> Shapes:
-    """Stages with the layers of all their model chunks.
+    """Return the shapes of the pipeline stages, each with the layers of all its model chunks.
 
     Raises ``ValueError`` for a family that megatron-core has no layers for.
     """
@@ -56,7 +56,7 @@ def shapes(plan: Plan) -> Shapes:
 
 
 def stage(plan: Plan, shape: StageShape) -> Stage:
-    """The weights of one of them: the vocabulary is padded, experts are cut by their own tp."""
+    """Return one stage with its parameter counts: vocabulary padded, experts sharded by their own tp."""
     arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
     found = stage_of(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
     if not arch.num_moe_layers:
@@ -70,7 +70,7 @@ def stage(plan: Plan, shape: StageShape) -> Stage:
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
-    """What one rank keeps after tp, pp and ep have cut the model."""
+    """Return the training state of one rank, with the model sharded by tp, pp and ep."""
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     half = widths[recipe.precision].compute
@@ -85,7 +85,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         dense_ranks, expert_ranks = replicas_of(plan)
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
-    # A share of the buffer that is the whole of it ends in padding, which has no moments.
+    # Padding has no moments: with one rank, the shard is the whole buffer, padding included.
     dense_updated = smallest(ceil_div(dense, dense_ranks), own_dense)
     experts_updated = smallest(ceil_div(experts, expert_ranks), own_experts)
     updated = dense_updated + experts_updated
@@ -94,14 +94,14 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     eight_bit = weight_copies(plan, stage)
     embedding = stage.is_first * half * _embedding(plan)
     if plan.architecture.tie_word_embeddings:
-        # Autograd adds it to the head's, into a third.
+        # Autograd adds it to the head's gradient out of place, into a third tensor.
         embedding = embedding * (1 + stage.is_last)
     if plan.architecture.position_embedding == "learned":
         positions = plan.architecture.max_position_embeddings * plan.architecture.hidden_size
         embedding = largest(embedding, stage.is_first * half * positions)
 
-    # Weights move into buffers of their own kind, experts' after the others' (distributed_data_parallel.py,
-    # _allocate_buffers_for_parameters); with chunks, those of one chunk at a time.
+    # Dense weights move into their buffer first, then experts' weights into theirs
+    # (distributed_data_parallel.py, _allocate_buffers_for_parameters). Model chunks follow one another.
     apart = (degrees.ep > 1) & (experts > 0)
     moved, moving = where(apart, experts, weights), weights
     if layout.distributed_optimizer:
@@ -172,10 +172,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 
 def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[Component, Term]:
-    """The fuller of two moments, each as bytes of parameters, gradients and main copies.
+    """Return the larger of two peak candidates, each (parameter bytes, gradient bytes, main weight bytes).
 
-    While modules are wrapped (``DistributedDataParallel``), and when the optimizer has copied what it updates
-    to fp32 (``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``), before it has any moments.
+    ``wrapped``: while ``DistributedDataParallel`` wraps the modules. ``optimized``: once the optimizer has
+    copied its weights to fp32 (``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``), before it
+    has any moments.
     """
     rows = [(sum(found), *found) for found in (wrapped, optimized)]
     _, parameters, gradients, copies = fullest(rows)
@@ -188,10 +189,10 @@ def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[
 
 
 def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
-    """Ranks of each communicator (megatron/core/parallel_state.py).
+    """Return the size of each process group that this rank is in (megatron/core/parallel_state.py).
 
-    Beside the obvious ones: the model-parallel group, in which the gradient's norm is summed, the pair of
-    first and last stage that share an embedding, and with fp8 the group over which largest values are reduced
+    In addition to one group for each parallelism: the model-parallel group, which sums the gradient norm;
+    the pair of first and last stage that share an embedding; and with fp8 the group that reduces amax values
     (``get_amax_reduction_group``).
     """
     degrees = plan.degrees
@@ -203,23 +204,23 @@ def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
 
 
 def _padded(numbers: Any, ranks: Any) -> Any:
-    """Numbers of a buffer that the distributed optimizer cuts into equal shards.
+    """Return the elements of a buffer, padded so that the distributed optimizer can shard it evenly.
 
-    Bucket by bucket and parameter by parameter there is padding too, of at most 63 numbers each: none where
-    sizes are multiples of 64, and never enough to be seen.
+    The padding of each parameter and bucket is left out: at most 63 elements each, none where sizes are
+    multiples of 64, and always negligible.
     """
     multiple = looked_up(partial(lcm, _WORD), ranks)
     return ceil_div(numbers, multiple) * multiple
 
 
 def _embedding(plan: Plan) -> Any:
-    """Numbers of the token embedding on one rank."""
+    """Return the elements of the token embedding on one rank."""
     rows = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp) // plan.degrees.tp
     return plan.architecture.hidden_size * rows
 
 
 def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
-    """Numbers in the dummy gradients of a rank, and in the buffer that is kept for gathered sequences."""
+    """Return the elements of a rank's dummy gradients, and of its buffer for all-gathered sequences."""
     arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
     dummies = looked_up(
         partial(_dummy_gradients, arch),
@@ -230,22 +231,24 @@ def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
         stage.is_last,
     )
     tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
-    # What a product of all tokens reads: the stream, or latent attention's compressed queries or values.
+    # The input of a matmul over all tokens: the residual stream, or latent attention's compressed queries or
+    # values.
     latent = arch.latent_attention
     ranks = (latent.q_lora_rank or 0, latent.kv_lora_rank) if latent else ()
     widest = max((arch.hidden_size, *ranks))
     scores = 0
     if recipe.attention == "eager":
-        # Queries times keys are added to a buffer that is never freed (dot_product_attention.py, "mpu").
+        # baddbmm of queries and keys takes a buffer that is never freed (dot_product_attention.py, "mpu").
         rows = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp)
         scores = rows * recipe.seq_len * recipe.seq_len
-    # The gathered sequence is in that buffer too ("mpu" of the same type; core/utils.py, GlobalMemoryBuffer).
+    # The all-gathered sequence shares that buffer (name "mpu", same dtype; core/utils.py,
+    # GlobalMemoryBuffer).
     return dummies, largest(layout.splits_sequence * tokens * widest, scores)
 
 
 @lru_cache(maxsize=4096)
 def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, moe: bool, head: bool) -> int:
-    """Numbers in one matrix of each shape on a rank: of layers of either kind, and of the head."""
+    """Return the total elements of one matrix of each distinct shape on a rank, layers and head."""
     shapes: set[tuple[int, int]] = set()
     if head:
         shapes.add((padded_vocab_size(arch.vocab_size, tp) // tp, arch.hidden_size))
@@ -256,7 +259,7 @@ def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, m
 
 
 def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> set[tuple[int, int]]:
-    """The shapes of one layer's matrices on one rank, fused as megatron-core fuses them."""
+    """Return the distinct (rows, columns) of one layer's weights on one rank, fused as in megatron-core."""
     hidden, width, latent = arch.hidden_size, attention_widths(arch), arch.latent_attention
     found = {(hidden, ceil_div(width.output, tp))}
     if latent is None:

@@ -1,7 +1,7 @@
-"""Megatron-core on CPU tensors without values: its CUDA calls answered by the CPU, inside a ``with`` only.
+"""Megatron-core on fake CPU tensors, with its CUDA calls redirected to the CPU.
 
-A rehearsal moves no data: what only moves or orders it does nothing here, and what CUDA does in one kernel
-leaves no more temporaries than there.
+A rehearsal moves no data: data transfers and synchronization do nothing, and replacements of fused CUDA
+kernels allocate no more temporaries than the kernels do.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from shardscope.frameworks.megatron.engine.cuda_as_cpu import (
 
 
 def cpu_stand_in() -> contextlib.AbstractContextManager[None]:
-    """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use."""
+    """Redirect megatron-core's CUDA calls to the CPU. Raises ``RuntimeError`` if this process uses CUDA."""
     return cuda_as_cpu("Megatron's CPU stand-in", _WithoutValues(), _replacements)
 
 
 class _WithoutValues(CudaMeansCpu):
-    """A fake tensor has no value to ask for."""
+    """Function mode in which ``item()`` works on fake tensors, which have no values."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.item:
-            # Megatron asks for norms and infinities, of which there are none, and for the number of a mask,
-            # of which there is a first.
+            # Megatron reads norms and inf flags, which are 0 here, and the index of a mask, which is 1.
             return 0.0 if args[0].is_floating_point() else 1
         return super().__torch_function__(function, types, args, kwargs)
 
@@ -46,7 +45,7 @@ def _replacements() -> list[Replacement]:
     dummies: dict[Any, torch.Tensor] = {}
 
     def dummy_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        """Transformer Engine's own way (module/base.py, get_dummy_wgrad): one for each shape, kept."""
+        """Return the cached gradient of a shape, as Transformer Engine's get_dummy_wgrad (module/base.py)."""
         key = (tuple(shape), dtype)
         if key not in dummies:
             dummies[key] = torch.empty(shape, dtype=dtype)
@@ -63,12 +62,12 @@ def _replacements() -> list[Replacement]:
     found = [
         (torch.cuda, "manual_seed", nothing()),
         (torch.distributed, "all_gather_object", as_everywhere),
-        # CUDA's kernel unscales in place, a CPU's by way of copies.
+        # CUDA's kernel unscales in place, the CPU's makes copies.
         (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing()),
-        # It changes tensors in place and has no fake counterpart: on fake tensors torch would run it on real
-        # ones of the same sizes, gibibytes of them, and give none of that back (FakeTensorMode's fallback).
+        # This in-place operator has no fake kernel. FakeTensorMode's fallback would run it on real tensors of
+        # the same sizes, gibibytes of them, and never free them.
         (torch, "_fused_sgd_", nothing()),
-        # Several collectives launched as one have no fake counterpart; one by one they have.
+        # Coalesced collectives have no fake version, single ones have.
         (param_and_grad_buffer, "_coalescing_manager", together),
         (random, "_get_cuda_rng_state", nothing()),
         (random, "_set_cuda_rng_state", nothing()),
@@ -81,7 +80,7 @@ def _replacements() -> list[Replacement]:
         (clip_grads, "l2_norm_impl", lambda *args: (torch.zeros(1), None)),
         (clip_grads, "multi_tensor_scale_impl", nothing()),
     ]
-    # One kernel, as Apex's and Transformer Engine's optimizers are: no temporaries beside their state.
+    # Fused, as Apex's and Transformer Engine's optimizers are: no temporaries in addition to the state.
     found.append((optimizers, "SGD", _fused(optimizers.SGD)))
     for name in ("Adam", "AdamW"):
         found.append((torch.optim, name, _fused(getattr(torch.optim, name))))
@@ -89,13 +88,13 @@ def _replacements() -> list[Replacement]:
 
 
 def _copy_lists(chunk: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
-    """One kernel that copies each tensor of the first list to its place in the second."""
+    """Copy each tensor of the first list to the one in the second, as the fused kernel does."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source)
 
 
 def _fused(kind: Any) -> Any:
-    """The optimizer class, told to step in one kernel."""
+    """Return a subclass of the optimizer that sets ``fused=True``."""
 
     class Fused(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""What stands in a rehearsal for Transformer Engine's kernels, which no machine without CUDA can load.
+"""Replacements in rehearsals for Transformer Engine's modules, which cannot be loaded without CUDA.
 
-Each keeps for backward, and allocates in backward, what the kernel that it stands for does; nothing is
-computed. All around them is megatron-core's own code. Without these, megatron-core's "local" modules would be
-rehearsed: they write out attention's scores and are not what anybody trains with.
+Each saves for backward, and allocates in backward, what the real kernel does; nothing is computed. The code
+around them is megatron-core's own. Without them, rehearsals would use megatron-core's "local" modules, which
+store attention scores and are not used for training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """cuDNN's and FlashAttention's: operands, output, and one fp32 statistic a query and head."""
+    """cuDNN's and FlashAttention's saved tensors: operands, output, one fp32 statistic per query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
@@ -36,19 +36,19 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class FusedAttention(torch.nn.Module):  # type: ignore[misc]
-    """In the place of ``TEDotProductAttention``: its operands are contiguous, as its kernels want them."""
+    """Replacement of ``TEDotProductAttention``, with contiguous operands as its kernels require."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """(sequence, batch, heads, width) each to (sequence, batch, heads x width)."""
+        """Map inputs (sequence, batch, heads, width) to (sequence, batch, heads x width)."""
         return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous()).flatten(2)
 
 
 class CausalSoftmax(torch.autograd.Function):  # type: ignore[misc]
-    """In the place of ``ScaledUpperTriangMaskedSoftmax``: keeps what it puts out, and its gradient takes the
-    place of the one that comes in (apex, csrc/megatron/scaled_upper_triang_masked_softmax.h)."""
+    """Replacement of ``ScaledUpperTriangMaskedSoftmax``: saves its output, and overwrites the incoming
+    gradient with its own (apex, csrc/megatron/scaled_upper_triang_masked_softmax.h)."""
 
     @staticmethod
     def forward(ctx: Any, scores: Any, scale: Any) -> Any:
@@ -62,12 +62,12 @@ class CausalSoftmax(torch.autograd.Function):  # type: ignore[misc]
 
 
 def softmax_batch_per_block(query_len: int, key_len: int, batch: int, heads: int) -> int:
-    """Rows that one block of the fused softmax takes (apex, scaled_masked_softmax.h)."""
+    """Return the rows that one block of the fused softmax processes (apex, scaled_masked_softmax.h)."""
     return 4 * (2 if key_len <= 128 else 1)
 
 
 class _Norm(torch.autograd.Function):  # type: ignore[misc]
-    """Saves its input and one fp32 number a token, the mean too where it takes one."""
+    """Fused norm that saves its input and one fp32 statistic per token, for LayerNorm also the mean."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
@@ -85,7 +85,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
 
 
 class FusedNorm(torch.nn.Module):  # type: ignore[misc]
-    """In the place of ``TENorm``; takes sequence parallelism, which megatron-core's torch norm refuses."""
+    """Replacement of ``TENorm``; supports sequence parallelism, unlike megatron-core's torch norm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class FusedNorm(torch.nn.Module):  # type: ignore[misc]
             setattr(self, name, parameter)
 
     def forward(self, x: Any) -> Any:
-        """Same shape as ``x``."""
+        """Return a tensor of the same shape as ``x``."""
         return _Norm.apply(x, self.weight, self.bias)
 
 
 class _Rotary(torch.autograd.Function):  # type: ignore[misc]
-    """Saves the angles only, which all layers share."""
+    """Rotary embedding that saves only the angles, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, angles: Any) -> Any:
@@ -115,7 +115,7 @@ class _Rotary(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Embedding(torch.autograd.Function):  # type: ignore[misc]
-    """Saves its indices, and makes one gradient; on fake tensors PyTorch's own would make two."""
+    """Embedding that saves its indices and makes one gradient; on fake tensors PyTorch's makes two."""
 
     @staticmethod
     def forward(ctx: Any, indices: Any, weight: Any) -> Any:
@@ -129,17 +129,17 @@ class _Embedding(torch.autograd.Function):  # type: ignore[misc]
 
 
 def embedding(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of ``torch.nn.functional.embedding``."""
+    """Replace ``torch.nn.functional.embedding``."""
     return _Embedding.apply(indices, weight)
 
 
 def fused_rotary(x: Any, angles: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of Transformer Engine's ``fused_apply_rotary_pos_emb``."""
+    """Replace Transformer Engine's ``fused_apply_rotary_pos_emb``."""
     return _Rotary.apply(x, angles)
 
 
 class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
-    """In the place of ``TELinear(parallel_mode="duplicated")``: every tp rank has all of the matrix."""
+    """Replacement of ``TELinear(parallel_mode="duplicated")``: every tp rank has the whole weight."""
 
     def __init__(self, inner: int, out: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Any) -> tuple[Any, None]:
-        """(..., inner) to (..., out), and no bias."""
+        """Map (..., inner) to (..., out), without bias."""
         from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
         out = linear_with_grad_accumulation_and_async_allreduce(
@@ -158,7 +158,7 @@ class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
 
 
 class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
-    """Each expert's rows times its matrix in one kernel; weight gradients go into the main gradients."""
+    """Grouped matmul of all experts in one kernel; weight gradients are added to the main gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, *weights: Any) -> Any:
@@ -177,7 +177,7 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 class FusedExperts(torch.nn.Module):  # type: ignore[misc]
-    """In the place of ``TEGroupedMLP``: all experts of a rank in two grouped products."""
+    """Replacement of ``TEGroupedMLP``: all experts of a rank in two grouped matmuls."""
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -193,12 +193,12 @@ class FusedExperts(torch.nn.Module):  # type: ignore[misc]
             for _ in range(num_local_experts)
         ]
         for weight in made:
-            # With this mark DDP puts them in the buffers of the expert-data-parallel ranks.
+            # By this attribute DDP puts them in the buffers of the expert-data-parallel ranks.
             weight.allreduce = self.config.expert_model_parallel_size == 1
         return torch.nn.ParameterList(made)
 
     def forward(self, x: Any, tokens_per_expert: Any, probabilities: Any) -> tuple[Any, None]:
-        """(tokens, hidden) of all experts of this rank, sorted by expert; the same shape comes back."""
+        """Map (tokens, hidden) of this rank's experts, sorted by expert, to the same shape."""
         from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 
         inner = _GroupedProduct.apply(x, *self.fc1)
@@ -207,10 +207,10 @@ class FusedExperts(torch.nn.Module):  # type: ignore[misc]
 
 
 class FusedRegions:
-    """Stands for ``torch.compile`` while megatron-core is imported: its ``jit_fuser``.
+    """Replacement of ``torch.compile`` (``jit_fuser``) while megatron-core is imported.
 
-    A region that the compiler fuses keeps its intermediates in registers: only what it returns, and what it
-    leaves for backward, becomes a tensor. Nothing is followed while it runs, and then those are.
+    A fused region keeps its intermediates in registers: only its outputs and the tensors saved for backward
+    are allocated. The tracker therefore pauses while a region runs, and then sees only those.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class FusedRegions:
 
     @contextlib.contextmanager
     def in_place_of_compile(self) -> Iterator[None]:
-        """Functions decorated inside become fused regions."""
+        """Turn functions that are decorated inside the context into fused regions."""
         before = torch.compile
         torch.compile = self._decorate
         try:
@@ -255,7 +255,7 @@ class FusedRegions:
                 out = function(*args, **kwargs)
         finally:
             self._inside = False
-        # The arguments are known; what is new comes in now.
+        # The tracker knows the arguments already; it records only new tensors.
         for tensor in (*tree_leaves(out), *saved):
             if isinstance(tensor, torch.Tensor):
                 tracker._see(tensor)

@@ -1,9 +1,9 @@
-"""Megatron-core's own model, schedule, gradient buffers and optimizer on fake tensors: one pipeline stage
-at a time, at the plan's true sizes and world size.
+"""Rehearsal of megatron-core's model, schedule, gradient buffers and optimizer on fake tensors.
 
-Megatron-core's own: ``GPTModel``, ``DistributedDataParallel``, the distributed optimizer and the 1F1B or
-interleaved schedule, which so keeps in flight what it really keeps. Not its own: the kernels of Transformer
-Engine, for which ``fused_modules`` stands, and routing, which fake tensors cannot do.
+One pipeline stage runs at a time, at the plan's true sizes and world size. ``GPTModel``,
+``DistributedDataParallel``, the distributed optimizer and the 1F1B or interleaved schedule are
+megatron-core's own. Transformer Engine's kernels are replaced by ``fused_modules``, and routing is left out,
+because fake tensors have no values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DTYPES = {
 def rehearse(
     plan: Plan, note_progress: NoteProgress, stages: tuple[int, ...] | None = None
 ) -> list[RehearsedStage]:
-    """One optimizer step of every pipeline stage, or of ``stages``.
+    """Rehearse one optimizer step of every pipeline stage, or of ``stages``.
 
     Raises ``ValueError`` naming what megatron-core cannot build without CUDA.
     """
@@ -79,13 +79,13 @@ def rehearse(
             note_progress(f"pipeline stage {number}", 0.05 + 0.9 * done / len(wanted))
             found.append(_StageRehearsal(plan, number).play())
     finally:
-        # Ten thousand shapes of one plan, which no other plan has.
+        # The cache holds about ten thousand shapes of this plan, which no other plan uses.
         FakeTensorMode.cache_clear()
     return found
 
 
 class _StageRehearsal:
-    """The rank of one pipeline stage that is first in all other groups."""
+    """Rehearsal of one pipeline stage, on the rank that is first in all other groups."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan = plan
@@ -94,7 +94,7 @@ class _StageRehearsal:
         self.vocab = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp)
 
     def play(self) -> RehearsedStage:
-        """Two steps, of which the second counts: the first makes the optimizer's state."""
+        """Run two steps and report the second: the first creates the optimizer state."""
         plan, degrees = self.plan, self.plan.degrees
         rank = self.number * (plan.world_size // degrees.pp)
         with fake_ranks(plan.world_size, rank), self._model_parallel():
@@ -111,7 +111,7 @@ class _StageRehearsal:
                 return found
 
     def _num_micro_batches(self) -> int:
-        """Enough that as many are in flight as ever will be, and one of them gives way to another."""
+        """Return enough micro-batches to reach the most in flight, and to replace one of them."""
         degrees = self.plan.degrees
         enough = 2 * degrees.pp if degrees.vpp > 1 else degrees.pp - self.number + 1
         return min(self.plan.num_micro_batches, enough)
@@ -122,7 +122,7 @@ class _StageRehearsal:
             found += "; every expert gets its even share of tokens"
         return found
 
-    # ---- making the rank
+    # ---- setup of the rank
 
     @contextlib.contextmanager
     def _model_parallel(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class _StageRehearsal:
 
     @contextlib.contextmanager
     def _followed(self, tracker: Tracker) -> Iterator[None]:
-        """Forward and backward of each micro-batch are phases, wherever the schedule puts them."""
+        """Record forward and backward of each micro-batch as phases, in any schedule."""
         from megatron.core.fusions import fused_softmax
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.pipeline_parallel import schedules
@@ -325,11 +325,11 @@ class _StageRehearsal:
 
 
 def _let_go(chunks: list[Any]) -> None:
-    """Empty the modules, which would outlive the rehearsal.
+    """Clear the modules, which would otherwise never be freed.
 
-    A dispatcher of experts keeps the last probabilities, these the graph that they come from, its ends the
-    hooks of megatron-core's DDP, and those the model: a circle through C++, where Python's collector does
-    not see it.
+    The token dispatcher keeps the last probabilities, and so their autograd graph, the hooks of
+    megatron-core's DDP and the model. This reference cycle goes through C++, where Python's garbage
+    collector cannot see it.
     """
     for chunk in chunks:
         for module in list(chunk.modules()):

@@ -1,4 +1,4 @@
-"""What a transformers config says beside sizes, in the words of ``TransformerConfig`` and ``GPTModel``."""
+"""Arguments of ``TransformerConfig`` and ``GPTModel`` from a transformers config, sizes excluded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from shardscope.frameworks.megatron.config_limits import (
 
 
 def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig`` that make a ``GPTModel`` compute what transformers does.
+    """Return the ``TransformerConfig`` arguments that make a ``GPTModel`` compute what transformers does.
 
-    Norm epsilon, activation function, the router's order of softmax and choice, no auxiliary loss.
-    ``fused_activation`` is ``bias_activation_fusion``. Raises ``ValueError`` for what megatron-core computes
-    in another way (:func:`~shardscope.frameworks.megatron.config_limits.check_computed`).
+    They are the norm epsilon, the activation function, the router's order of softmax and top-k, and no
+    auxiliary loss. ``fused_activation`` is ``bias_activation_fusion``. Raises ``ValueError`` for options that
+    megatron-core computes differently
+    (:func:`~shardscope.frameworks.megatron.config_limits.check_computed`).
     """
     check_computed(hf_config.to_dict())
     epsilon = getattr(hf_config, "rms_norm_eps", None) or hf_config.layer_norm_epsilon
@@ -33,9 +34,9 @@ def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str,
 
 
 def model_numbers(hf_config: Any) -> dict[str, Any]:
-    """Arguments of ``GPTModel``: the base of the rotary angles and their scaling; none where there are none.
+    """Return the ``GPTModel`` arguments for the rotary base and scaling; empty without rotary embedding.
 
-    Raises ``ValueError`` for angles that megatron-core cannot scale so.
+    Raises ``ValueError`` for a scaling that megatron-core does not support.
     """
     if not getattr(hf_config, "rope_parameters", None):
         return {}
@@ -51,7 +52,7 @@ def model_numbers(hf_config: Any) -> dict[str, Any]:
 
 
 def _activation(hf_config: Any, fused: bool) -> Any:
-    # Its fused kernel is the tanh form (fused_bias_gelu.py), under the name of the exact one.
+    # Megatron-core's fused kernel computes the tanh form (fused_bias_gelu.py) if this is the exact GELU.
     gelu = torch.nn.functional.gelu
     if activation_name(hf_config.to_dict()) in TANH_GELUS:
         return gelu if fused else partial(gelu, approximate="tanh")
@@ -64,7 +65,7 @@ def _routing(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "output_router_logits", False):
         refuse("config.output_router_logits", True, "False: no auxiliary loss is added here", Value(False))
     return {
-        # Mixtral has no such field, and always makes the weights of the chosen ones sum to 1.
+        # Mixtral has no such field, and always normalizes the top-k weights to sum to 1.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -1,6 +1,7 @@
-"""Weights of transformers as those of Megatron's ``GPTModel``, and back: pure functions over tensors.
+"""Tensor conversion between transformers and Megatron's ``GPTModel``, in both directions.
 
-What goes where is in :mod:`~shardscope.frameworks.megatron.hf_names`; here it is cut and put together.
+The mapping of names is in :mod:`~shardscope.frameworks.megatron.hf_names`; these pure functions shard and
+fuse the tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Which part of the model one model chunk of one rank holds."""
+    """Slice of the model that one model chunk of one rank holds."""
 
     layers: tuple[int, ...]
-    """Its decoder layers, counted from 0 through the whole model."""
+    """Decoder layers of the chunk, numbered from 0 through the whole model."""
     embedding: bool = True
-    """Whether the embedding is here (``pre_process``)."""
+    """Whether the chunk has the embedding (``pre_process``)."""
     head: bool = True
-    """Whether the final norm and the head are here (``post_process``)."""
+    """Whether the chunk has the final norm and the head (``post_process``)."""
     tp_rank: int = 0
     tp_size: int = 1
     expert_tp_rank: int = 0
@@ -43,19 +44,19 @@ class Part:
 
 
 class Place(NamedTuple):
-    """One parameter of a model chunk, and where it is in the whole model."""
+    """One parameter of a model chunk, and its position in the whole model."""
 
     name: str
-    """As the chunk's own ``named_parameters()`` has it, of Megatron's local modules."""
+    """Name in the chunk's ``named_parameters()``, with Megatron's local modules."""
     pair: Pair
     prefix: str
-    """What precedes ``pair.hf``: the layer's own prefix in transformers, or nothing."""
+    """Prefix of ``pair.hf``: the layer's prefix in transformers, or empty."""
     expert: int | None
-    """Which routed expert of the layer, counted from 0 through all ranks; None: no expert."""
+    """Routed expert of the layer, numbered from 0 through all ranks; None for other parameters."""
 
 
 def places(arch: Architecture, part: Part) -> Iterator[Place]:
-    """Every parameter of a part, in an order that all ranks of its tensor and expert groups share."""
+    """Yield every parameter of a part, in the same order on all ranks of its tensor and expert groups."""
     outer = outer_pairs(arch, embedding=part.embedding, head=part.head)
     for pair in outer:
         yield Place(pair.megatron, pair, "", None)
@@ -74,7 +75,7 @@ def places(arch: Architecture, part: Part) -> Iterator[Place]:
 
 
 def megatron_tensor(state: Mapping[str, Any], arch: Architecture, place: Place, part: Part) -> torch.Tensor:
-    """One parameter of one rank. ``state`` has tensors, or what gives as much of one as it is asked for."""
+    """Return one parameter of one rank. ``state`` has tensors, or objects that read slices of one lazily."""
     found = [state[place.prefix + name] for name in place.pair.hf]
     if place.expert is not None:
         sources = [stack[place.expert].detach() for stack in found]
@@ -86,7 +87,7 @@ def megatron_tensor(state: Mapping[str, Any], arch: Architecture, place: Place, 
 
 
 def whole_tensor(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair) -> torch.Tensor:
-    """A parameter of Megatron's on one rank alone, of those of transformers in the order of ``pair.hf``."""
+    """Fuse transformers tensors, in the order of ``pair.hf``, into the unsharded Megatron parameter."""
     found = [source.t() if pair.transposed else source for source in sources]
     if pair.cut == "qkv":
         heads = _head_rows(arch)
@@ -98,7 +99,7 @@ def whole_tensor(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair
 
 
 def hf_tensors(whole: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[torch.Tensor, ...]:
-    """What transformers has of one whole parameter of Megatron's, in the order of ``pair.hf``."""
+    """Split an unsharded Megatron parameter into the transformers tensors, in the order of ``pair.hf``."""
     found: tuple[torch.Tensor, ...] = (whole,)
     if pair.cut == "vocabulary":
         found = (whole[: arch.vocab_size],)
@@ -115,7 +116,7 @@ def hf_tensors(whole: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[tor
 
 
 def cut(whole: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.Tensor:
-    """One rank's part of a parameter of Megatron's; a vocabulary is padded with zeros first."""
+    """Return one rank's shard of a Megatron parameter; the vocabulary is first padded with zeros."""
     if pair.cut == "whole":
         return whole
     if pair.cut == "vocabulary":
@@ -129,7 +130,7 @@ def cut(whole: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.Tensor:
 
 
 def join(parts: Sequence[torch.Tensor], pair: Pair) -> torch.Tensor:
-    """The whole parameter of which ``parts``, in the order of their ranks, were cut."""
+    """Join the shards of a parameter, in the order of their ranks."""
     if pair.cut == "whole" or len(parts) == 1:
         return parts[0]
     if pair.cut == "gated":
@@ -139,6 +140,6 @@ def join(parts: Sequence[torch.Tensor], pair: Pair) -> torch.Tensor:
 
 
 def _head_rows(arch: Architecture) -> list[int]:
-    """Rows of queries, keys and values."""
+    """Return the rows of queries, keys and values."""
     key = arch.num_key_value_heads * arch.head_dim
     return [arch.num_attention_heads * arch.head_dim, key, key]

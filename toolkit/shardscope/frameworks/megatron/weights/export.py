@@ -1,4 +1,4 @@
-"""Weights of transformers out of the model chunks of all ranks: gathered tensor by tensor on rank 0."""
+"""Export of the model chunks of all ranks to transformers, gathered tensor by tensor on rank 0."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def export_hf(
     optimizer: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """A folder (config.json, model*.safetensors) that ``AutoModelForCausalLM.from_pretrained`` opens.
+    """Write a folder (config.json, model*.safetensors) for ``AutoModelForCausalLM.from_pretrained``.
 
-    All ranks together. ``hf_config`` is the transformers config of the model that was loaded. With
-    ``optimizer`` its fp32 copies are written, without it the weights in the type of the chunks. Rank 0 holds
-    a file's worth at a time.
+    Collective over all ranks. ``hf_config`` is the transformers config of the model that was loaded. With
+    ``optimizer`` the fp32 main weights are written, without it the weights in the dtype of the chunks. Rank 0
+    holds one file's tensors at a time.
     """
     from transformers import AutoModelForCausalLM
 
@@ -41,9 +41,9 @@ def export_hf(
 
 
 def to_hf(chunks: Sequence[Any], arch: Architecture, optimizer: Any = None) -> dict[str, torch.Tensor]:
-    """The whole model's parameters as transformers names them, on the CPU of rank 0; empty on the others.
+    """Return the whole model's transformers state dict, on the CPU of rank 0; empty on other ranks.
 
-    All ranks together. A tied head is there once, as the embedding.
+    Collective over all ranks. A tied head is included once, as the embedding.
     """
     return {name: tensor for name, tensor in whole_tensors(chunks, arch, optimizer) if tensor is not None}
 
@@ -51,9 +51,10 @@ def to_hf(chunks: Sequence[Any], arch: Architecture, optimizer: Any = None) -> d
 def whole_tensors(
     chunks: Sequence[Any], arch: Architecture, optimizer: Any = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Names of transformers and whole tensors, layer after layer; a tensor is None but on rank 0.
+    """Yield (transformers name, whole tensor) layer by layer; the tensor is None except on rank 0.
 
-    All ranks together, to the end. Each is gathered on the first rank of its pipeline stage, and sent on.
+    Collective: all ranks must iterate to the end. Each tensor is gathered on the first rank of its pipeline
+    stage, then sent to rank 0.
     """
     wait_for_weights(chunks)
     main, shapes = MainWeights(optimizer), _shapes(arch)
@@ -71,14 +72,14 @@ def whole_tensors(
 
 
 class _Stage(NamedTuple):
-    """One pipeline stage, as every rank knows it."""
+    """One pipeline stage; every rank has the same description except ``here``."""
 
     parts: tuple[Part, ...]
-    """Of its first rank, chunk by chunk."""
+    """Parts of the stage's first rank, one for each chunk."""
     writer: int
-    """Its first rank, among all ranks: the one on which its tensors come together."""
+    """Global rank of the stage's first rank, which gathers its tensors."""
     here: bool
-    """Whether this rank is of it."""
+    """Whether this rank belongs to the stage."""
     dtype: torch.dtype
 
 
@@ -100,7 +101,7 @@ def _stages(models: Sequence[Any], main: MainWeights) -> list[_Stage]:
 
 
 def _once(arch: Architecture, part: Part) -> Iterator[Place]:
-    """Places of a part, of a layer's experts the first alone; a tied head is the embedding's."""
+    """Yield the places of a part, with only the first expert of a layer and without a tied head."""
     for place in places(arch, part):
         tied = place.pair.megatron == "output_layer.weight" and arch.tie_word_embeddings
         if place.expert in (None, 0) and not tied:
@@ -110,9 +111,9 @@ def _once(arch: Architecture, part: Part) -> Iterator[Place]:
 def _gathered(
     mine: dict[str, torch.nn.Parameter], place: Place, arch: Architecture, main: MainWeights
 ) -> tuple[torch.Tensor, ...] | None:
-    """What transformers has of one parameter, or of it in all experts; None but on the stage's first rank.
+    """Gather one parameter, or that of all experts, as transformers tensors on the stage's first rank.
 
-    All ranks of the stage together.
+    Returns None on its other ranks. Collective over the stage.
     """
     from megatron.core import parallel_state
 
@@ -145,7 +146,7 @@ def _num_local(arch: Architecture) -> int:
 
 
 def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """The tensors of all ranks of a group, all of one shape, on its first rank; nothing on the others."""
+    """Gather a group's tensors, all of one shape, on its first rank; empty on the others."""
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]
@@ -158,7 +159,7 @@ def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 def _on_rank_zero(
     tensor: torch.Tensor | None, stage: _Stage, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor | None:
-    """The tensor in rank 0's host memory, wherever it came together; None elsewhere."""
+    """Send the tensor from its stage's first rank to rank 0's host memory; None on other ranks."""
     if stage.writer == 0:
         return tensor.cpu() if tensor is not None else None
     if tensor is not None:
@@ -171,7 +172,7 @@ def _on_rank_zero(
 
 
 def _shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the whole model, by transformers' name."""
+    """Return the shape of every parameter of the whole model, by transformers name."""
     found = {parameter.name: parameter.shape for parameter in arch.outer_shapes}
     for layer in range(arch.num_hidden_layers):
         prefix = layer_prefix(arch, layer)
@@ -180,7 +181,7 @@ def _shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def wait_for_weights(chunks: Sequence[Any]) -> None:
-    """Gather what the distributed optimizer would gather during the next forward only."""
+    """All-gather now the weights that the distributed optimizer defers to the next forward."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
             chunk.start_param_sync(force_sync=True)

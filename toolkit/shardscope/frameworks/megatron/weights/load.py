@@ -1,4 +1,4 @@
-"""Weights of transformers into the model chunks of this rank."""
+"""Loading of transformers weights into the model chunks of this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRANSFORMER_ENGINE = (
         r"mlp.experts.local_experts.\3.linear_fc\1.\2",
     ),
 )
-"""How Transformer Engine's modules spell parameters of the local ones."""
+"""Transformer Engine's parameter names and those of Megatron's local modules, as regular expressions."""
 
 
 def load_hf(
@@ -31,14 +31,14 @@ def load_hf(
     arch: Architecture,
     optimizer: Any = None,
 ) -> None:
-    """Copy this rank's part of ``state`` (a transformers model's ``state_dict()``) into its model chunks.
+    """Copy this rank's shards of ``state`` (a transformers model's ``state_dict()``) into its model chunks.
 
-    Tensors are taken one by one, so that ``state`` may read each when it is asked for it.
+    Tensors are accessed one by one, so ``state`` may load each lazily.
 
-    ``chunks`` are ``GPTModel``s or what wraps them (``DistributedDataParallel``, ``Float16Module``), after
-    ``initialize_model_parallel``. Without ``optimizer``, call it before the optimizer is made, which copies
-    what it finds; with it, its fp32 copies get the values of ``state`` as they are, not rounded to 16 bits.
-    Raises ``RuntimeError`` if a parameter gets no value, or one of another shape.
+    ``chunks`` are ``GPTModel``s, wrapped or not (``DistributedDataParallel``, ``Float16Module``), after
+    ``initialize_model_parallel``. Without ``optimizer``, call this before the optimizer is built, which
+    copies the weights. With ``optimizer``, its fp32 main weights get the values of ``state`` without rounding
+    to 16 bits. Raises ``RuntimeError`` if a parameter gets no value, or one of another shape.
     """
     main = MainWeights(optimizer)
     for chunk in chunks:
@@ -60,7 +60,7 @@ def load_hf(
 
 
 def part_of(model: Any) -> Part:
-    """Which part of the whole model a ``GPTModel`` of this rank is."""
+    """Return the part of the whole model that a ``GPTModel`` of this rank holds."""
     from megatron.core import parallel_state
 
     return Part(
@@ -77,7 +77,7 @@ def part_of(model: Any) -> Part:
 
 
 def local_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """A chunk's parameters under the names of Megatron's local modules."""
+    """Return a chunk's parameters under the names of Megatron's local modules."""
     found = {}
     for name, parameter in model.named_parameters():
         for spelling, ours in _TRANSFORMER_ENGINE:
@@ -87,16 +87,17 @@ def local_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """The ``GPTModel`` inside of what wraps it."""
+    """Return the ``GPTModel`` inside its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def mute_padding(chunks: Sequence[Any], arch: Architecture) -> None:
-    """Give the rows that only pad the vocabulary no share in the loss, as in transformers, which has none.
+    """Exclude the padding rows of the vocabulary from the loss, as transformers has none.
 
-    Megatron-core's softmax counts them. Once, after the chunks are made; nothing where nothing is padded.
+    Megatron-core's softmax includes them. Call this once, after the chunks are built; without padding it does
+    nothing.
     """
     for chunk in chunks:
         model = unwrapped(chunk)
@@ -108,7 +109,7 @@ def mute_padding(chunks: Sequence[Any], arch: Architecture) -> None:
 
 
 class _Muted:
-    """A forward hook: logits from ``num_real`` on are as low as their type goes."""
+    """A forward hook that sets the logits from ``num_real`` on to their dtype's minimum."""
 
     def __init__(self, num_real: int) -> None:
         self.num_real = num_real

@@ -1,4 +1,4 @@
-"""The fp32 copies that Megatron's optimizer keeps of 16-bit weights, whole on a rank or spread over many."""
+"""fp32 main weights of Megatron's optimizer, replicated or sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 
 class MainWeights:
-    """Reads and writes a parameter and, where the optimizer has one, its fp32 copy.
+    """Access to a parameter and to its fp32 main weight, if the optimizer has one.
 
-    ``optimizer`` is what ``get_megatron_optimizer`` made, or None: then the parameters are all there is, as
-    they are in fp32, and with the precision-aware optimizer, which keeps its own.
+    ``optimizer`` comes from ``get_megatron_optimizer``, or is None. Only the parameter itself is accessed
+    without an optimizer, in fp32, and with the precision-aware optimizer, which keeps its own main weights.
     """
 
     def __init__(self, optimizer: Any = None) -> None:
-        # Of fp32 weights a lone optimizer is not chained.
+        # For fp32 weights a single optimizer is not chained.
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else [])
         self._copies = bool(self._optimizers) and not self._config.use_precision_aware_optimizer
         self._sharded = bool(self._optimizers) and self._config.use_distributed_optimizer
@@ -26,18 +26,18 @@ class MainWeights:
         return self._optimizers[0].config
 
     def write(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Give the parameter, and this rank's part of its copy, the values of ``value``."""
+        """Write ``value`` to the parameter, and to this rank's shard of its main weight."""
         with torch.no_grad():
             parameter.copy_(value)
             main = getattr(parameter, "main_param", None)
             if main is not None and self._copies:
-                # A copy of its own, so nothing of fp32 is lost on the way through 16 bits.
+                # Copied from ``value`` and not from the parameter, so no fp32 precision is lost in 16 bits.
                 main.copy_(self._own(parameter, value).view_as(main))
 
     def read(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter's values, in fp32 where there is a copy.
+        """Return the parameter's values, in fp32 if it has a main weight.
 
-        All ranks of the parameter's data-parallel group together.
+        Collective over the parameter's data-parallel group.
         """
         if not self._copies or parameter.dtype == torch.float32:
             return parameter.detach()
@@ -52,11 +52,11 @@ class MainWeights:
         return whole
 
     def dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """Type of what :meth:`read` gives."""
+        """Return the dtype that :meth:`read` returns."""
         return torch.float32 if self._copies else parameter.dtype
 
     def _own(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """Of ``values``, a view of what this rank's copy is of."""
+        """Return a flat view of ``values`` that matches this rank's shard of the main weight."""
         flat = values.contiguous().view(-1)
         if not self._sharded:
             return flat
@@ -68,7 +68,7 @@ class MainWeights:
 
 
 def data_group(parameter: torch.nn.Parameter) -> Any:
-    """The ranks that hold the same parameter; an expert's are fewer."""
+    """Return the process group of the parameter's replicas, which is smaller for experts."""
     from megatron.core import parallel_state
 
     if not getattr(parameter, "allreduce", True):
