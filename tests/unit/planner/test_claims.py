@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 import shardscope as ss
-from shardscope.planner.claims import CHECKED, Claim, Claims, Verdict, claims, speed, state
+from shardscope.planner.claims import CHECKED, Claim, Claims, Verdict, claims, memory, speed
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +117,17 @@ def test_400_is_40_percent_of_the_peak(checked: Claims) -> None:
 def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another tolerance, or another card, they are others."""
     monkeypatch.setattr("shardscope.planner.claims.claim.TOLERANCE", 20.0)
-    for check in (state.seventy_billion, state.stages_of_zero, speed.offload_halves, speed.near_the_peak):
+    for check in (memory.seventy_billion, memory.stages_of_zero, speed.offload_halves, speed.near_the_peak):
         assert check().verdict == "right", check
     roomy = replace(ss.gpus["h20-96gb"], memory_bytes=400 * 2**30, usable_bytes=390 * 2**30)
-    plan_of = state.plan_of
+    plan_of = memory.plan_of
 
     def on_roomy(*given: Any, **recipe: Any) -> ss.Plan:
         plan = plan_of(*given, **recipe)
         return replace(plan, cluster=replace(plan.cluster, gpu=roomy))
 
-    monkeypatch.setattr(state, "plan_of", on_roomy)
-    assert state.four_cards().verdict == "right"
+    monkeypatch.setattr(memory, "plan_of", on_roomy)
+    assert memory.four_cards().verdict == "right"
 
 
 def test_llama_405b(checked: Claims) -> None:

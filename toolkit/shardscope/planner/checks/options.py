@@ -1,4 +1,4 @@
-"""Layout options that are set but not read by the framework."""
+"""Layout options that are set but not read by the framework, and overlap that is switched off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.checks.case import Case, changed_plan
+from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
+from shardscope.planner.checks.words import percent
 
 
 def without_use(case: Case) -> Iterator[Finding]:
@@ -27,4 +28,32 @@ def without_use(case: Case) -> Iterator[Finding]:
         number=float(len(unused)),
         change=", ".join(f"{name}={value!r}" for name, value in plain.items()),
         plan=changed_plan(plan, layout=plain),
+    )
+
+
+# ---- Collectives that are exposed, although the framework could overlap them with computation
+
+
+WORTH = 0.005
+"""Share of the step from which an option without cost is worth reporting."""
+
+
+def overlap_off(case: Case) -> Iterator[Finding]:
+    """Report options that overlap collectives and are off. A search keeps the framework's defaults for them,
+    so that plans that it ranks may gain from this."""
+    plan = case.plan
+    options = frameworks[plan.layout.framework].habits().overlaps(plan)
+    mended = fastest(variants(plan, [({}, options)])) if options else None
+    if mended is None or case.gain(mended) < WORTH:
+        return
+    gain = case.gain(mended)
+    said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    yield Finding(
+        name="collectives-not-overlapped",
+        severity="hint",
+        why=f"Each step waits for gradients and weights to travel, though {plan.layout.title} can send them "
+        f"while it computes: it would be {percent(gain)} shorter.",
+        number=100 * gain,
+        change=said,
+        plan=mended.plan,
     )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardscope.planner.claims import fitting, llama, speed, state
+from shardscope.planner.claims import memory, speed
 from shardscope.planner.claims.claim import Claim, Claims, Number, Verdict
 
 __all__ = ["CHECKED", "Claim", "Claims", "Number", "Verdict", "claims"]
 
 CHECKED: tuple[Callable[[], Claim], ...] = (
-    state.seventy_billion,
-    state.four_cards,
-    state.stages_of_zero,
-    fitting.lora_on_a_node,
-    fitting.one_gpu_with_nvme,
+    memory.seventy_billion,
+    memory.four_cards,
+    memory.stages_of_zero,
+    memory.lora_on_a_node,
+    memory.one_gpu_with_nvme,
     speed.offload_halves,
     speed.fsdp2_against_zero_3,
     speed.fsdp2_against_megatron,
     speed.near_the_peak,
-    llama.llama_405b,
+    speed.llama_405b,
 )
 """All claims, as functions that compute them."""
 
