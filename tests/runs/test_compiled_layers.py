@@ -15,7 +15,7 @@ import pytest
 import torch
 from families import architecture
 from functorch.compile import make_boxed_func
-from tests.needs import few
+from tests.needs import few, thorough
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,6 +31,8 @@ from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
 from shardscope.training.model.recompute import apply_recompute, decoder_layers
+
+pytestmark = thorough()
 
 ROWS, SEQ_LEN, RANK = 2, 32, 4
 TOKENS = ROWS * SEQ_LEN

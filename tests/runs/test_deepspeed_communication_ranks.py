@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from one_process import NUM_STEPS, RATE, plain_torch, whole_batch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 

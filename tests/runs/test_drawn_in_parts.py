@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
-pytestmark = needs_installed("deepspeed")
+pytestmark = [needs_installed("deepspeed"), thorough()]
 
 from host_bytes import asks_linux, most_anonymous  # noqa: E402
 from one_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402

@@ -10,10 +10,12 @@ import pytest
 import torch
 from families import SHAPE
 from test_saved_tensors import FULL, one_layer
-from tests.needs import needs
+from tests.needs import needs, thorough
 from tests.peak import Peak
 
 from shardscope.memory.activations.float8 import linear_working
+
+pytestmark = thorough()
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

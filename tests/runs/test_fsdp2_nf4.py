@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import needs, thorough
 from tests.unit.memory.test_quantization import SMALL
 from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.memory.groups import groups_of
 from shardscope.frameworks.fsdp2.memory.training_state import shapes, stage
+
+pytestmark = thorough()
 
 
 def train(double: bool, mixed: bool) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from gathered_attention import (  # noqa: E402
 from one_process import RATE, curves_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
-pytestmark = needs_installed("megatron")
+pytestmark = [needs_installed("megatron"), thorough()]
 NUM_STEPS = 4
 SEQ_LEN = 32
 ROWS = 4

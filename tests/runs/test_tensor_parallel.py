@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -15,6 +15,8 @@ from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES  # noqa: E402
+
+pytestmark = thorough()
 
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True},

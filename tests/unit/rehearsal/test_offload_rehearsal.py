@@ -20,6 +20,8 @@ from shardscope.core.plan import Plan
 from shardscope.rehearsal import fake_world as world
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
+pytestmark = thorough()
+
 FILE = STORED / "deepspeed-offload.jsonl"
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 needs_deepspeed = needs_installed("deepspeed")

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.needs import few
+from tests.needs import few, thorough
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
@@ -181,6 +181,7 @@ def test_patches_are_taken_back() -> None:
 # ---------------------------------------------------------------------------------- the published trace
 
 
+@thorough()
 def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3.1-8B on eight ranks, traced by torch's FSDPMemTracker: 46.60 GiB at the second step's peak.
 

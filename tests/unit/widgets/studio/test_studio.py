@@ -323,7 +323,7 @@ def errors(studio: Studio) -> list[str]:
     return [unescape(words(row.message)) for row in rows if row.message]
 
 
-@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2", "megatron"]))
+@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2"]))
 def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
     studio: Studio, framework: str
 ) -> None:
