@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardscope import Architecture, Plan
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import widths
 from shardscope.memory.activations.modules.saved import Saved

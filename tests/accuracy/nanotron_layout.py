@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.layout import Degrees, Layout
+from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.layout import MegatronLayout
 
 

@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 from tests.needs import examples
 from tests.unit.planning import LATENT, LLAMA, MOE
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
-from shardscope.core.arrays.column import Column, remembering, total
-from shardscope.core.arrays.deduplicate import Distinct
-from shardscope.core.arrays.rows import Rows
-from shardscope.core.arrays.varied import Varied
+from shardscope.core.ops import (
+    all_true,
+    cache_by_numbers,
+    ceil_div,
+    group_equal,
+    map_distinct,
+    maximum,
+    minimum,
+    where,
+)
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.memory.layer import Layer
 from shardscope.frameworks.megatron.memory.schedule import Fullest, _steps, chunk_layers, fullest
+from shardscope.prediction.batch.column import Column, sum_columns
+from shardscope.prediction.batch.deduplicate import Distinct
+from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.rows import Rows
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -31,13 +40,13 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "rest": lambda x, y: x % (y * y + 1),
     "parts": lambda x, y: x / (y * y + 1),
     "rounded up": lambda x, y: ceil_div(x, y * y + 1),
-    "largest": lambda x, y: largest(x, y, 3),
-    "smallest": smallest,
+    "largest": lambda x, y: maximum(x, y, 3),
+    "smallest": minimum,
     "of two": lambda x, y: where(x > y, x, y * 2),
     "condition": lambda x, y: (x >= y) * x + (x == y) * 5 + ((x < y) & (y > 0)),
     "from a number": lambda x, y: 7 - x + 12 // (y * y + 1) + 2 * (3 - y),
-    "by value": lambda x, y: by_value(x * y) + by_value(x % 3),
-    "looked up": lambda x, y: looked_up(lambda p, q: 10 * p + q % 2, x, y),
+    "by value": lambda x, y: group_equal(x * y) + group_equal(x % 3),
+    "looked up": lambda x, y: map_distinct(lambda p, q: 10 * p + q % 2, x, y),
 }
 
 
@@ -79,9 +88,9 @@ def test_sums_and_largest_of_several_columns(table: Any) -> None:
     rows, columns, plain = table
     several = [columns["a"], columns["b"] * columns["c"], 4, columns["a"] + columns["b"], columns["c"]]
     arrays = [plain["a"], plain["b"] * plain["c"], 4, plain["a"] + plain["b"], plain["c"]]
-    assert rows.spread(total(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
+    assert rows.spread(sum_columns(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
     expected = np.max([np.broadcast_to(array, plain["a"].shape) for array in arrays], axis=0)
-    assert rows.spread(largest(*several)).tolist() == expected.tolist()
+    assert rows.spread(maximum(*several)).tolist() == expected.tolist()
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -92,7 +101,7 @@ def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int])
 
     def made(numbers: dict[str, Any]) -> list[Any]:
         a, b, c = (numbers[name] for name in KEYS)
-        five = [100 * a + b, 100 * b + c, 100 * c + a, by_value(a * b + c), by_value(c % 3) + 10 * a]
+        five = [100 * a + b, 100 * b + c, 100 * c + a, group_equal(a * b + c), group_equal(c % 3) + 10 * a]
         return [five[place] for place in order]
 
     first, second, third, *more = made(columns)
@@ -100,10 +109,10 @@ def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int])
     assert (
         rows.spread(where(first > second, third, more[0])).tolist() == np.where(x > y, z, others[0]).tolist()
     )
-    assert rows.spread(total([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
+    assert rows.spread(sum_columns([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
     expected = np.max([x, y, z, *others], axis=0).tolist()
-    assert rows.spread(largest(first, second, third, *more)).tolist() == expected
-    found = rows.spread(looked_up(lambda p, q, r: 3 * p + q * r, first, more[1], second))
+    assert rows.spread(maximum(first, second, third, *more)).tolist() == expected
+    found = rows.spread(map_distinct(lambda p, q, r: 3 * p + q * r, first, more[1], second))
     assert found.tolist() == (3 * x + others[1] * y).tolist()
 
 
@@ -112,7 +121,7 @@ def test_what_follows_from_a_key_is_known_to() -> None:
     keys = np.arange(12)
     rows = Rows([keys % 3, keys // 3])
     one, other = rows.column(1, keys % 3 + 1), rows.column(2, keys // 3)
-    both, coarse = one * 10 + other, by_value((one > 1) * 5 + other // 2)
+    both, coarse = one * 10 + other, group_equal((one > 1) * 5 + other // 2)
     assert len(coarse.values) < len(both.values)
     assert rows.joined(both.keys, coarse.keys)[:2] == (both.keys, None)
     assert rows.joined(coarse.keys, both.keys)[::2] == (both.keys, None)
@@ -126,9 +135,9 @@ def test_a_column_has_as_many_numbers_as_decide_it() -> None:
     assert len(third.values) == 3
     assert len((third * 5 + 1).values) == 3
     assert len((third * quarter).values) == 12
-    assert len(by_value((third > 1) * quarter).values) == 5
+    assert len(group_equal((third > 1) * quarter).values) == 5
     assert rows.column(1, np.full(12, 7)) == 7
-    assert looked_up(lambda one, other: 4, third, quarter) == 4
+    assert map_distinct(lambda one, other: 4, third, quarter) == 4
     # A key that follows from others adds no rows.
     follows = Rows([keys % 3, keys // 3, keys])
     whole, part = follows.column(4, keys), follows.column(1, keys % 3)
@@ -141,8 +150,8 @@ def test_a_column_is_no_condition() -> None:
     column = rows.column(1, np.arange(3))
     with pytest.raises(TypeError, match="where"):
         bool(column > 1)
-    assert holds(column >= 0)
-    assert not holds(column > 0)
+    assert all_true(column >= 0)
+    assert not all_true(column > 0)
     assert np.sqrt(column).values.tolist() == pytest.approx([0, 1, 2**0.5])
 
 
@@ -158,7 +167,7 @@ def test_answers_in_tuples_become_columns() -> None:
         asked.append(number)
         return Pair(number // 2, 9)
 
-    found = looked_up(pair, rows.column(1, np.arange(6) % 3))
+    found = map_distinct(pair, rows.column(1, np.arange(6) % 3))
     assert sorted(asked) == [0, 1, 2]
     assert isinstance(found, Pair)
     assert isinstance(found.first, Column)
@@ -178,7 +187,7 @@ def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
             return self.double * number
 
     rows = Rows([np.arange(3)])
-    several: Any = Varied(Noun, Noun(), size=rows.column(1, np.array([1, 5, 2])))
+    several: Any = ObjectBatch(Noun, Noun(), size=rows.column(1, np.array([1, 5, 2])))
     assert several.double.values.tolist() == [2, 10, 4]
     assert several.times(3).values.tolist() == [6, 30, 12]
 
@@ -252,11 +261,13 @@ def test_what_was_computed_once_is_the_same_column_again() -> None:
     assert column + 1 is column + 1
     assert where(column > 1, column, 7) is where(column > 1, column, 7)
     # Functions are told apart by their answers, numbers by their types as well.
-    assert looked_up(lambda number: 2 * number, column) is looked_up(lambda number: number + number, column)
+    assert map_distinct(lambda number: 2 * number, column) is map_distinct(
+        lambda number: number + number, column
+    )
     assert (column * 2).values.dtype == np.int64
     assert (column * 2.0).values.dtype == np.float64
-    assert looked_up(float, column).values.dtype == np.float64
-    assert looked_up(int, column).values.dtype == np.int64
+    assert map_distinct(float, column).values.dtype == np.float64
+    assert map_distinct(int, column).values.dtype == np.int64
     before = column + 1
     rows.forget()
     assert column + 1 is not before
@@ -272,25 +283,25 @@ def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
 
     rows = Rows([np.arange(4)])
     column = rows.column(1, np.array([1, 2, 3, 4]))
-    first = looked_up(partial(scaled, 2), column)
-    assert looked_up(partial(scaled, 2), column) is first and len(asked) == 4
-    assert looked_up(partial(scaled, 3), column).values.tolist() == [3, 6, 9, 12]
-    found = [looked_up(lambda number, by=by: by * number, column).values.tolist() for by in (2, 5)]
+    first = map_distinct(partial(scaled, 2), column)
+    assert map_distinct(partial(scaled, 2), column) is first and len(asked) == 4
+    assert map_distinct(partial(scaled, 3), column).values.tolist() == [3, 6, 9, 12]
+    found = [map_distinct(lambda number, by=by: by * number, column).values.tolist() for by in (2, 5)]
     assert found == [[2, 4, 6, 8], [5, 10, 15, 20]]
 
 
 def test_tuples_inside_of_tuples_are_looked_up_whole() -> None:
     column = Rows([np.arange(3)]).column(1, np.array([1, 2, 3]))
-    inner, flat = looked_up(lambda number: ((number, 7), -number), column)
+    inner, flat = map_distinct(lambda number: ((number, 7), -number), column)
     assert inner[0].values.tolist() == [1, 2, 3] and inner[1] == 7 and flat.values.tolist() == [-1, -2, -3]
-    inner, flat = looked_up(lambda number: ((number, 7), -number), np.array([1, 2, 1]))
+    inner, flat = map_distinct(lambda number: ((number, 7), -number), np.array([1, 2, 1]))
     assert inner[0].tolist() == [1, 2, 1] and flat.tolist() == [-1, -2, -1]
 
 
 def test_what_is_remembered_is_of_the_very_same_columns() -> None:
     asked: list[Any] = []
 
-    @remembering
+    @cache_by_numbers
     def half(number: Any) -> Any:
         asked.append(number)
         return number / 2
@@ -318,4 +329,4 @@ def test_rows_in_groups_agree_as_rows_do() -> None:
         found = column * 10 + rows.column(2, place)
         assert len(found.values) == 5, "two stages of the same kind are one"
         assert rows.spread(found).tolist() == [50, 51, 60, 61, 62, 50]
-        assert rows.spread(by_value(found % 2)).tolist() == [0, 1, 0, 1, 0, 0]
+        assert rows.spread(group_equal(found % 2)).tolist() == [0, 1, 0, 1, 0, 0]

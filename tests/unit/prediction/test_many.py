@@ -15,8 +15,8 @@ from tests.needs import examples
 from tests.unit.planning import plans
 
 import shardscope as ss
-from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.core.layout import Layout
+from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.plan import Plan
 from shardscope.prediction.batch.memory import peak_bytes
 
@@ -73,7 +73,7 @@ def test_no_plans_are_no_bytes() -> None:
 
 def test_arithmetic_means_the_same_for_numbers_and_arrays() -> None:
     left, right = np.array([1, 7, 7, 12]), np.array([3, 7, 2, 5])
-    for function in (smallest, largest, ceil_div, lambda a, b: where(a > b, a, b)):
+    for function in (minimum, maximum, ceil_div, lambda a, b: where(a > b, a, b)):
         one_by_one = [function(int(a), int(b)) for a, b in zip(left, right, strict=True)]
         assert function(left, right).tolist() == one_by_one
 
@@ -85,10 +85,10 @@ def test_what_is_counted_one_by_one_is_counted_once_for_each_distinct_row() -> N
         asked.append((first, second))
         return first + second, first * second
 
-    total, product_ = looked_up(pair, np.array([2, 3, 2]), 5)
+    total, product_ = map_distinct(pair, np.array([2, 3, 2]), 5)
     assert (total.tolist(), product_.tolist()) == ([7, 8, 7], [10, 15, 10])
     assert sorted(asked) == [(2, 5), (3, 5)]
-    assert looked_up(pair, 2, 5) == (7, 10)
+    assert map_distinct(pair, 2, 5) == (7, 10)
 
 
 def test_second_partitions_are_counted_of_many_plans_at_once() -> None:

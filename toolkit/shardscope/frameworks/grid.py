@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.deduplicate import rows_alike, value_codes
-from shardscope.core.arrays.varied import Varied
 from shardscope.core.fixes import as_it_is
 
 if TYPE_CHECKING:
@@ -56,7 +54,6 @@ def passing(check: Callable[..., object], values: Iterable[Any]) -> list[Any]:
 
 
 def crossed(
-    layout: Layout,
     cluster: Cluster,
     recipe: Recipe,
     degrees: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]],
@@ -78,8 +75,7 @@ def crossed(
                 found["taken"] = found["taken"] * found[name]
         found = kept(found, cluster.num_gpus % found["taken"] == 0)
     left = cluster.num_gpus // found.pop("taken")
-    spread = Varied(type(layout), layout, **found).spread(left)
-    found[DATA_PARALLEL] = np.broadcast_to(spread.data_parallel, left.shape)
+    found[DATA_PARALLEL] = left * found.get("replicate", 1)
     sizes = np.array(micro_batch_sizes(recipe), np.int64)
     places, choices = _pairs(len(left), len(sizes))
     found = {name: column[places] for name, column in found.items()}
@@ -98,11 +94,15 @@ def allowed(columns: Columns, names: Sequence[str], check: Callable[..., object]
     """Return the rows for which ``check`` of columns ``names`` raises nothing; equal rows count once."""
     if not len(columns[names[0]]):
         return columns
-    found = rows_alike([value_codes(columns[name]) for name in names])
-    rows = zip(*(columns[name][found.rows].tolist() for name in names), strict=True)
+    codes = np.zeros(len(columns[names[0]]), np.int64)
+    for name in names:
+        values, indices = np.unique(columns[name], return_inverse=True)
+        codes = codes * len(values) + indices
+    _, first_rows, row_codes = np.unique(codes, return_index=True, return_inverse=True)
+    rows = zip(*(columns[name][first_rows].tolist() for name in names), strict=True)
     with as_it_is():
-        told = [_passes(check, row) for row in rows]
-    return kept(columns, np.array(told)[found.codes])
+        passes = [_passes(check, row) for row in rows]
+    return kept(columns, np.array(passes)[row_codes])
 
 
 def kept(columns: Columns, rows: NDArray[np.bool_]) -> Columns:

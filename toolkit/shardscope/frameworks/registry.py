@@ -34,7 +34,7 @@ class MemoryModel(Protocol):
     """Interface of every framework's ``memory/training_state.py``.
 
     :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: for plans whose numbers are
-    :class:`~shardscope.core.arrays.column.Column`, they return columns.
+    :class:`~shardscope.prediction.batch.column.Column`, they return columns.
     """
 
     def shapes(self, plan: Plan) -> Shapes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.memory.activations.float8 import layer_working
 from shardscope.memory.activations.forward import cast_weights, casts_in_forward
 from shardscope.memory.activations.modules.instants import Instant, LayerInstants, layer_instants
@@ -69,7 +69,7 @@ class Order(NamedTuple):
         """Return the sum of one :class:`KindOfLayer` field over all layers before ``index``."""
         if len(self.kinds) == 1:
             return index * getattr(self.kinds[0], field)
-        dense = smallest(index, self.dense)
+        dense = minimum(index, self.dense)
         found: Any = 0
         half = len(self.kinds) if self.interval == 1 else len(self.kinds) // 2
         for place, kind in enumerate(self.kinds):
@@ -93,8 +93,8 @@ class Order(NamedTuple):
         found: list[Place] = []
         seen: set[Any] = set()
         for kind in self.kinds:
-            second = largest(kind.highest - self.interval, kind.lowest)
-            next_to_first = smallest(kind.lowest + self.interval, kind.highest)
+            second = maximum(kind.highest - self.interval, kind.lowest)
+            next_to_first = minimum(kind.lowest + self.interval, kind.highest)
             between = where(growth(kind.moe) > kind.saved, next_to_first, second)
             for index in (kind.highest, between, kind.lowest):
                 if isinstance(kind.num_layers, int) and (not kind.num_layers or index in seen):
@@ -133,7 +133,7 @@ class Order(NamedTuple):
                 casts_kept=there * kind.casts_kept,
                 weights=there * kind.weights,
             )
-        return Place(kind, index, largest(0, others + self.sum_before(index, "saved")))
+        return Place(kind, index, maximum(0, others + self.sum_before(index, "saved")))
 
 
 def order_of(step: StageStep) -> Order:
@@ -162,14 +162,14 @@ def _kind(
             low = low + (low % interval == 0)
         else:
             low, high = ceil_div(low, interval) * interval, high // interval * interval
-        layers = largest(0, where(high >= low, layers, 0))
+        layers = maximum(0, where(high >= low, layers, 0))
     each = step.layer(moe, recompute)
     # int8 matmuls do not dequantize the matrix in forward, only in backward.
     extra = 0 if modules.int8_base else step.dequantised()
     few_bits = modules.compute * modules.quantized
     cut = step.cut
     of_one = partial(layer_instants, arch, moe, modules, recompute)
-    instants: LayerInstants = looked_up(of_one, step.plan.degrees.tp, cut)
+    instants: LayerInstants = map_distinct(of_one, step.plan.degrees.tp, cut)
     backward = [
         Instant(tokens * held + few_bits * whole, done, making, experts, products)
         for held, done, making, experts, products, whole in instants.backward

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import largest, looked_up
 from shardscope.core.number_format import count, gib
+from shardscope.core.ops import map_distinct, maximum
 from shardscope.memory.activations.backward import Peak
 from shardscope.memory.activations.step import StageStep
 from shardscope.memory.overheads import libraries as overheads
@@ -51,8 +51,8 @@ def peak_total(plan: Plan, modules: Modules, stage: Stage, state: TrainingState)
     beside: dict[int, tuple[Any, list[Any]]] = {}
     for peak in _found(plan, modules, stage, state):
         beside.setdefault(id(peak.gradients), (peak.gradients, []))[1].append(_churned(peak))
-    busy = largest(*(gradients + resident.with_gaps(largest(*most)) for gradients, most in beside.values()))
-    return largest(*(moment.total for moment in resident.idle()), resident.busy_total + busy)
+    busy = maximum(*(gradients + resident.with_gaps(maximum(*most)) for gradients, most in beside.values()))
+    return maximum(*(moment.total for moment in resident.idle()), resident.busy_total + busy)
 
 
 def _found(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
@@ -78,7 +78,7 @@ class _Resident:
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
         gpu = self.gpu = plan.cluster.gpu
-        self.communication = looked_up(partial(_communication, gpu.vendor), *state.group_sizes)
+        self.communication = map_distinct(partial(_communication, gpu.vendor), *state.group_sizes)
         self.runtime = overheads.runtime(gpu.vendor, gpu.architecture).point
         self.gradients = state.gradients_rest or (state.gradients if state.gradients_stay else None)
         self.gather = state.gather_rest
@@ -182,7 +182,7 @@ def _churned(peak: Peak) -> Any:
     """Return the bytes that a step allocates and frees.
 
     Activations and logits are added first: they depend on fewer columns than the gather buffers, so the sum
-    over arrays of plans is cheaper (``core/arrays/column.py``).
+    over arrays of plans is cheaper (``prediction/batch/column.py``).
     """
     held = peak.activations if peak.logits is None else peak.activations + peak.logits[0]
     return held + peak.gather

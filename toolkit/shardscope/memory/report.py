@@ -8,9 +8,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from shardscope.core.arrays.arithmetic import where
 from shardscope.core.errors import one_of
 from shardscope.core.number_format import gib, in_parts
+from shardscope.core.ops import where
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:

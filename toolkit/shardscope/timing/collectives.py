@@ -11,8 +11,7 @@ from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
-from shardscope.core.arrays.column import remembering
+from shardscope.core.ops import cache_by_numbers, ceil_div, map_distinct, maximum, minimum, where
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Route(NamedTuple):
 
 def route(ranks: Any, stride: Any, gpus_per_node: int) -> Route:
     """Return the placement of a group whose ranks are ``stride`` GPUs apart."""
-    members = smallest(ranks, largest(1, gpus_per_node // stride))
+    members = minimum(ranks, maximum(1, gpus_per_node // stride))
     # A group whose first and last rank are on one node is intra-node.
     return Route(members, where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members)))
 
@@ -83,7 +82,7 @@ def calls_on(rates: Rates, gpus_per_node: int) -> Callable[[Collective, Any, Any
     def one(collective: Collective, num_bytes: Any, ranks: Any, stride: Any, messages: Any) -> Any:
         return one_call(collective, num_bytes, ranks, stride, messages, gpus_per_node, rates)
 
-    return remembering(one)
+    return cache_by_numbers(one)
 
 
 def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
@@ -113,7 +112,7 @@ def _ring_or_tree(
     """
     rounds = _ROUNDS[collective]
     across = between.bytes_per_second * way.members
-    crossing = where(way.members > 1, smallest(inside.bytes_per_second, across), across)
+    crossing = where(way.members > 1, minimum(inside.bytes_per_second, across), across)
     speed = where(way.num_nodes == 1, inside.bytes_per_second, crossing)
     moved = rounds * (ranks - 1) / ranks * num_bytes / speed
     # As many of the ring's steps cross between nodes as there are nodes.
@@ -125,12 +124,12 @@ def _ring_or_tree(
     depth = (way.members - 1) * inside.latency_seconds + _log2(way.num_nodes) * between.latency_seconds
     # Reduce up and broadcast down the tree; each rank passes on the whole vector.
     tree = _either_protocol(2 * num_bytes / speed, 2 * messages * depth)
-    return smallest(ring, tree)
+    return minimum(ring, tree)
 
 
 def _either_protocol(moved: Any, waited: Any) -> Any:
     """Return the shorter time of NCCL's Simple and LL protocols."""
-    return smallest(moved + waited, moved / _SMALL_BANDWIDTH + _SMALL_LATENCY * waited)
+    return minimum(moved + waited, moved / _SMALL_BANDWIDTH + _SMALL_LATENCY * waited)
 
 
 def _all_to_all(
@@ -143,7 +142,7 @@ def _all_to_all(
     away = (ranks - way.members) / ranks * num_bytes / between.bytes_per_second
     near = (way.members - 1) / ranks * num_bytes / inside.bytes_per_second
     latency = where(way.num_nodes > 1, between.latency_seconds, inside.latency_seconds)
-    return largest(where(way.num_nodes > 1, away, 0.0), near) + messages * latency
+    return maximum(where(way.num_nodes > 1, away, 0.0), near) + messages * latency
 
 
 def _send(num_bytes: Any, way: Route, inside: LinkRate, between: LinkRate) -> Any:
@@ -154,4 +153,4 @@ def _send(num_bytes: Any, way: Route, inside: LinkRate, between: LinkRate) -> An
 
 
 def _log2(number: Any) -> Any:
-    return looked_up(log2, number)
+    return map_distinct(log2, number)

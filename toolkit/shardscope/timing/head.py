@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up, smallest
+from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, loss_in_force
@@ -52,12 +52,12 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
     elif kind == "fused" and modules.kernels != "megatron":
         # Each chunk's logits have as many bytes as the input (memory/activations/head.py).
-        chunks = smallest(tokens, ceil_div(rows, arch.hidden_size))
+        chunks = minimum(tokens, ceil_div(rows, arch.hidden_size))
     hidden = arch.hidden_size
     # The weights are read again for each chunk.
     moved = chunks * rows * hidden + tokens * (rows + hidden)
     # The padded rows of the vocabulary are included.
-    missed = tokens * looked_up(partial(unaligned, hidden), stage.head // hidden)
+    missed = tokens * map_distinct(partial(unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
     each = logits_per_token(
         rows,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, where
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.forward import saved_tensors
 from shardscope.memory.activations.modules.attention import in_plain_math, is_eager
@@ -85,7 +85,7 @@ class LayerWork:
         self.calls = calls_on(rates, plan.cluster.gpus_per_node)
         recipe, degrees = plan.recipe, plan.degrees
         self.arch = plan.architecture
-        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
         self.rate = rates.matrix(PEAKS[recipe.precision])
@@ -193,7 +193,7 @@ class LayerWork:
         """Return the bytes that a layer's operators save for backward without recomputation."""
         arch, modules = self.arch, self.modules
         of_one = partial(saved_per_token, arch, moe, modules)
-        each = looked_up(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
+        each = map_distinct(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
         return self.tokens * each
 
     def _moved(self, products: LayerProducts) -> tuple[Any, Any]:
@@ -234,7 +234,7 @@ class LayerWork:
         A CPU rank cannot overlap: it launches an operator itself, and then runs it.
         """
         starting = num_kernels * self.rates.kernel_seconds
-        waiting = largest(0.0, starting - work.seconds) if self.plan.on_gpu else starting
+        waiting = maximum(0.0, starting - work.seconds) if self.plan.on_gpu else starting
         return Operators(work.matrices, work.attention, work.elementwise + waiting)
 
     def _again(self, products: LayerProducts, forward: Operators) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import names_of
 from shardscope.memory.state.lora import adapter_targets, first_layer
 from shardscope.memory.state.stages import rank_shapes
@@ -86,7 +86,7 @@ class LayerProducts(NamedTuple):
 
 def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
     """Return one layer's matrices, dense or with routed experts; arrays of degrees give arrays."""
-    found: LayerProducts = looked_up(partial(_layer_products, arch, moe), tp, ep, expert_tp)
+    found: LayerProducts = map_distinct(partial(_layer_products, arch, moe), tp, ep, expert_tp)
     return found
 
 
@@ -126,7 +126,7 @@ class _Edges(NamedTuple):
 
 def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> Products:
     """Return the two low-rank matrices of each adapter of one layer."""
-    found: Products = looked_up(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
+    found: Products = map_distinct(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import largest, smallest
 from shardscope.core.errors import refuse
+from shardscope.core.ops import maximum, minimum
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -35,9 +35,9 @@ def host_seconds(
     if traffic.leaves_the_host_alone and _is_nothing(dropped):
         return _NOTHING
     link = rates.host.bytes_per_second
-    going_forward = largest(traffic.fetched_forward, dropped) / link
-    going_backward = largest(traffic.fetched_backward + dropped, traffic.returned_backward) / link
-    hidden = smallest(going_forward, forward) + smallest(going_backward, backward)
+    going_forward = maximum(traffic.fetched_forward, dropped) / link
+    going_backward = maximum(traffic.fetched_backward + dropped, traffic.returned_backward) / link
+    hidden = minimum(going_forward, forward) + minimum(going_backward, backward)
     exposed = going_forward + going_backward - hidden + traffic.returned_after / link
     per_node = plan.cluster.gpus_per_node
     exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second
@@ -52,7 +52,7 @@ def host_seconds(
             "dataclasses.replace(cluster, nvme_bandwidth_bytes_per_second=...) with what `fio` measures",
         )
     beneath = traffic.nvme_beneath * per_node / speed
-    covered = smallest(beneath, forward + backward)
+    covered = minimum(beneath, forward + backward)
     after = traffic.nvme_after * per_node / speed
     return HostSeconds(exposed + beneath - covered + after, hidden + covered)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up, where
+from shardscope.core.ops import ceil_div, map_distinct, where
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import widths as attention_widths
 from shardscope.memory.state.stages import layers_by_kind
@@ -131,7 +131,7 @@ def _context(work: LayerWork) -> list[Transfer]:
     tp, cp = plan.degrees.tp, plan.degrees.cp
     width = attention_widths(work.arch)
     heads = work.arch.num_attention_heads if work.arch.latent_attention else work.arch.num_key_value_heads
-    cut = looked_up(partial(min, heads), tp)
+    cut = map_distinct(partial(min, heads), tp)
     keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
     times = plan.num_micro_batches
     # In a ring, attention on all but the last of cp parts overlaps the next part's transfer; else only the

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.catalog import entries, links
-from shardscope.core.arrays.arithmetic import largest
 from shardscope.core.cluster import ASSUMED_LINK, ASSUMED_NETWORK
 from shardscope.core.errors import refuse
+from shardscope.core.ops import maximum
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster, Gpu, Link
@@ -47,7 +47,7 @@ class MatrixRate(NamedTuple):
         Arrays give arrays.
         """
         counted = multiplied + self.half_size * moved + self.slower_unaligned * unaligned
-        return 2 * largest(counted, self.balance * moved) / self.flops_per_second
+        return 2 * maximum(counted, self.balance * moved) / self.flops_per_second
 
 
 class AttentionRate(NamedTuple):
@@ -100,7 +100,7 @@ class MeasuredCalls(NamedTuple):
         Interpolates linearly in logarithms; larger sizes continue at the last bandwidth.
         """
         sizes, seconds = self.log_bytes, self.log_seconds
-        size = largest(np.log(largest(num_bytes / messages, 1.0)), sizes[0])
+        size = maximum(np.log(maximum(num_bytes / messages, 1.0)), sizes[0])
         # A sum of kinks at the measured sizes, because columns of plans do not support np.interp.
         found: Any = seconds[0]
         slope = 0.0
@@ -108,7 +108,7 @@ class MeasuredCalls(NamedTuple):
             after = 1.0
             if index + 1 < len(sizes):
                 after = (seconds[index + 1] - seconds[index]) / (sizes[index + 1] - at)
-            found = found + (after - slope) * largest(size - at, 0.0)
+            found = found + (after - slope) * maximum(size - at, 0.0)
             slope = after
         return messages * np.exp(found)
 

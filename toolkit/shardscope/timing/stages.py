@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, smallest, where
+from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.memory.state.stages import layers_by_kind
 from shardscope.timing.head import ends
 from shardscope.timing.layers import LayerWork
@@ -211,6 +211,6 @@ def _hide(
     ``covered`` seconds of that arithmetic are already in use.
     """
     together = sums[beneath]
-    room = largest(0.0, getattr(cover, beneath) - covered)
-    share = shares[beneath] = smallest(1.0, room / where(together > 0, together, 1.0))
+    room = maximum(0.0, getattr(cover, beneath) - covered)
+    share = shares[beneath] = minimum(1.0, room / where(together > 0, together, 1.0))
     return share * together

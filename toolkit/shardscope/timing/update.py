@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import looked_up
+from shardscope.core.ops import map_distinct
 from shardscope.core.precision import FP32, widths
 from shardscope.memory.state.stages import INPUTS, layers_by_kind, rank_shapes
 
@@ -70,7 +70,7 @@ def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
     arch, degrees = plan.architecture, plan.degrees
     found: Any = 0.0
     for moe, layers in layers_by_kind(arch, stage):
-        each = looked_up(lambda tp, ep, moe=moe: _rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
+        each = map_distinct(lambda tp, ep, moe=moe: _rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
         found = found + layers * rates.matrix("bf16").seconds(each.multiplied, each.moved)
     return found
 

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     """Return the one grid: every rank is a replica."""
-    return [Grid(layout=DdpLayout(), columns=crossed(DdpLayout(), cluster, recipe, {}))]
+    return [Grid(layout=DdpLayout(), columns=crossed(cluster, recipe, {}))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.arrays.arithmetic import largest
+from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
@@ -26,7 +26,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     width, weights = widths[plan.recipe.precision], stage.trainable
     num_bytes = weights * width.original
-    messages = largest(1.0, num_bytes / BUCKET_BYTES)
+    messages = maximum(1.0, num_bytes / BUCKET_BYTES)
     cast = width.compute + FP32 if width.compute < width.original else 0
     added = 3 * width.original * (plan.num_micro_batches - 1) + 2 * width.original
     transfer = Transfer(

@@ -60,7 +60,6 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         ZeroLayout(stage=0, tp=tp).check_auto_tp(arch, recipe)
 
     found = crossed(
-        ZeroLayout(),
         cluster,
         recipe,
         {

@@ -9,7 +9,6 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.errors import flag, one_of, refuse
 from shardscope.core.fixes import checked
 from shardscope.core.layout import (
@@ -22,6 +21,7 @@ from shardscope.core.layout import (
     largest_divisor,
     left_over_ranks,
 )
+from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.families.unknown import UnknownFamily
 from shardscope.frameworks.deepspeed.communication import check_communication

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.communication import reduced_width
 from shardscope.frameworks.deepspeed.memory.counted import expert_replicas
@@ -52,13 +52,13 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             replicas,
             apart,
             times,
-            largest(1, ceil_div(weights, layout.reduce_bucket_size)),
+            maximum(1, ceil_div(weights, layout.reduce_bucket_size)),
             beneath,
         )
         for weights, replicas, apart in groups
     ]
     if layout.stage in (1, 2):
-        bucket = largest(1, layout.allgather_bucket_size)
+        bucket = maximum(1, layout.allgather_bucket_size)
         transfers += [
             Transfer(
                 "gathers",
@@ -67,7 +67,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
                 replicas,
                 apart,
                 1,
-                largest(1, ceil_div(weights, bucket)),
+                maximum(1, ceil_div(weights, bucket)),
             )
             for weights, replicas, apart in groups
         ]

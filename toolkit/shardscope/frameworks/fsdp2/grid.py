@@ -26,7 +26,6 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     chunks = [1 << power for power in range(arch.num_hidden_layers.bit_length())]
     pipelines = [(pp, vpp) for pp in ranks for vpp in (chunks if pp > 1 else (1,))]
     columns = crossed(
-        plain,
         cluster,
         recipe,
         {

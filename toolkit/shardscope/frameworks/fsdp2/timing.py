@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import by_value, smallest, where
+from shardscope.core.ops import group_equal, minimum, where
 from shardscope.core.precision import base_width, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
@@ -39,11 +39,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     layout: Any = plan.layout
     degrees, width = plan.degrees, widths[plan.recipe.precision]
-    ranks, stride, calls = by_value(degrees.shard * degrees.cp), degrees.tp, stage.num_layers + 1
+    ranks, stride, calls = group_equal(degrees.shard * degrees.cp), degrees.tp, stage.num_layers + 1
     gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
     micro_batches, reshard = plan.num_micro_batches, layout.reshard_after_forward
     staged = degrees.pp > 1
-    forwards = where(staged, smallest(micro_batches, degrees.pp), micro_batches)
+    forwards = where(staged, minimum(micro_batches, degrees.pp), micro_batches)
     backwards = where(staged, 1, micro_batches) if reshard else 0
     gather = Transfer("gathers", "all_gather", gathered, ranks, stride, forwards, calls, "forward")
     reductions = where(staged, 1, micro_batches)

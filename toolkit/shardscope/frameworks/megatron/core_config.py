@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.errors import refuse
+from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends

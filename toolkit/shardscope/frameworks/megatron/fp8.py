@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import looked_up
 from shardscope.core.errors import refuse
+from shardscope.core.ops import map_distinct
 from shardscope.memory.activations.modules.attention import widths
 from shardscope.memory.state.stages import layers_by_kind, rank_shapes
 
@@ -54,7 +54,7 @@ def weight_copies(plan: Plan, stage: Stage) -> Any:
     arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
     numel: Any = 0
     for moe, layers in layers_by_kind(arch, stage):
-        each = looked_up(
+        each = map_distinct(
             lambda tp, expert_tp, ep, moe=moe: _layer_matrices(arch, moe, tp, expert_tp, ep),
             degrees.tp,
             layout.expert_tp,  # type: ignore[attr-defined]

@@ -58,7 +58,6 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         if pp == 1 or splits(layers, pp, vpp)
     ]
     found = crossed(
-        MegatronLayout(),
         cluster,
         recipe,
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, where
+from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.memory.replicas import replicas_of
@@ -52,7 +52,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     for weights, ranks, stride in groups:
         buckets = 1
         if layout.overlap_grad_reduce:
-            buckets = largest(1, ceil_div(weights, largest(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
+            buckets = maximum(1, ceil_div(weights, maximum(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
         shards: bool = layout.distributed_optimizer
         how: Collective = "reduce_scatter" if shards else "all_reduce"
         transfers.append(Transfer("gradients", how, weights * width, ranks, stride, 1, buckets, beneath))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import is_array, smallest
+from shardscope.core.ops import is_array, minimum
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
@@ -141,7 +141,7 @@ class Peak:
 
 def places(deepest: Any) -> list[Any]:
     """Return the numbers of layers that backward has passed at its peak candidates: 0, 1 and ``deepest``."""
-    found = [0, smallest(1, deepest), deepest]
+    found = [0, minimum(1, deepest), deepest]
     return found if is_array(deepest) else sorted(set(found))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import largest
+from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32, HALF
 from shardscope.memory.state.lora import first_layer
 
@@ -29,13 +29,13 @@ def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
     that.
     """
     gradient, weight, given = tokens * out, out * inner, tokens * inner
-    last = HALF * given + weight + largest(CAST * gradient + gradient, CAST * given + 2 * gradient)
-    return largest(gradient + CAST * weight, last)
+    last = HALF * given + weight + maximum(CAST * gradient + gradient, CAST * given + 2 * gradient)
+    return maximum(gradient + CAST * weight, last)
 
 
 def layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
     """Return the maximum of :func:`linear_working` over one layer's Linears; fused experts stay in bf16."""
-    return largest(*(linear_working(tokens, out, inner) for out, inner in _shapes(architecture, moe)))
+    return maximum(*(linear_working(tokens, out, inner) for out, inner in _shapes(architecture, moe)))
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.arrays.arithmetic import holds
+from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
@@ -71,7 +71,7 @@ def modules_of(plan: Plan) -> Modules:
         dropout=recipe.dropout,
         attention=recipe.attention,
         fused_attention=fused_attention(plan),
-        broadcasts_views=holds(broadcasts_views(plan.architecture, recipe.micro_batch_size)),
+        broadcasts_views=all_true(broadcasts_views(plan.architecture, recipe.micro_batch_size)),
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         int8_base=recipe.base_quantization == "int8",

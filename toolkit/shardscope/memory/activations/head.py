@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.core.number_format import count
+from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.logits import Logits, logits_per_token
@@ -33,7 +33,7 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
     together with the logits' gradient; autocast casts it, and has freed the weight's copy by then. ``capped``
     logits (Gemma 2) save their tanh for backward. Checked in tests/runs/test_loss.py.
     """
-    chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
+    chunk = minimum(tokens, LOSS_CHUNK_TOKENS)
     several = tokens > LOSS_CHUNK_TOKENS
     weight = vocab * hidden * modules.trained
     gradient = weight * modules.compute
@@ -42,8 +42,8 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
     states = several * tokens * hidden * modules.stream
     inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient + states
     once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
-    between = largest(3 * gradient + states, gradient + 3 * states)
-    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, between, once)))
+    between = maximum(3 * gradient + states, gradient + 3 * states)
+    return Logits(chunk * vocab * 2 * FP32, maximum(inside, where(several, between, once)))
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
@@ -53,13 +53,13 @@ def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
     head's weight, in their own dtypes; logits exist for one chunk of tokens at a time, with as many bytes as
     the input.
     """
-    chunk = smallest(_next_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
+    chunk = minimum(_next_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
     kept = hidden * modules.stream * (tokens + vocab * modules.trained)
     return Logits(chunk * vocab * modules.compute + kept, kept)
 
 
 def _next_power_of_2(number: Any) -> Any:
-    return looked_up(lambda number: 1 << (number - 1).bit_length(), number)
+    return map_distinct(lambda number: 1 << (number - 1).bit_length(), number)
 
 
 def head_terms(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
 from shardscope.core.number_format import count, gib, kib
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, where
 from shardscope.families.parameter_names import attention_inputs
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.backward import (
@@ -55,7 +55,7 @@ class StageStep:
     def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
         self.plan, self.modules, self.stage = plan, modules, stage
         degrees, recipe = plan.degrees, plan.recipe
-        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         """Number of shards of the residual stream."""
         self.kinds = self._kinds()
@@ -130,7 +130,7 @@ class StageStep:
 
         return FullestLayer(
             saved=tokens * layer.saved,
-            inside=largest(
+            inside=maximum(
                 inside(own.inside),
                 self._gathered(own.stream, layer.recomputed),
                 (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8),
@@ -139,7 +139,7 @@ class StageStep:
             earlier=inside(own.earlier),
             core=where(own.core == 0, 0, inside(own.core)),
             recomputed=tokens * layer.recomputed,
-            again=tokens * largest(*(kind.each.recomputed for kind in self.kinds)),
+            again=tokens * maximum(*(kind.each.recomputed for kind in self.kinds)),
         )
 
     def _gathered(self, stream: Any, recomputed: Any) -> Any:
@@ -190,7 +190,7 @@ class StageStep:
         of_one = partial(layer_activations, arch, moe, modules, recompute)
         in_parts = self.plan.layout.joins_attention_by_heads
         joins = where(self.plan.degrees.cp > 1, 1, 0) if in_parts else 0
-        found: LayerActivations = looked_up(of_one, self.plan.degrees.tp, self.cut, joins)
+        found: LayerActivations = map_distinct(of_one, self.plan.degrees.tp, self.cut, joins)
         return found
 
     def _fullest(self) -> LayerActivations:
@@ -229,7 +229,7 @@ class StageStep:
                 # Boolean window masks are the same for all sequences, and exist once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks
-        unsaved = looked_up(
+        unsaved = map_distinct(
             lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
         )
         return self.stage.is_first * (8 - unsaved)
@@ -302,7 +302,7 @@ def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
         return vpp, where(pp > 1, micro_batches, 1)
     plain = pp - stage
     interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
-    return vpp, smallest(where(vpp == 1, plain, interleaved), micro_batches * vpp)
+    return vpp, minimum(where(vpp == 1, plain, interleaved), micro_batches * vpp)
 
 
 def _layer_words(kind: Kind) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

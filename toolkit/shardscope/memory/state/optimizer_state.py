@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up
 from shardscope.core.number_format import count, gib
+from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.state.lora import adapter_targets, first_layer
 from shardscope.memory.state.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
@@ -92,7 +92,9 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
     working = found.working
     if name == "adafactor":
         arch, adapted = plan.architecture, _adapted(plan)
-        working = looked_up(lambda *numbers: _adafactor_working(arch, adapted, kind, _Part(*numbers)), *part)
+        working = map_distinct(
+            lambda *numbers: _adafactor_working(arch, adapted, kind, _Part(*numbers)), *part
+        )
     elif not plan.on_gpu and name != "muon":
         working = 0
 
@@ -144,7 +146,9 @@ def _adapted(plan: Plan) -> Recipe | None:
 def _sum(plan: Plan, part: _Part, kind: _Kind) -> TensorState:
     """Return the optimizer state of all tensors that train on a rank of the stage."""
     arch, adapted = plan.architecture, _adapted(plan)
-    found: TensorState = looked_up(lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part)
+    found: TensorState = map_distinct(
+        lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part
+    )
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, smallest, where
+from shardscope.core.ops import ceil_div, minimum, where
 from shardscope.core.precision import FP32, HALF
 
 EIGHT_BIT_BLOCK = 256
@@ -113,7 +113,7 @@ def _muon(rows: Any, columns: Any, width: int) -> TensorState:
     Alive at once: the update in the weight's dtype, the iteration's matrix before and after, its Gram matrix
     and the polynomial of that. A bf16 update is itself the first iteration's matrix, and stays alive.
     """
-    numel, short = rows * columns, smallest(rows, columns)
+    numel, short = rows * columns, minimum(rows, columns)
     return TensorState(width * numel, working=(width + 2 * HALF) * numel + 2 * HALF * short * short)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest
 from shardscope.core.errors import refuse
+from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.memory.state.lora import first_layer
 from shardscope.memory.state.stages import layers_by_kind
@@ -88,7 +88,7 @@ def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
 
 def largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Return the number of weights of the largest quantized matrix, dequantized during its matmul."""
-    found: int = largest(*(
+    found: int = maximum(*(
         (layers > 0) * layer_linears(architecture, moe, "nf4")[2]
         for moe, layers in layers_by_kind(architecture, stage)
     ))  # fmt: skip

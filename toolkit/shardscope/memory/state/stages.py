@@ -6,8 +6,14 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, is_array, largest, looked_up
-from shardscope.core.arrays.column import remembering
+from shardscope.core.ops import (
+    any_true,
+    cache_by_numbers,
+    ceil_div,
+    group_equal,
+    map_distinct,
+    maximum,
+)
 from shardscope.families.registry import family_of
 from shardscope.memory.state.lora import first_layer, layer_adapters
 
@@ -143,7 +149,7 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
     ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
     """
     degrees = plan.degrees
-    num_shards = by_value(degrees.shard * degrees.cp)
+    num_shards = group_equal(degrees.shard * degrees.cp)
     found: Stage = _whole(plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape)
     if not plan.recipe.has_adapters:
         return found
@@ -152,7 +158,7 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
     return found._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
 
 
-@remembering
+@cache_by_numbers
 def _whole(
     arch: Architecture,
     tp: Any,
@@ -168,13 +174,13 @@ def _whole(
     """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
     layers = experts = edges = shard = edge_shard = most = largest_shard = 0
     for moe, count in _by_kind(arch, num_layers, moe_layers):
-        one = looked_up(partial(layer_shard, arch, moe), tp, ep, num_shards)
+        one = map_distinct(partial(layer_shard, arch, moe), tp, ep, num_shards)
         layers += count * one.dense
         experts += count * one.experts
         padded = one.dense_padded + one.experts_padded
         shard += count * padded
-        most = largest(most, (count > 0) * (one.dense + one.experts))
-        largest_shard = largest(largest_shard, (count > 0) * padded)
+        most = maximum(most, (count > 0) * (one.dense + one.experts))
+        largest_shard = maximum(largest_shard, (count > 0) * padded)
     for _, rows, columns in outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
         edges += rows * columns
         edge_shard += ceil_div(rows, num_shards) * columns
@@ -204,7 +210,7 @@ def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tup
     arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
     whole = part = 0
     for moe, layers in kinds:
-        each: tuple[int, int] = looked_up(partial(layer_adapters, arch, recipe, moe), num_shards)
+        each: tuple[int, int] = map_distinct(partial(layer_adapters, arch, recipe, moe), num_shards)
         whole += layers * ceil_div(each[0], tp)
         part += layers * ceil_div(each[1], tp)
     return whole, part
@@ -233,24 +239,20 @@ def outer_tensors(
     """
     rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
     found: list[tuple[str, int, int]] = []
-    if _any(is_first):
+    if any_true(is_first):
         found.append(("embedding", is_first * rows, hidden))
         positions: int = ceil_div(arch.position_embedding_parameters, hidden)
         if positions:
             found.append(("positions", is_first * positions, hidden))
-    if _any(is_last):
+    if any_true(is_last):
         found += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
         has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
-        if _any(has_head):
+        if any_true(has_head):
             found.append(("lm_head", has_head * rows, hidden))
         if family_of(arch).has_head_bias:
             found.append(("lm_head", is_last * rows, 1))
     return found
-
-
-def _any(condition: Any) -> bool:
-    return bool(condition.any()) if is_array(condition) else bool(condition)
 
 
 @lru_cache(maxsize=256)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.deduplicate import distinct
-from shardscope.core.arrays.varied import Varied
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
 from shardscope.frameworks.registry import frameworks
+from shardscope.prediction.batch.deduplicate import distinct
+from shardscope.prediction.batch.object_batch import ObjectBatch
 from shardscope.prediction.batch.table import Table, split
 from shardscope.prediction.support import check_supported, supported
 
@@ -138,13 +138,13 @@ class _Supported:
         return self._parts[key]
 
     def _runs(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
-        plan: Any = Varied(
+        plan: Any = ObjectBatch(
             Plan,
             None,
             architecture=self._arch,
             cluster=self._cluster,
             recipe=recipe,
-            layout=Varied(type(layout), layout, **degrees),
+            layout=ObjectBatch(type(layout), layout, **degrees),
             degrees=Degrees(data_parallel=1, **degrees),
         )
         try:

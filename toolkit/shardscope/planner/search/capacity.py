@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.core.arrays.arithmetic import looked_up
-from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
+from shardscope.core.ops import map_distinct
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import modules_of
 from shardscope.prediction.batch.memory import StageBytes, stage_bytes
+from shardscope.prediction.batch.object_batch import ObjectBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,18 +112,18 @@ def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
     def each(*numbers: int) -> int:
         degrees = dict(zip(names, numbers, strict=False))
         spread = Degrees(data_parallel=1, **degrees)
-        plan: Any = Varied(
+        plan: Any = ObjectBatch(
             Plan,
             None,
             architecture=table.architecture,
             cluster=cluster,
             recipe=recipe,
-            layout=Varied(type(layout), layout, **degrees),
+            layout=ObjectBatch(type(layout), layout, **degrees),
             degrees=spread,
             stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
         )
         return model.on_host(plan).num_bytes
 
-    on_a_rank = looked_up(each, *(table.number(name) for name in names)) if names else each()
+    on_a_rank = map_distinct(each, *(table.number(name) for name in names)) if names else each()
     on_a_node: NDArray[np.int64] = table.rows.spread(on_a_rank) * cluster.gpus_per_node
     return table.by_plan(table.by_place(on_a_node)[0])

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.core.arrays.rows import Rows
-from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
 from shardscope.memory.activations.forward import modules_of
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.activations.step import StageStep
 from shardscope.memory.moments import peak_total
 from shardscope.memory.state.stages import StageShape
+from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
-    """Return the peak, host and NVMe bytes of one stage's ranks. ``plan`` may be :class:`Varied`."""
+    """Return the peak, host and NVMe bytes of one stage's ranks. ``plan`` may be :class:`ObjectBatch`."""
     from shardscope.frameworks.registry import frameworks
 
     state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
@@ -81,16 +81,16 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
     def column(values: list[Any]) -> Any:
         return rows.column(1, np.array(values, np.int64))
 
-    def varied(nouns: list[Any], names: Sequence[str]) -> Varied:
+    def varied(nouns: list[Any], names: Sequence[str]) -> ObjectBatch:
         found = {}
         for name in names:
             values = [getattr(noun, name, None) for noun in nouns]
             if any(value != values[0] for value in values) and None not in values:
                 found[name] = column([values[owner] for owner in owners])
-        return Varied(type(nouns[0]), nouns[0], **found)
+        return ObjectBatch(type(nouns[0]), nouns[0], **found)
 
     first = plans[0]
-    together = Varied(
+    together = ObjectBatch(
         type(first),
         first,
         recipe=varied([plan.recipe for plan in plans], _SIZES),

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.column import total
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import modules_of
+from shardscope.prediction.batch.column import sum_columns
 from shardscope.prediction.pipeline import ALIKE
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.pipeline import bubble_seconds
@@ -29,8 +29,8 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     model = frameworks[plans.layout.framework].timing_model()
     found = seconds_of(work_of(plans, modules_of(plans), rates_for(plans.cluster), model), stage)
     parts = found.parts
-    through = total([parts[part] for part in FLOWING])
-    busy = table.by_place(table.rows.spread(total([through, *(parts[part] for part in ONCE)])))
+    through = sum_columns([parts[part] for part in FLOWING])
+    busy = table.by_place(table.rows.spread(sum_columns([through, *(parts[part] for part in ONCE)])))
     flowing = table.by_place(table.rows.spread(through))
     most, every = busy[0].copy(), flowing[0] * table.num_alike[0]
     for own, flow, alike in zip(busy[1:], flowing[1:], table.num_alike[1:], strict=True):

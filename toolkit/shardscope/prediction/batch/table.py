@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.deduplicate import Distinct, rows_alike, value_codes
-from shardscope.core.arrays.rows import Rows
-from shardscope.core.arrays.varied import Varied
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.state.stages import Shapes, StageShape
+from shardscope.prediction.batch.deduplicate import Distinct, rows_alike, value_codes
+from shardscope.prediction.batch.object_batch import ObjectBatch
+from shardscope.prediction.batch.rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,14 +128,14 @@ class Table:
     def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
         """Return all plans as one object with a plan's attributes, for the formulas of one plan."""
         numbers = self._numbers
-        varied = Varied(type(layout), layout, **{name: numbers[name] for name in self._fields})
-        degrees = Varied(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
-        return Varied(
+        varied = ObjectBatch(type(layout), layout, **{name: numbers[name] for name in self._fields})
+        degrees = ObjectBatch(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
+        return ObjectBatch(
             Plan,
             None,
             architecture=self.architecture,
             cluster=cluster,
-            recipe=Varied(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
+            recipe=ObjectBatch(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
             layout=varied,
             degrees=degrees,
             num_micro_batches=numbers["num_micro_batches"],
@@ -174,7 +174,7 @@ def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, p
     """Return the stages of a pipeline, which depend on no degree but ``pp`` and ``vpp``."""
     degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
     layers = tuple(layout.stage_layers(arch, degrees))
-    return model.shapes(Varied(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+    return model.shapes(ObjectBatch(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
 
 
 def one_by_one(shapes: Shapes) -> Shapes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import fullest, largest, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
 from shardscope.memory.activations.head import loss_in_force
@@ -78,7 +78,7 @@ class _Step:
                 instants[kind] = self._instants(place.kind)
             found.append(self._layer(order, place, instants[kind]))
         embedding = (
-            largest(self.width.original * (self.stage.edges - self.stage.head), 3 * self.tied)
+            maximum(self.width.original * (self.stage.edges - self.stage.head), 3 * self.tied)
             if self.trains
             else 0
         )
@@ -102,7 +102,7 @@ class _Step:
         if loss_in_force(plan) == "full":
             tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
             logits = width.compute * plan.architecture.vocab_size * tokens
-        return largest(
+        return maximum(
             logits + copy,
             -(copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
         )
@@ -143,7 +143,7 @@ class _Step:
         for now, done in instants:
             bucketed = self._gradient_bytes(finished + done)
             rows.append((now + bucketed, now, bucketed))
-        _, held, gradients = fullest(rows)
+        _, held, gradients = pick_largest_row(rows)
         return self._peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
             (place.before, held, casts, self.tied),
@@ -167,7 +167,7 @@ class _Step:
         if self.accumulates is False:
             return self.trained
         finished = self.width.original * finished * self.trains
-        beside = where(self.only_two, largest(finished, self.trained - finished), self.trained)
+        beside = where(self.only_two, maximum(finished, self.trained - finished), self.trained)
         return self.trained + where(self.accumulates, beside, 0)
 
     def _peak(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, is_array, largest, looked_up, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.memory.buckets import Instant
@@ -98,11 +98,11 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
         away=_comes_back(plan, modules),
-        attention=tokens * looked_up(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
+        attention=tokens * map_distinct(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
         interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
         unsaved=recomputes
         * tokens
-        * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
+        * map_distinct(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
 
 
@@ -224,13 +224,13 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         # The bucket is allocated at the first gradient; with adapters mostly after the last feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
-        left = largest(0, saved - one.saved)
+        left = maximum(0, saved - one.saved)
         if sizes.away:
             for before, held, instant in _coming_back(shape, layer, num_layers - 1 - done):
                 found.append(peak(fraction, (before, held), _IN_LAYER, instant, allocated))
             found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
             continue
-        inside = (saved, largest(one.inside, one.earlier) - is_last * sizes.unsaved)
+        inside = (saved, maximum(one.inside, one.earlier) - is_last * sizes.unsaved)
         base = layer.middle if sizes.in_scores else layer.base
         found.append(peak(fraction, inside, _IN_LAYER, base, allocated))
         if kept.trains_all:
@@ -246,11 +246,11 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         dense = one.inside - drop
         experts = one.later if kept.trains_all else one.inside
         # A layer without experts, after layers with experts, cannot free more than is left.
-        activations = (saved, largest(where(has_experts, experts, dense), -saved))
+        activations = (saved, maximum(where(has_experts, experts, dense), -saved))
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
         if sizes.has_scores:
-            found.append(peak(fraction + 0.006, (saved, largest(one.core, -saved)), _IN_LAYER, layer.middle))
+            found.append(peak(fraction + 0.006, (saved, maximum(one.core, -saved)), _IN_LAYER, layer.middle))
         found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
         if kept.trains_all:
             behind = (left, sizes.attention, 2 * shape.stream)
@@ -277,7 +277,7 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
     """
     order = shape.find_order()
     others = shape.layers - order.sum_before(order.num_layers, "saved")
-    before = largest(0, others + order.sum_before(index, "saved"))
+    before = maximum(0, others + order.sum_before(index, "saved"))
     first, second = layer.inner[0], layer.inner[min(1, len(layer.inner) - 1)]
     behind, middle, peak = layer.behind, layer.middle, layer.peak
     beside = (layer.base, first, first, second, behind, behind, middle, peak, layer.following)
@@ -285,7 +285,7 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
     chosen = index % order.interval == 0
     # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
     return [
-        (before, largest(where(chosen, one.held, other.held), -before), instant)
+        (before, maximum(where(chosen, one.held, other.held), -before), instant)
         for one, other, instant in zip(away.backward, here.backward, beside, strict=True)
     ]
 

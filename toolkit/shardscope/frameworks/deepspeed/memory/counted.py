@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import largest, looked_up
+from shardscope.core.ops import map_distinct, maximum
 from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.communication import cast_elements
 from shardscope.frameworks.deepspeed.memory.buckets import (
@@ -144,7 +144,7 @@ def counted(plan: Plan, stage: Stage) -> Counted:
         degrees.data_parallel,
         plan.num_micro_batches > 1,
     )
-    found: Counted = looked_up(partial(_counted, kind), *numbers)
+    found: Counted = map_distinct(partial(_counted, kind), *numbers)
     return found
 
 
@@ -275,7 +275,7 @@ def _counted(
 
 def expert_replicas(ranks: Any, ep: Any) -> Any:
     """Return how many of the data-parallel ``ranks`` have the same experts."""
-    return largest(1, ranks // ep)
+    return maximum(1, ranks // ep)
 
 
 def is_late(stage: int, overlaps: bool, accumulates: Any) -> Any:

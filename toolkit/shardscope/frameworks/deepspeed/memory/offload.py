@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.frameworks.deepspeed.memory.counted import is_late
@@ -155,7 +155,7 @@ def _written(peak: Peak, buffer: Any) -> Peak:
 
     Only fp32 gradients that cannot be files stay on the device.
     """
-    waiting = largest(0, peak.gradients - buffer)
+    waiting = maximum(0, peak.gradients - buffer)
 
     def terms() -> PeakTerms:
         words = f"{gib(waiting)} GiB of fp32 gradients that are no files, reduced so far"
@@ -186,7 +186,7 @@ def params_buffer_elements(plan: Plan) -> Any:
     if layout.offload_params_buffer_size is not None:
         return layout.offload_params_buffer_size
     part = ceil_div(largest_tensor(plan.architecture), plan.degrees.data_parallel)
-    return largest(PARAMS_BUFFER_ELEMENTS, part)
+    return maximum(PARAMS_BUFFER_ELEMENTS, part)
 
 
 def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:

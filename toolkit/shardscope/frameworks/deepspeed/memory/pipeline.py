@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import by_value, holds, smallest
 from shardscope.core.number_format import gib
+from shardscope.core.ops import all_true, group_equal, minimum
 from shardscope.core.precision import widths
 from shardscope.memory.activations.backward import Peak, PeakTerms
 from shardscope.memory.activations.step import in_flight
@@ -29,16 +29,16 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
 
     ``buckets`` is the size of all buckets while gradients are reduced after the schedule, in bytes.
     """
-    if not holds(plan.degrees.pp > 1):
+    if not all_true(plan.degrees.pp > 1):
         return state
     recipe, arch = plan.recipe, plan.architecture
-    tokens, width = by_value(recipe.micro_batch_size * recipe.seq_len), widths[recipe.precision].compute
+    tokens, width = group_equal(recipe.micro_batch_size * recipe.seq_len), widths[recipe.precision].compute
     hidden, logits = tokens * arch.hidden_size * width, stage.is_last * tokens * arch.vocab_size * width
     sides = 2 - stage.is_first - stage.is_last
     _, chunks = in_flight(plan, stage.number)
     # The stage's input, the input's gradient and the logits: the graph of an output that is still referenced.
     ended = logits + 2 * stage.is_last * hidden
-    kept = smallest(2, plan.num_micro_batches)
+    kept = minimum(2, plan.num_micro_batches)
     rest = sides * hidden + kept * ended
     busy = sides * hidden + chunks * sides * hidden + (kept - 1) * ended
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up
+from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.memory.tensors import (
     FP64,
@@ -209,7 +209,7 @@ def swapped(plan: Plan, stage: Stage) -> Swapped | None:
         return _swapped(arch, adapted, ranks, dense, moe, swaps, moments, buffers)
 
     moe = stage.num_moe_layers
-    found: Swapped = looked_up(count, plan.degrees.data_parallel, stage.num_layers - moe, moe)
+    found: Swapped = map_distinct(count, plan.degrees.data_parallel, stage.num_layers - moe, moe)
     return found
 
 

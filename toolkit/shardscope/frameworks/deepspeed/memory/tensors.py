@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardscope.core.arrays.arithmetic import ceil_div, largest
+from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
@@ -331,7 +331,7 @@ def _follow(
 def working(half: int, part: Any, piece: Any) -> Any:
     """Return the bytes besides kept gradients: a slice in fp64 for its norm, or the flat partition in both
     types."""
-    return largest(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
+    return maximum(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
 
 
 @lru_cache(maxsize=4096)

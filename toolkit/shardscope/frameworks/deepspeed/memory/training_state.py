@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div, holds, largest, looked_up, smallest, where
 from shardscope.core.number_format import count, gib
+from shardscope.core.ops import all_true, ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.memory.backward import Kept, peaks, sizes_of
@@ -144,7 +144,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
 def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     """Return the state of stage 0: ``FP16_Optimizer``, also for bf16, or the optimizer itself for fp32."""
-    if holds(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
+    if all_true(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
         return _in_pipeline(plan, stage, n)
     trained, name = n.counted.trained, plan.recipe.optimizer
     moments = flat_state(name, trained)
@@ -203,7 +203,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     # experts, or vectors without weight decay.
     in_one = plan.recipe.has_adapters or plan.recipe.optimizer not in _IN_TWO_GROUPS
     alone = (plan.degrees.ep == 1) * in_one
-    update = largest(
+    update = maximum(
         FP64 * c.experts_piece,
         working(half, c.group, c.piece),
         FP32 * c.group + flat_working(plan.recipe.optimizer, c.group) - half * c.kept * alone,
@@ -257,7 +257,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         ),
         initialisation={
             "parameters": Term(
-                largest(flattening + n.frozen, n.frozen + untied),
+                maximum(flattening + n.frozen, n.frozen + untied),
                 lambda: (
                     "weights, and the flat buffer they are copied to if there is room; or, before, a head "
                     "that is not yet tied to the embedding"
@@ -275,7 +275,7 @@ def _bucket(plan: Plan, c: Counted) -> Any:
     """
     layout: Any = plan.layout
     if not layout.contiguous_gradients:
-        return smallest(c.trained, layout.reduce_bucket_size)
+        return minimum(c.trained, layout.reduce_bucket_size)
     return layout.reduce_bucket_size * (2 if layout.overlap_comm else 1)
 
 
@@ -304,7 +304,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     half, c = n.half, n.counted
     part = c.part
     optimizer = FP32 * part + flat_state(plan.recipe.optimizer, part)
-    update = largest(
+    update = maximum(
         FP64 * ceil_div(c.largest, n.ranks),
         (FP32 + (half if half < FP32 else 0)) * c.group,
         FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
@@ -364,7 +364,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         initialisation={
             "optimizer": Term(FP32 * part, lambda: "fp32 main copies; moments come with the first step"),
             "gather_buffers": Term(
-                largest(bucket, half * c.widest - (half + FP32) * part) + half * second.at_first,
+                maximum(bucket, half * c.widest - (half + FP32) * part) + half * second.at_first,
                 lambda: f"the bucket, or before all of these a tensor of {c.widest:,} elements to be cut",
             ),
         },
@@ -457,6 +457,6 @@ def second_parts(plan: Plan) -> SecondParts:
 
     def each(sizes: tuple[int, ...]) -> Any:
         # Padded for all ranks first, then partitioned over the smaller group.
-        return looked_up(lambda number: cut_each(sizes, number), ranks) * ranks // group
+        return map_distinct(lambda number: cut_each(sizes, number), ranks) * ranks // group
 
     return SecondParts(each(cut), each(tensors.frozen), each((*tensors.trained, *tensors.frozen)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.rehearsal.experts import in_groups_of_experts, routed, spread

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.number_format import count
+from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, resharding

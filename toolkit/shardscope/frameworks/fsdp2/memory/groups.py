@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, smallest, where
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.memory.quantized import numbers_saved
 from shardscope.memory.state.lora import adapter_targets, first_layer, layer_adapters
@@ -100,17 +100,17 @@ class Groups(NamedTuple):
 
     def kept_before(self, index: Any) -> Any:
         """Return the bytes of all layers before ``index`` that stay all-gathered from forward to backward."""
-        dense = smallest(index, self.first_with_experts)
+        dense = minimum(index, self.first_with_experts)
         return dense * self.dense.kept + (index - dense) * self.experts.kept
 
     def shards_before(self, index: Any) -> Any:
         """Return this rank's gradient shards of all layers before ``index``. Bytes."""
-        dense = smallest(index, self.first_with_experts)
+        dense = minimum(index, self.first_with_experts)
         return dense * self.dense.shard + (index - dense) * self.experts.shard
 
     def before(self, index: Any) -> Before:
         """Return the sums over all layers before ``index``."""
-        dense = smallest(index, self.first_with_experts)
+        dense = minimum(index, self.first_with_experts)
         experts = index - dense
         return Before(
             dense * self.dense.kept + experts * self.experts.kept,
@@ -123,7 +123,7 @@ class Groups(NamedTuple):
 def groups_of(plan: Plan, stage: Stage) -> Groups:
     """Return the buffer sizes of all groups of ``stage``."""
     width = widths[plan.recipe.precision]
-    ranks = by_value(plan.degrees.shard * plan.degrees.cp)
+    ranks = group_equal(plan.degrees.shard * plan.degrees.cp)
     trains_edges = not plan.recipe.has_adapters
     root = width.compute * ranks * stage.edge_shard
     root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard
@@ -155,14 +155,14 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NOTHING
     width = widths[recipe.precision]
-    weights: Any = looked_up(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
+    weights: Any = map_distinct(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
     own = weights.dense_padded + weights.experts_padded
     whole = weights.dense + weights.experts
     if recipe.base_quantization is not None:
-        own = own - looked_up(partial(numbers_saved, arch, moe, width.compute), ranks)
+        own = own - map_distinct(partial(numbers_saved, arch, moe, width.compute), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
-        adapters = looked_up(partial(layer_adapters, arch, recipe, moe), ranks)[1]
+        adapters = map_distinct(partial(layer_adapters, arch, recipe, moe), ranks)[1]
         adapters = ceil_div(adapters, degrees.tp)
         whole = ceil_div(layer_adapters(arch, recipe, moe)[0], degrees.tp)
     parameters = width.compute * ranks * (own + adapters)
@@ -174,7 +174,7 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     alone: Any = 0
     if casts:
         adapted = recipe if recipe.has_adapters else None
-        alone = width.compute * looked_up(partial(_casts, arch, adapted, moe), degrees.tp, degrees.ep)
+        alone = width.compute * map_distinct(partial(_casts, arch, adapted, moe), degrees.tp, degrees.ep)
     reshard = layout.reshard_after_forward
     kept: Any = 0
     if reshard is False:

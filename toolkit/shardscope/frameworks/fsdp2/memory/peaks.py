@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import fullest, largest, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
@@ -211,7 +211,7 @@ class Step:
             return 0, 0
         coming = next_one.staging
         # The all-gather's input is allocated before its output; the parameters are copied out of the output.
-        arriving = largest(
+        arriving = maximum(
             group.kept + group.staging + (group.staging == 0) * group.copying,
             coming + (coming > 0) * next_one.copying,
         )
@@ -227,7 +227,7 @@ class Step:
         for one in place.kind.backward:
             made = one.done if adds is True else where(adds, one.done, one.making + one.experts)
             rows.append((one.held + compute * made, one.held, made))
-        _, held, done = fullest(rows)
+        _, held, done = pick_largest_row(rows)
         return held, done
 
     def _root(self) -> list[Peak]:

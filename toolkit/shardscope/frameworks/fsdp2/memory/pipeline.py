@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, holds, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import all_true, ceil_div, group_equal, where
 from shardscope.core.precision import FP32, widths
 from shardscope.memory.activations.forward import edge_activations, head_input, modules_of
 from shardscope.memory.activations.step import in_flight
@@ -84,14 +84,14 @@ NOTHING_WAITS = Waiting()
 
 def is_pipelined(plan: Plan) -> bool:
     """Return whether pp > 1; the plans of one array agree on it (prediction/batch/memory.py)."""
-    return holds(plan.degrees.pp > 1)
+    return all_true(plan.degrees.pp > 1)
 
 
 def waiting(plan: Plan, stage: Stage) -> Waiting:
     """Return the pipeline buffers and unreduced gradients of ``stage``."""
     degrees, recipe, width = plan.degrees, plan.recipe, widths[plan.recipe.precision]
     several = degrees.pp > 1
-    tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+    tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
     hidden = several * tokens * plan.architecture.hidden_size * width.compute
     num_sides = 2 - stage.is_first - stage.is_last
     per_micro_batch, chunks = in_flight(plan, stage.number)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import ceil_div, looked_up
 from shardscope.core.errors import refuse
+from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import widths
 from shardscope.memory.state.lora import first_layer
 from shardscope.memory.state.quantization import check_kernels, nf4_bytes
@@ -58,7 +58,7 @@ def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
     arch, width = plan.architecture, widths[plan.recipe.precision].compute
     saved: Any = 0
     for moe, layers in layers_by_kind(arch, stage):
-        each = looked_up(partial(numbers_saved, arch, moe, width), ranks)
+        each = map_distinct(partial(numbers_saved, arch, moe, width), ranks)
         saved = saved + layers * each
     return saved
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import is_array, largest, where
+from shardscope.core.ops import is_array, maximum, where
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.frameworks.fsdp2.memory.peaks import Step
 from shardscope.frameworks.fsdp2.memory.pipeline import NOTHING_WAITS, Waiting
@@ -200,7 +200,7 @@ class StagedStep(Step):
             *(0, 0, 0, 0),
             self.compute * done,
         )
-        before = largest(0, place.before - self.chunk)
+        before = maximum(0, place.before - self.chunk)
         return self._peak(
             0.361 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers,
             (before, 0, waits.sent - waits.ended + waits.hidden_back, held),

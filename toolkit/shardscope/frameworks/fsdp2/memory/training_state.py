@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import by_value, largest
 from shardscope.core.number_format import gib
+from shardscope.core.ops import group_equal, maximum
 from shardscope.core.precision import base_width, widths
 from shardscope.frameworks.fsdp2.memory.groups import groups_of
 from shardscope.frameworks.fsdp2.memory.peaks import gathered_at_loss
@@ -69,7 +69,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     width, each = widths[recipe.precision], base_width(recipe)
-    ranks = by_value(degrees.shard * degrees.cp)
+    ranks = group_equal(degrees.shard * degrees.cp)
     optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
     scales = scales_bytes(plan, stage)
@@ -138,7 +138,7 @@ def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
             shards + whole,
             lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole matrix, built on meta",
         )
-    group = width * largest(stage.largest_layer, stage.edges)
+    group = width * maximum(stage.largest_layer, stage.edges)
     return Term(
         shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
     )
@@ -148,7 +148,7 @@ def _largest_matrix(arch: Architecture, stage: Stage) -> Any:
     """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
     outer = outer_tensors(arch, 1, stage.is_first, stage.is_last)
     layers = [(count > 0) * _largest_in_layer(arch, moe) for moe, count in layers_by_kind(arch, stage)]
-    return largest(0, *(rows * columns for _, rows, columns in outer), *layers)
+    return maximum(0, *(rows * columns for _, rows, columns in outer), *layers)
 
 
 @lru_cache(maxsize=1024)

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.errors import refuse
+from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine.choice import engine_of
 from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
 from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, check_pipeline

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, looked_up, where
 from shardscope.core.number_format import count, kib
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, where
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
@@ -72,7 +72,7 @@ class _Stage:
         # Context parallelism: each rank has 1/cp of every sequence in all operators, attention's keys and
         # values included (megatron/core/utils.py, get_batch_on_this_cp_rank). Transformer Engine's buffers of
         # keys and values in transit are not counted: they never coexist with the MLP's tensors.
-        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
+        self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
         of_kind = dict(self.kinds)
@@ -84,7 +84,7 @@ class _Stage:
 
     def _layer(self, moe: bool) -> Layer:
         arch, modules, recompute = self.arch, self.modules, self.plan.recipe.recompute
-        found: Layer = looked_up(partial(_layer_of_cuts, arch, moe, modules, recompute), *self.cuts)
+        found: Layer = map_distinct(partial(_layer_of_cuts, arch, moe, modules, recompute), *self.cuts)
         return found
 
     def step(self) -> StageActivations:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import widths
 from shardscope.memory.activations.modules.megatron import repeats_heads

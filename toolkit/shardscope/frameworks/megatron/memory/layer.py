@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.memory.eager import eager_attention
 from shardscope.memory.activations.modules.attention import widths
 from shardscope.memory.activations.modules.megatron import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import largest, where
+from shardscope.core.ops import maximum, where
 from shardscope.core.precision import FP32, HALF
 from shardscope.memory.report import Term
 
@@ -54,7 +54,7 @@ def working(layout: Any, dense: Any, experts: Any) -> Term:
     have their own optimizer.
     """
     copied = sum(kept != "fp32" for kept in (layout.exp_avg_dtype, layout.exp_avg_sq_dtype))
-    at_once = where(layout.ep > 1, largest(dense, experts), dense + experts)
+    at_once = where(layout.ep > 1, maximum(dense, experts), dense + experts)
     return Term(
         FP32 * copied * at_once,
         lambda: f"{at_once:,} × {FP32 * copied} bytes · fp32 copies of moments for the update",

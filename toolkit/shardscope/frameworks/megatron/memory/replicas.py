@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import by_value, largest, where
+from shardscope.core.ops import group_equal, maximum, where
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -24,6 +24,6 @@ def replicas_of(plan: Plan) -> Replicas:
     ep 1 experts are in the dense weights' buffers (tensor_parallel/layers.py, "allreduce").
     """
     degrees, layout = plan.degrees, plan.layout
-    dense = by_value(degrees.data_parallel * degrees.cp)
-    fewer = largest(1, dense * degrees.tp // (degrees.ep * layout.expert_tp))  # type: ignore[attr-defined]
+    dense = group_equal(degrees.data_parallel * degrees.cp)
+    fewer = maximum(1, dense * degrees.tp // (degrees.ep * layout.expert_tp))  # type: ignore[attr-defined]
     return Replicas(dense, where(degrees.ep > 1, fewer, dense))

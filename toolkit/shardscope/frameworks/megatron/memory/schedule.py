@@ -7,8 +7,15 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.arrays.arithmetic import fullest as rows_fullest
-from shardscope.core.arrays.arithmetic import is_array, largest, looked_up, smallest, where
+from shardscope.core.ops import (
+    is_array,
+    largest_element,
+    map_distinct,
+    maximum,
+    minimum,
+    pick_largest_row,
+    where,
+)
 from shardscope.frameworks.megatron.layout import counted_ends
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
     """
     arch, degrees = plan.architecture, plan.degrees
     # No schedule has more micro-batches of a chunk in flight, so further ones change no peak.
-    micro_batches = smallest(plan.num_micro_batches, 2 * degrees.pp)
+    micro_batches = minimum(plan.num_micro_batches, 2 * degrees.pp)
     numbers = (degrees.pp, degrees.vpp, number, micro_batches)
     if any(map(is_array, (*numbers, *dense, *moe))):
         return _told(_looked_up(arch, *numbers), dense, moe)
@@ -72,15 +79,15 @@ def _told(held: Profile, dense: Layer, moe: Layer) -> Fullest:
     def in_backward(at: Held) -> tuple[Any, Any, Any]:
         in_experts = (at.moe_layers > 0) * (moe.working + (at.moe_layers - 1) * moe.retained)
         in_dense = dense.working - at.moe_layers * (gone - moe.retained)
-        working = largest(in_experts, (at.dense_layers > 0) * in_dense)
+        working = maximum(in_experts, (at.dense_layers > 0) * in_dense)
         return waiting(at) + working, at.dense, at.moe
 
-    backward, of_dense, of_moe = rows_fullest([in_backward(at) for at in held.backward])
+    backward, of_dense, of_moe = pick_largest_row([in_backward(at) for at in held.backward])
     return Fullest(
-        forward=largest(*map(in_forward, held.forward)),
-        head=largest(*map(waiting, held.head)),
+        forward=maximum(*map(in_forward, held.forward)),
+        head=maximum(*map(waiting, held.head)),
         backward=backward,
-        last=largest(*(waiting(at) + at.moe_layers * 2 * moe.retained for at in held.last)),
+        last=maximum(*(waiting(at) + at.moe_layers * 2 * moe.retained for at in held.last)),
         dense=of_dense,
         moe=of_moe,
         first=held.first,
@@ -125,9 +132,9 @@ def _looked_up(arch: Architecture, *numbers: Any) -> Profile:
     """
     if not any(map(is_array, numbers)):
         return _profile(arch, *numbers)
-    told = looked_up(partial(_lengths, arch), *numbers)
-    lengths = tuple(int(length.max()) if is_array(length) else length for length in told)
-    first, chunks, *fields = looked_up(partial(_flat, arch, lengths), *numbers)
+    told = map_distinct(partial(_lengths, arch), *numbers)
+    lengths = tuple(map(largest_element, told))
+    first, chunks, *fields = map_distinct(partial(_flat, arch, lengths), *numbers)
     each = iter(fields)
     forward, head, backward, last = (
         tuple(Held(*islice(each, len(Held._fields))) for _ in range(length)) for length in lengths

@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.arrays.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
 from shardscope.core.number_format import gib
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, pick_largest_row, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
@@ -61,7 +61,7 @@ def stage(plan: Plan, shape: StageShape) -> Stage:
     found = stage_of(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
     if not arch.num_moe_layers:
         return found
-    experts = looked_up(
+    experts = map_distinct(
         lambda tp, ep: layer_shard(arch, True, tp, ep, 1).experts,
         layout.expert_tp,  # type: ignore[attr-defined]
         degrees.ep,
@@ -86,8 +86,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
     # Padding has no moments: with one rank, the shard is the whole buffer, padding included.
-    dense_updated = smallest(ceil_div(dense, dense_ranks), own_dense)
-    experts_updated = smallest(ceil_div(experts, expert_ranks), own_experts)
+    dense_updated = minimum(ceil_div(dense, dense_ranks), own_dense)
+    experts_updated = minimum(ceil_div(experts, expert_ranks), own_experts)
     updated = dense_updated + experts_updated
     optimizer = kept * updated
     dummies, shared = _staging(plan, stage)
@@ -98,7 +98,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         embedding = embedding * (1 + stage.is_last)
     if plan.architecture.position_embedding == "learned":
         positions = plan.architecture.max_position_embeddings * plan.architecture.hidden_size
-        embedding = largest(embedding, stage.is_first * half * positions)
+        embedding = maximum(embedding, stage.is_first * half * positions)
 
     # Dense weights move into their buffer first, then experts' weights into theirs
     # (distributed_data_parallel.py, _allocate_buffers_for_parameters). Model chunks follow one another.
@@ -179,7 +179,7 @@ def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[
     has any moments.
     """
     rows = [(sum(found), *found) for found in (wrapped, optimized)]
-    _, parameters, gradients, copies = fullest(rows)
+    _, parameters, gradients, copies = pick_largest_row(rows)
     return {
         "parameters": Term(parameters, lambda: "the module's own weights, and the buffer that they move to"),
         "gradients": Term(gradients, lambda: "the buffers that have been made by then"),
@@ -198,7 +198,7 @@ def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     degrees = plan.degrees
     model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
     shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
-    replicas = by_value(degrees.data_parallel * degrees.cp)
+    replicas = group_equal(degrees.data_parallel * degrees.cp)
     groups = (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
     return (*groups, replicas * degrees.tp) if plan.recipe.precision == "fp8-mixed" else groups
 
@@ -209,7 +209,7 @@ def _padded(numbers: Any, ranks: Any) -> Any:
     The padding of each parameter and bucket is left out: at most 63 elements each, none where sizes are
     multiples of 64, and always negligible.
     """
-    multiple = looked_up(partial(lcm, _WORD), ranks)
+    multiple = map_distinct(partial(lcm, _WORD), ranks)
     return ceil_div(numbers, multiple) * multiple
 
 
@@ -222,7 +222,7 @@ def _embedding(plan: Plan) -> Any:
 def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
     """Return the elements of a rank's dummy gradients, and of its buffer for all-gathered sequences."""
     arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
-    dummies = looked_up(
+    dummies = map_distinct(
         partial(_dummy_gradients, arch),
         degrees.tp,
         layout.expert_tp,  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
         stage.num_moe_layers > 0,
         stage.is_last,
     )
-    tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+    tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
     # The input of a matmul over all tokens: the residual stream, or latent attention's compressed queries or
     # values.
     latent = arch.latent_attention
@@ -243,7 +243,7 @@ def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
         scores = rows * recipe.seq_len * recipe.seq_len
     # The all-gathered sequence shares that buffer (name "mpu", same dtype; core/utils.py,
     # GlobalMemoryBuffer).
-    return dummies, largest(layout.splits_sequence * tokens * widest, scores)
+    return dummies, maximum(layout.splits_sequence * tokens * widest, scores)
 
 
 @lru_cache(maxsize=4096)

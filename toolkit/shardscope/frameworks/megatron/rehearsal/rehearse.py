@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardscope.core.arrays.arithmetic import ceil_div
 from shardscope.core.errors import refuse
+from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.core_config import (
     check_rehearsed,
     padded_vocab_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.arrays.arithmetic import ceil_div
+from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32, HALF
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of

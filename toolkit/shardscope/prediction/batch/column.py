@@ -13,24 +13,24 @@ a column is identified by its operation and its operands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.deduplicate import value_codes
+from shardscope.core.ops import Array
+from shardscope.prediction.batch.deduplicate import value_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.core.arrays.rows import Rows
+    from shardscope.prediction.batch.rows import Rows
 
 
 _numbers = count()
 
 
-class Column:
+class Column(Array):
     """One number for each distinct row of some keys, usable like a number in formulas that broadcast.
 
     ``keys`` is a bit mask of the keys of ``rows`` that the values depend on. ``number`` is a unique id.
@@ -42,6 +42,52 @@ class Column:
         self.rows, self.keys, self.values = rows, keys, values
         self.number = next(_numbers)
         self.spread: dict[int, NDArray[Any]] | None = None
+
+    @staticmethod
+    def minimum(*values: Any) -> Any:
+        """Return the smaller of two values, row by row."""
+        first, second = values
+        if first.__class__ is not Column:
+            first, second = second, first
+        return compute(np.minimum, first, second)
+
+    @staticmethod
+    def maximum(*values: Any) -> Any:
+        """Return the largest value, row by row."""
+        return Column.call_cached(_maximum, *values)
+
+    @staticmethod
+    def where(condition: Any, then: Any, otherwise: Any) -> Any:
+        """Return ``then`` in the rows where the condition is true, else ``otherwise``."""
+        return compute_jointly(np.where, condition, then, otherwise)
+
+    @staticmethod
+    def map_distinct(function: Callable[..., Any], *numbers: Any) -> Any:
+        """Return ``function`` of each distinct row of ``numbers`` (``distinct_rows.py``)."""
+        from shardscope.prediction.batch.distinct_rows import map_distinct
+
+        return map_distinct(function, *numbers)
+
+    @staticmethod
+    def call_cached(function: Callable[..., Any], *values: Any) -> Any:
+        """Return ``function(*values)``, from the cache if it was called with the same columns and numbers."""
+        rows, key = cache_key(function, values)
+        result = rows.known.get(key)
+        if result is None:
+            result = rows.known[key] = function(*values)
+        return result
+
+    def group_equal(self) -> Column:
+        """Return the column re-keyed by its own distinct values.
+
+        A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
+        """
+        key = Column.group_equal, self.number
+        grouped: Column | None = self.rows.known.get(key)
+        if grouped is None:
+            keys, first = self.rows.regrouped(self.keys, value_codes(self.values)[0])
+            grouped = self.rows.known[key] = Column(self.rows, keys, self.values[first])
+        return grouped
 
     def max(self) -> Any:
         """Return the largest value."""
@@ -64,25 +110,25 @@ class Column:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or options:
             return NotImplemented
-        return together(ufunc, *inputs)
+        return compute_jointly(ufunc, *inputs)
 
     def __neg__(self) -> Column:
-        return _alone(np.negative, self)
+        return _compute_unary(np.negative, self)
 
     def __invert__(self) -> Column:
-        return _alone(np.invert, self)
+        return _compute_unary(np.invert, self)
 
     def __add__(self, other: Any) -> Any:
         if other.__class__ in _WHOLE and not other:
             return self
-        return applied(np.add, self, other)
+        return compute(np.add, self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
         if other.__class__ in _WHOLE and not other:
             return 0
-        return applied(np.multiply, self, other)
+        return compute(np.multiply, self, other)
 
     __rmul__ = __mul__
 
@@ -91,58 +137,33 @@ _WHOLE = (int, bool)
 """Types whose 0 is neutral in a sum. The float 0.0 is not: adding it turns integers into floats."""
 
 
-def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
+def compute_jointly(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     """Return ``ufunc`` (or ``numpy.where``) of the values, over the distinct rows of all columns in them."""
-    rows, key = question(ufunc, values)
-    found = rows.known.get(key)
-    if found is None:
-        keys = keys_of(values)
-        found = ufunc(*(at_rows(rows, keys, value) for value in values))
-        found = rows.known[key] = Column(rows, keys, found)
-    return found
+    rows, key = cache_key(ufunc, values)
+    result = rows.known.get(key)
+    if result is None:
+        keys = joint_keys(values)
+        result = ufunc(*(expand(rows, keys, value) for value in values))
+        result = rows.known[key] = Column(rows, keys, result)
+    return result
 
 
-ARRAYS = frozenset({Column, np.ndarray})
-"""Types that hold the numbers of many plans."""
-
-
-def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``function`` to cache its results by its arguments: columns by identity, numbers by value.
-
-    Other arguments must be hashable. Calls with numpy arrays are not cached.
-    """
-    of_numbers = lru_cache(maxsize=2**14)(function)
-
-    def answer(*values: Any) -> Any:
-        if ARRAYS.isdisjoint(map(type, values)):
-            return of_numbers(*values)
-        if Column not in map(type, values):
-            return function(*values)
-        rows, key = question(function, values)
-        found = rows.known.get(key)
-        if found is None:
-            found = rows.known[key] = function(*values)
-        return found
-
-    return answer
-
-
-def question(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
+def cache_key(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
     """Return the table of the columns among ``values``, and the cache key of ``operation`` on ``values``."""
     rows: Any = None
-    told = [operation]
+    key = [operation]
     for value in values:
         if value.__class__ is Column:
             rows = value.rows
-            told.append(value.number)
+            key.append(value.number)
         else:
             # The class is part of the key: 1, 1.0 and True compare equal but give different dtypes.
-            told.append((value.__class__, value))
-    return rows, tuple(told)
+            key.append((value.__class__, value))
+    return rows, tuple(key)
 
 
-def keys_of(values: Sequence[Any]) -> int:
-    """Return the bit mask of keys that all of ``values`` together depend on."""
+def joint_keys(values: Sequence[Any]) -> int:
+    """Return the bit mask of keys that all of ``values`` compute_jointly depend on."""
     keys = 0
     for value in values:
         if type(value) is Column:
@@ -150,40 +171,40 @@ def keys_of(values: Sequence[Any]) -> int:
     return keys
 
 
-def at_rows(rows: Rows, keys: int, value: Any) -> Any:
+def expand(rows: Rows, keys: int, value: Any) -> Any:
     """Return ``value`` at the distinct rows of ``keys``: an array for a column, else the number itself."""
     if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
     places = rows.joined(keys, value.keys)[2]
-    return value.values if places is None else _spread(value, keys, places)
+    return value.values if places is None else _take(value, keys, places)
 
 
-def applied(ufunc: Any, left: Column, right: Any) -> Any:
+def compute(ufunc: Any, left: Column, right: Any) -> Any:
     """Return ``ufunc`` of a column and a column or number, from the cache if it was computed before."""
     rows = left.rows
     if right.__class__ is not Column:
         key = ufunc, left.number, right.__class__, right
-        found = rows.known.get(key)
-        if found is None:
-            found = rows.known[key] = Column(rows, left.keys, ufunc(left.values, right))
-        return found
+        result = rows.known.get(key)
+        if result is None:
+            result = rows.known[key] = Column(rows, left.keys, ufunc(left.values, right))
+        return result
     pair = ufunc, left.number, right.number
-    found = rows.known.get(pair)
-    if found is None:
-        found = rows.known[pair] = _of_two(ufunc, left, right)
-    return found
+    result = rows.known.get(pair)
+    if result is None:
+        result = rows.known[pair] = _compute_binary(ufunc, left, right)
+    return result
 
 
-def _of_two(ufunc: Any, left: Column, right: Column) -> Column:
+def _compute_binary(ufunc: Any, left: Column, right: Column) -> Column:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
     keys, one, other = left.rows.joined(left.keys, right.keys)
-    first = left.values if one is None else _spread(left, keys, one)
-    second = right.values if other is None else _spread(right, keys, other)
+    first = left.values if one is None else _take(left, keys, one)
+    second = right.values if other is None else _take(right, keys, other)
     return Column(left.rows, keys, ufunc(first, second))
 
 
-def _spread(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
+def _take(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
     """Return the column's values at the distinct rows of ``keys``; ``places`` indexes the column's own.
 
     The result is cached, since half of the calls repeat: a layer's seconds enter several sums.
@@ -191,57 +212,58 @@ def _spread(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any
     spread = column.spread
     if spread is None:  # created on demand: most columns need none, and each dict costs garbage collection
         spread = column.spread = {}
-    found = spread.get(keys)
-    if found is None:
+    result = spread.get(keys)
+    if result is None:
         # The indices are always in range; mode="clip" only skips numpy's bounds check.
-        found = spread[keys] = column.values.take(places, mode="clip")
-    return found
+        result = spread[keys] = column.values.take(places, mode="clip")
+    return result
 
 
-def _alone(ufunc: Any, column: Column) -> Column:
+def _compute_unary(ufunc: Any, column: Column) -> Column:
     key = ufunc, column.number
-    found: Column | None = column.rows.known.get(key)
-    if found is None:
-        found = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
-    return found
+    result: Column | None = column.rows.known.get(key)
+    if result is None:
+        result = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
+    return result
 
 
-def total(values: Sequence[Any]) -> Any:
+def sum_columns(values: Sequence[Any]) -> Any:
     """Return the sum. Columns with equal keys are added first, because they have the fewest rows."""
-    alike: dict[int, Any] = {}
-    plain: Any = 0
+    by_keys: dict[int, Any] = {}
+    numbers: Any = 0
     for value in values:
         if type(value) is not Column:
-            plain = plain + value
+            numbers = numbers + value
         else:
-            before = alike.get(value.keys)
-            alike[value.keys] = value if before is None else before + value
-    return sum(sorted(alike.values(), key=lambda value: len(value.values)), plain)
+            partial_sum = by_keys.get(value.keys)
+            by_keys[value.keys] = value if partial_sum is None else partial_sum + value
+    return sum(sorted(by_keys.values(), key=lambda value: len(value.values)), numbers)
 
 
-def by_value(column: Any) -> Any:
-    """Return the column re-keyed by its own distinct values; return anything else unchanged.
-
-    A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
-    """
-    if type(column) is not Column:
-        return column
-    key = by_value, column.number
-    found = column.rows.known.get(key)
-    if found is None:
-        keys, first = column.rows.regrouped(column.keys, value_codes(column.values)[0])
-        found = column.rows.known[key] = Column(column.rows, keys, column.values[first])
-    return found
+def _maximum(*values: Any) -> Any:
+    """Return the maximum. Columns with equal keys are compared first, because they have the fewest rows."""
+    by_keys: dict[int, Any] = {}
+    numbers: list[Any] = []
+    for value in values:
+        if value.__class__ is not Column:
+            numbers.append(value)
+        else:
+            largest = by_keys.get(value.keys)
+            by_keys[value.keys] = value if largest is None else compute(np.maximum, largest, value)
+    largest, *others = sorted(by_keys.values(), key=lambda value: len(value.values))
+    for other in (*others, *numbers):
+        largest = compute(np.maximum, largest, other)
+    return largest
 
 
 def _operator(ufunc: Any, name: str) -> None:
     def straight(self: Column, other: Any) -> Any:
-        return applied(ufunc, self, other)
+        return compute(ufunc, self, other)
 
     def reflected(self: Column, other: Any) -> Any:
         if name == "floordiv" and other.__class__ in _WHOLE and not other:
             return 0
-        return together(ufunc, other, self)
+        return compute_jointly(ufunc, other, self)
 
     setattr(Column, f"__{name}__", straight)
     setattr(Column, f"__r{name}__", reflected)
@@ -267,4 +289,4 @@ _COMPARISONS: dict[str, Any] = {
 for _name, _ufunc in _ARITHMETIC.items():
     _operator(_ufunc, _name)
 for _name, _ufunc in _COMPARISONS.items():
-    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: applied(ufunc, self, other))
+    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: compute(ufunc, self, other))

@@ -6,7 +6,7 @@ from types import FunctionType
 from typing import Any
 
 
-class Varied:
+class ObjectBatch:
     """Many objects of one type: attributes that differ are columns, all others are those of ``like``.
 
     Properties and methods are those of the type, evaluated on the columns.

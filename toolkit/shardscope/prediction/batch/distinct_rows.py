@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.core.arrays.column import Column, at_rows, keys_of, question
-from shardscope.core.arrays.deduplicate import distinct, value_codes
+from shardscope.core.ops import stack_fields
+from shardscope.prediction.batch.column import Column, cache_key, expand, joint_keys
+from shardscope.prediction.batch.deduplicate import distinct, value_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.core.arrays.rows import Rows
+    from shardscope.prediction.batch.rows import Rows
 
 
-class _Questions(NamedTuple):
+class _ArgumentRows(NamedTuple):
     """The distinct argument rows of one function call on columns."""
 
     keys: int
@@ -28,35 +29,35 @@ class _Questions(NamedTuple):
     """The plain numbers of each distinct argument row."""
 
 
-def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
+def map_distinct(function: Callable[..., Any], *numbers: Any) -> Any:
     """Return ``function(*numbers)``, calling the scalar function once for each distinct row of the columns.
 
     A named tuple of numbers becomes a named tuple of columns, nested tuples included. The results of a
     ``partial`` are cached by its function and arguments, which must be hashable.
     """
-    rows, key = question(_Questions, numbers)
-    name = _name_of(function)
+    rows, key = cache_key(_ArgumentRows, numbers)
+    name = _find_cache_name(function)
     if name is not None:
         found = rows.known.get((name, *key))
         if found is not None:
             return found
     asked = rows.known.get(key)
     if asked is None:
-        asked = rows.known[key] = _questions(rows, numbers)
+        asked = rows.known[key] = _find_argument_rows(rows, numbers)
     answers = [function(*row) for row in asked.each]
     if name is not None:
-        found = rows.known[name, *key] = _answered(rows, asked, answers)
+        found = rows.known[name, *key] = _build_columns(rows, asked, answers)
         return found
     inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
     # A closure is a new object on each call, so it cannot be a cache key: its results are the key.
     told = (*key, *answers, *map(type, inside))
     found = rows.known.get(told)
     if found is None:
-        found = rows.known[told] = _answered(rows, asked, answers)
+        found = rows.known[told] = _build_columns(rows, asked, answers)
     return found
 
 
-def _name_of(function: Any) -> Any:
+def _find_cache_name(function: Any) -> Any:
     """Return the cache key of a function; None for closures and functions with bound defaults."""
     if type(function) is partial:
         return function.func, function.args, *function.keywords.items()
@@ -65,35 +66,26 @@ def _name_of(function: Any) -> Any:
     return getattr(function, "__code__", function)
 
 
-def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
-    """Return ``made(answers)``; for tuples of one type, a tuple of that type with ``made`` of each field."""
-    first = answers[0]
-    if not isinstance(first, tuple):
-        return made(answers)
-    fields = [each_field(inner, made) for inner in zip(*answers, strict=True)]
-    return getattr(type(first), "_make", tuple)(fields)
-
-
-def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
-    keys = keys_of(numbers)
+def _find_argument_rows(rows: Rows, numbers: Sequence[Any]) -> _ArgumentRows:
+    keys = joint_keys(numbers)
     # Combine the value codes of all columns into one code per row, in mixed radix.
     codes, limit, at = np.zeros(1, np.int64), 1, []
     for number in numbers:
-        values = at_rows(rows, keys, number)
+        values = expand(rows, keys, number)
         at.append(values)
         if type(number) is Column:
             places, different = value_codes(number.values)
-            codes = codes * different + at_rows(rows, keys, Column(rows, number.keys, places))
+            codes = codes * different + expand(rows, keys, Column(rows, number.keys, places))
             limit *= different
     found = distinct(codes, limit)
     each = [
         values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
         for values in at
     ]
-    return _Questions(keys, found.codes, list(zip(*each, strict=True)))
+    return _ArgumentRows(keys, found.codes, list(zip(*each, strict=True)))
 
 
-def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
+def _build_columns(rows: Rows, asked: _ArgumentRows, answers: list[Any]) -> Any:
     # Group argument rows with equal results, so that the result has as few distinct rows as possible.
     kinds: dict[Any, int] = {}
     kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
@@ -111,4 +103,4 @@ def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
         told = Column, keys, array.dtype.char, array.tobytes()
         return rows.known.setdefault(told, Column(rows, keys, array))
 
-    return each_field(answers, column)
+    return stack_fields(answers, column)

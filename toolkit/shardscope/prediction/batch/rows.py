@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.arrays.column import Column
-from shardscope.core.arrays.deduplicate import Distinct, Index, distinct, in_order
+from shardscope.prediction.batch.column import Column
+from shardscope.prediction.batch.deduplicate import Distinct, Index, distinct, in_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,0 +1,218 @@
+"""The few operations that formulas need besides Python's own arithmetic.
+
+A formula is written, and typed, for the numbers of one plan. The search evaluates the same formula for many
+plans at once: in place of numbers it passes numpy arrays, or objects of a subclass of :class:`Array`
+(``prediction/batch``), which support the operators and bring their own operations. So a formula uses ``if``
+only for conditions that all plans of one search share, and :func:`where` for those that may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import TypeVar, TypeVarTuple, cast
+
+import numpy as np
+
+N = TypeVar("N", bound=float)
+"""A number: ``int`` for bytes and counts, ``float`` for seconds and FLOPs."""
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Row = TypeVar("Row", bound="tuple[object, ...]")
+
+
+class Array:
+    """Base class of arrays that formulas take in place of numbers.
+
+    A subclass implements the operations of this module under the same names. Their arguments are arrays and
+    numbers, at least one of them an array of the subclass.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def minimum(*values: object) -> object:
+        """Return the smallest value, element by element."""
+        raise NotImplementedError
+
+    @staticmethod
+    def maximum(*values: object) -> object:
+        """Return the largest value, element by element."""
+        raise NotImplementedError
+
+    @staticmethod
+    def where(condition: object, then: object, otherwise: object) -> object:
+        """Return ``then`` where the condition is true, else ``otherwise``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def map_distinct(function: Callable[..., object], *numbers: object) -> object:
+        """Return ``function`` of each distinct row of ``numbers``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def call_cached(function: Callable[..., object], *values: object) -> object:
+        """Return ``function(*values)``, computed once for the same arrays."""
+        raise NotImplementedError
+
+    def group_equal(self) -> object:
+        """Return this array, known to depend on nothing but its own values."""
+        raise NotImplementedError
+
+    def max(self) -> np.generic:
+        """Return the largest element."""
+        raise NotImplementedError
+
+    def any(self) -> bool:
+        """Return whether an element is true."""
+        raise NotImplementedError
+
+    def all(self) -> bool:
+        """Return whether all elements are true."""
+        raise NotImplementedError
+
+
+def is_array(value: object) -> bool:
+    """Return whether ``value`` holds the numbers of many plans."""
+    return isinstance(value, (Array, np.ndarray))
+
+
+def minimum(first: N, second: N) -> N:
+    """Return the smaller of two, element by element if either is an array."""
+    if array := _array_type(first, second):
+        return cast("N", array.minimum(first, second))
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return cast("N", np.minimum(first, second))
+    return first if first <= second else second
+
+
+def maximum(first: N, *others: N) -> N:
+    """Return the largest value, element by element if any is an array."""
+    if array := _array_type(first, *others):
+        return cast("N", array.maximum(first, *others))
+    for other in others:
+        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+            first = cast("N", np.maximum(first, other))
+        elif other > first:
+            first = other
+    return first
+
+
+def where(condition: bool, then: T, otherwise: T) -> T:
+    """Return ``then`` where the condition is true, else ``otherwise``; element by element for an array.
+
+    Two named tuples of one type give a named tuple of that type, field by field.
+    """
+    if condition is True:
+        return then
+    if condition is False:
+        return otherwise
+    if not is_array(condition):
+        return then if condition else otherwise
+    if isinstance(then, tuple) and isinstance(otherwise, tuple):
+        return _build_tuple(then, (where(condition, *pair) for pair in zip(then, otherwise, strict=True)))
+    if then is otherwise:
+        return then
+    if array := _array_type(condition, then, otherwise):
+        return cast("T", array.where(condition, then, otherwise))
+    return cast("T", np.where(condition, then, otherwise))
+
+
+def ceil_div(amount: int, parts: int) -> int:
+    """Return ``amount / parts`` rounded up, the share of the fullest of ``parts`` ranks."""
+    return -(-amount // parts)
+
+
+def all_true(condition: bool) -> bool:
+    """Return whether a condition is true, for all plans if it is an array."""
+    return bool(condition.all()) if isinstance(condition, (Array, np.ndarray)) else bool(condition)
+
+
+def any_true(condition: bool) -> bool:
+    """Return whether a condition is true, for any plan if it is an array."""
+    return bool(condition.any()) if isinstance(condition, (Array, np.ndarray)) else bool(condition)
+
+
+def largest_element(number: N) -> N:
+    """Return the number; of an array, its largest element as a plain number."""
+    return cast("N", number.max().item()) if isinstance(number, (Array, np.ndarray)) else number
+
+
+def pick_largest_row(rows: Sequence[Row]) -> Row:
+    """Return the row with the largest first number (the earliest on ties), element by element for arrays."""
+    largest = rows[0]
+    for row in rows[1:]:
+        is_larger = row[0] > largest[0]  # type: ignore[operator]  # the first field of a row is a number
+        if is_larger is True:
+            largest = row
+        elif is_larger is not False:
+            largest = where(is_larger, row, largest)
+    return largest
+
+
+def group_equal(number: N) -> N:
+    """Return the number; of an array, one in which plans with equal values share one element.
+
+    Use it where only the value matters from here on. Tokens per rank, for example, are the product of the
+    micro-batch size and the sequence length per rank: what depends on tokens is then computed once for all
+    plans with equal tokens.
+    """
+    return cast("N", number.group_equal()) if isinstance(number, Array) else number
+
+
+def map_distinct(function: Callable[..., T], *numbers: float) -> T:
+    """Return ``function(*numbers)``, calling the scalar function once for each distinct row of arrays.
+
+    Use it for quantities that are counted tensor by tensor: thousands of plans have few distinct degrees.
+    ``function`` returns a number, or a named tuple of numbers whose fields become arrays. Pass a ``partial``
+    with hashable arguments to have the results cached.
+    """
+    if array := _array_type(*numbers):
+        return cast("T", array.map_distinct(function, *numbers))
+    if not any(isinstance(number, np.ndarray) for number in numbers):
+        return function(*numbers)
+    columns = np.stack(np.broadcast_arrays(*numbers))
+    distinct, indices = np.unique(columns, axis=1, return_inverse=True)
+    indices = indices.reshape(-1)
+    results = [function(*(int(number) for number in row)) for row in distinct.T]
+    return cast("T", stack_fields(results, lambda field: np.array(field)[indices]))
+
+
+def stack_fields(results: Sequence[object], stack: Callable[[Sequence[object]], object]) -> object:
+    """Return ``stack(results)``; for tuples of one type, a tuple of that type with each field stacked."""
+    first = results[0]
+    if not isinstance(first, tuple):
+        return stack(results)
+    rows = cast("Sequence[tuple[object, ...]]", results)
+    return _build_tuple(first, (stack_fields(field, stack) for field in zip(*rows, strict=True)))
+
+
+def cache_by_numbers(function: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """Decorate ``function`` to cache its results by its arguments: arrays by identity, numbers by value.
+
+    Other arguments must be hashable. Calls with numpy arrays are not cached.
+    """
+    of_numbers = lru_cache(maxsize=2**14)(function)
+
+    def call(*values: *Ts) -> T:
+        if array := _array_type(*values):
+            return cast("T", array.call_cached(function, *values))
+        if any(isinstance(value, np.ndarray) for value in values):
+            return function(*values)
+        return of_numbers(*values)
+
+    return call
+
+
+def _array_type(*values: object) -> type[Array] | None:
+    """Return the class that implements the operations for ``values``; None for plain numbers and numpy."""
+    for value in values:
+        if isinstance(value, Array):
+            return type(value)
+    return None
+
+
+def _build_tuple(like: tuple[object, ...], fields: Iterable[object]) -> tuple[object, ...]:
+    """Return a tuple of the type of ``like``, named or plain."""
+    build = getattr(type(like), "_make", tuple)
+    return cast("tuple[object, ...]", build(fields))
