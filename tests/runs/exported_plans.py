@@ -49,7 +49,6 @@ TWO |= {
     "megatron qwen2": {
         "layout": {"sequence_parallel": False, "tp": 2},
         "architecture": replace(tiny_llama(), model_type="qwen2", attention_bias=True),
-        "attention": "eager",
     },
     "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
     "megatron dp overlapped": {
@@ -114,7 +113,8 @@ def export_with_script(plan: ss.Plan, folder: Path) -> None:
     if not (folder / "train.py").exists():
         assert "Megatron-core calls CUDA" in (folder / "FILES.md").read_text()
         (folder / "config.json").write_text(json.dumps(written_config(plan)))
-        shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files/train.py", folder)
+        for name in ("train.py", "megatron_model.py"):
+            shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files" / name, folder)
 
 
 def plan_of(name: str) -> ss.Plan:

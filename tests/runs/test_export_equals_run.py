@@ -65,7 +65,11 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
+    # The script imports the files beside it: this folder's, not those of the plan before.
+    sys.modules.pop("megatron_model", None)
+    sys.path.insert(0, str(folder))
     spec.loader.exec_module(script)
+    sys.path.remove(str(folder))
     made: dict[str, Any] = {}
     train_step = script.train_step
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exported_scripts import import_script
 from tests.accuracy.sampling import GPT2
 from tests.needs import needs
 
@@ -67,13 +68,11 @@ def read_config(family: str, framework: str, folder: Path, **other: Any) -> Any:
     """What train.py reads of a checkpoint of the plan's sizes but ``other``."""
     from transformers import AutoConfig
 
-    if framework in ("deepspeed", "megatron"):
-        needs(framework)
+    script = import_script(framework)
     files = {file.name: file.text for file in contents(plan_of(family, LAYOUTS[framework]))}
     config = json.loads(files["config.json"])
     (folder / "config.json").write_text(files["config.json"])
     AutoConfig.for_model(**{**config, **other}).save_pretrained(folder / "checkpoint")
-    script = importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "HERE", folder)
         return script.read_config(str(folder / "checkpoint"))
@@ -146,7 +145,6 @@ def test_dropout_and_routing_are_the_plan_s(
 def test_megatron_s_script_ends_at_a_checkpoint_that_it_would_compute_otherwise(
     family: str, own: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    plan = json.loads(plan_of(family, "megatron").to_json())
     with pytest.raises(SystemExit, match=words):
-        script = importlib.import_module("shardscope.frameworks.megatron.files.train")
-        script.core_config(plan, read_config(family, "megatron", tmp_path, **own))
+        model = importlib.import_module("shardscope.frameworks.megatron.files.megatron_model")
+        model.check_config(read_config(family, "megatron", tmp_path, **own), 32)

@@ -8,6 +8,7 @@ from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
 COVERED: Covered = {
     **FULL_TRAINING,
     "Recipe.kernels": ("megatron", "transformers"),
+    "Recipe.attention": (None,),
     "Recipe.optimizer": ("adamw",),
     "Recipe.precision": ("bf16-mixed", "bf16", "fp32"),
     "Recipe.recompute_interval": (1,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
 from typing import TYPE_CHECKING
 
 from shardscope.families.registry import family_of
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 FLAGS_FILE = "megatron_arguments.txt"
+MODEL_SCRIPT = "megatron_model.py"
+"""Module that ``train.py`` imports."""
 ACTIVATIONS = ("silu", "gelu_new")
 """Activations that Megatron-LM's flags can express: ``silu`` with --swiglu, else ``gelu_new``."""
 
@@ -65,7 +68,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
 
 
 def _scripts(plan: Plan) -> list[Exported | Absent]:
-    """Return ``train.py`` and its ``config.json``, or the reason that they are absent."""
+    """Return ``train.py``, its model and its ``config.json``, or the reason that they are absent."""
     try:
         check_trainable(plan)
     except ValueError as refusal:
@@ -73,7 +76,20 @@ def _scripts(plan: Plan) -> list[Exported | Absent]:
     if not plan.on_gpu:
         why = "Only Shardscope's engine trains this: Megatron-core calls CUDA, and the plan has CPU ranks."
         return [Absent(name=SCRIPT_FILE, why=why)]
-    return train_files(plan, COVERED)
+    arch, tp = plan.architecture, plan.degrees.tp
+    if arch.vocab_size % tp:
+        # Megatron-LM pads the vocabulary, and the padding's logits must then be kept out of the loss.
+        why = (
+            f"Only Shardscope's engine trains this: {SCRIPT_FILE} does not pad a vocabulary, and "
+            f"{arch.vocab_size:,} tokens are not divisible by tp={tp}."
+        )
+        return [Absent(name=SCRIPT_FILE, why=why)]
+    script, *others = train_files(plan, COVERED)
+    if isinstance(script, Absent):
+        return [script]
+    text = (resources.files(__package__) / MODEL_SCRIPT).read_text(encoding="utf-8")
+    what = f"the model of {SCRIPT_FILE}: Megatron-core's modules with a transformers model's weights"
+    return [script, Exported(name=MODEL_SCRIPT, what=what, text=text), *others]
 
 
 def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> list[Exported | Absent]:

@@ -1,0 +1,26 @@
+"""The frameworks' ``files/train.py``, imported as modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from tests.needs import needs
+
+import shardscope as ss
+
+
+def import_script(framework: str) -> ModuleType:
+    """Import the program that exports copy as ``train.py``. Skips the test without its framework."""
+    needs("torch")
+    if framework in ("deepspeed", "megatron"):
+        needs(framework)
+    # A script imports the files beside it, from the folder in which it is started.
+    folder = str(Path(ss.__file__).parent / "frameworks" / framework / "files")
+    sys.path.append(folder)
+    try:
+        return importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
+    finally:
+        sys.path.remove(folder)
