@@ -21,7 +21,7 @@ from shardscope.runs.explain.compare import Runs
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
-from shardscope.runs.watch.free_memory import free_now
+from shardscope.runs.watch.free_memory import read_free_memory
 from shardscope_widgets import RunView
 from shardscope_widgets.run.runs_view import RunsView
 
@@ -32,7 +32,7 @@ RUN_PROPERTIES = (
     *("trains_the_plan", "looks_for_stop", "note"),
 )
 SUMMARY_PROPERTIES = (
-    *("is_living", "plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace"),
+    *("is_live", "plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace"),
     *("failed_early", "why_not_resumable", "resumed_from", "status", "reason", "damage"),
 )
 GOOD = "good"
@@ -196,7 +196,7 @@ def _good_plan(use: Use) -> ss.Plan:
 
 
 def list_free(use: Use) -> None:
-    free_now(use.parent)
+    read_free_memory(use.parent)
 
 
 # ---- views
@@ -286,7 +286,7 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "ss.runs": list_runs,
     "compare": compare,
     "RunSummaries": summarize,
-    "free_now": list_free,
+    "read_free_memory": list_free,
     "resume in the Runs tab": _of_run(pick_checkpoint),
     "Pretrain(resume=True)": check_resume,
     "Pretrain(resume=folder)": resume_from_path,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.runs.watch.free_memory import free_now
+from shardscope.runs.watch.free_memory import read_free_memory
 from shardscope_widgets import RunView
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_a_run_keeps_how_its_card_was_and_is_named_on_it(
     try:
         while run.status in ("starting", "running") and len(run.cards()) < 3:
             run.wait(timeout=0.5)
-        place = next(card for card in free_now() if card.name == f"GPU {run.gpus[0]}")
+        place = next(card for card in read_free_memory() if card.name == f"GPU {run.gpus[0]}")
         assert 0 < place.free_bytes < place.total_bytes
         print(f"\non it: {place.users}")  # Containers hide who it is.
     finally:

@@ -21,8 +21,8 @@ from tests.needs import few
 
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.exceptions import exception_record
-from shardscope.runs.explain.failure import died_untimely, first_failure, looks_like_peer_lost
+from shardscope.runs.explain.exceptions import make_exception_record
+from shardscope.runs.explain.failure import find_first_failure, has_rank_died, looks_like_peer_lost
 from shardscope.runs.launch import launcher
 from shardscope.runs.launch.launch import launch
 
@@ -156,10 +156,10 @@ def test_fault_11_consequences_come_last(tmp_path: Path) -> None:
     write_json(folder.error(0), {"time": 1.0, "summary": "raised A", "traceback": "a", "peer_lost": True})
     write_json(folder.error(2), {"time": 3.0, "summary": "raised C", "traceback": "c", "peer_lost": False})
     append_line(folder.exits, {"time": 0.5, "rank": 3, "code": -15})
-    failure = first_failure(folder, 4)
+    failure = find_first_failure(folder, 4)
     assert failure is not None and failure.rank == 2
     append_line(folder.exits, {"time": 2.0, "rank": 1, "code": -9})
-    failure = first_failure(folder, 4)
+    failure = find_first_failure(folder, 4)
     assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
 
 
@@ -197,18 +197,18 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
 
     monkeypatch.setattr(os, "waitid", reaped)
     launcher._watch_one(folder, 0, 1)
-    assert died_untimely(folder)
-    failure = first_failure(folder, 2)
+    assert has_rank_died(folder)
+    failure = find_first_failure(folder, 2)
     assert failure is not None and failure.reason.startswith("rank 0 ended before its task returned")
     # What rank 0's death did to rank 1 comes next; only then does elastic tell how rank 0 ended.
     append_line(folder.exits, {"monotonic": time.monotonic() + 1, "rank": 1, "code": -6})
     append_line(folder.exits, {"monotonic": time.monotonic() + 2, "rank": 0, "code": -9})
-    failure = first_failure(folder, 2)
+    failure = find_first_failure(folder, 2)
     assert failure is not None and failure.reason.startswith("rank 0 was killed by SIGKILL")
     write_json(folder.rank(0), {"exit": "finished", "port": 0})
     folder.exits.unlink()
     launcher._watch_one(folder, 0, 1)
-    assert not died_untimely(folder)
+    assert not has_rank_died(folder)
 
 
 def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_a_failure_is_logged_without_torchs_compiler() -> None:
     """Which torch imports to write an exception into its log: a failed run would end seconds later."""
     code = """
     import sys, logging, torch
-    from shardscope.runs.launch.launcher import write_tracebacks_plainly
-    write_tracebacks_plainly()
+    from shardscope.runs.launch.launcher import use_plain_tracebacks
+    use_plain_tracebacks()
     try:
         raise LookupError("why")
     except LookupError:
@@ -292,6 +292,6 @@ def test_fault_13_exceptions_beyond_words() -> None:
         def __str__(self) -> str:
             raise KeyboardInterrupt
 
-    assert "Worst" in exception_record(Worst())["summary"]
-    record = exception_record(ValueError("é" * 2_000_000))
+    assert "Worst" in make_exception_record(Worst())["summary"]
+    record = make_exception_record(ValueError("é" * 2_000_000))
     assert len(record["traceback"]) < 70_000 and len(record["summary"]) <= 300

@@ -12,7 +12,7 @@ from tests.accuracy.rows import OWN, Row, read
 from tests.needs import few, thorough
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.runs.explain.measured import predicted_tensors
+from shardscope.runs.explain.measured import sum_predicted_tensors
 
 pytestmark = [pytest.mark.usefixtures("bounded_time", "nothing_left"), thorough()]
 
@@ -35,7 +35,7 @@ def test_a_stored_run_is_what_ranks_hold_today(framework: str, method: str, tmp_
     assert plan is not None
     again = run(plan, tmp_path)
     assert again["peak_memory_gib"] == pytest.approx(row["peak_memory_gib"], rel=0.002)
-    assert predicted_tensors(plan.memory()) / GIB == pytest.approx(again["peak_memory_gib"], rel=0.01)
+    assert sum_predicted_tensors(plan.memory()) / GIB == pytest.approx(again["peak_memory_gib"], rel=0.01)
 
 
 def test_a_seed_draws_plans_that_engines_train() -> None:

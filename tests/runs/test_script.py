@@ -23,7 +23,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.accelerate import plugins  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
-from shardscope.runs.explain.exceptions import exception_record  # noqa: E402
+from shardscope.runs.explain.exceptions import make_exception_record  # noqa: E402
 
 LLAMA = ss.models["llama-3.1-8b"]
 H100S = "8xh100-sxm-80gb"
@@ -223,7 +223,7 @@ def case_of(
     try:
         ss.Script(function, arguments=arguments)(own)
     except Exception as error:
-        return own, exception_record(error)
+        return own, make_exception_record(error)
     return own, {}
 
 

@@ -160,7 +160,7 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     assert supervisor.stdout is not None and supervisor.stdin is not None
     child = int(supervisor.stdout.readline())
     read_end, write_end = lease.open_lease()
-    lease.hold_until_end(supervisor, write_end, folder)
+    lease.hold_lease(supervisor, write_end, folder)
     time.sleep(0.05)
     assert folder.task.exists() and start_of(child) is not None
     supervisor.kill()

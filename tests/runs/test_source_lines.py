@@ -12,7 +12,7 @@ from run_helpers import make_plan
 from tests.needs import needs
 
 from shardscope.runs.launch.launch import launch
-from shardscope.runs.launch.packing import MAX_SOURCE_CHARACTERS, pack, sources_without_files
+from shardscope.runs.launch.packing import MAX_SOURCE_CHARACTERS, collect_cell_sources, pack
 from shardscope.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -88,6 +88,6 @@ def test_the_source_that_is_sent_has_a_limit_and_the_newest_cell_is_in_it(
     cache["lazy"] = (lambda: "",)
     cache[__file__] = (0, None, ["already on disk"], __file__)
     monkeypatch.setattr(linecache, "cache", cache)
-    sent = sources_without_files()
+    sent = collect_cell_sources()
     assert 1 <= len(sent) <= 4 and "<cell 19>" in sent and __file__ not in sent
     assert len(pack(len, None)) < 1.1 * MAX_SOURCE_CHARACTERS

@@ -185,7 +185,7 @@ def test_fault_23_a_supervisor_whose_log_is_full_goes_on(monkeypatch: pytest.Mon
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    Supervisor._say("could not write status 'running': [Errno 28] No space left on device")
+    Supervisor._log("could not write status 'running': [Errno 28] No space left on device")
 
 
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])

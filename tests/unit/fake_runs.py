@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
-from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.expected import ExpectedMetrics
 
 PLAN = ss.Plan(
     ss.Architecture.of_size("2m"),
@@ -45,7 +45,7 @@ class FakeRun:
     trains_the_plan = False
     has_looked = False
     num_steps: int | None = None
-    prediction: Expected | None = None
+    prediction: ExpectedMetrics | None = None
     history: tuple[dict[str, Any], ...] = ()
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ class FakeRun:
         self.follower = FakeFollow(self.records)
         return self.follower
 
-    def expected(self) -> Expected | None:
+    def expected(self) -> ExpectedMetrics | None:
         return self.prediction
 
     def cards(self) -> list[dict[str, Any]]:

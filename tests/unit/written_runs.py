@@ -15,7 +15,7 @@ import shardscope as ss
 from shardscope.machine.processes import start_of, this_machine
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.task_fields import asked_of
+from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.checkpoints.folders import checkpoint_path
 
 PLAN = ss.Plan(
@@ -61,7 +61,7 @@ def write_run(
         "machine": this_machine(),
         "plan": json.loads(plan.to_json()),
         "task": "__main__.train" if is_own_task else "shardscope.training.tasks.pretrain.Pretrain",
-        "asked": None if is_own_task else asked_of(task),
+        "asked": None if is_own_task else record_task_fields(task),
         "trains_the_plan": not is_own_task,
         "num_steps": None if is_own_task else task.num_steps,
         "world_size": plan.world_size,
@@ -69,7 +69,7 @@ def write_run(
         "predicted": {"step_seconds": 0.21},
     }
     write_json(folder.run_json, description, as_is=("machine",))
-    is_living = status in ("starting", "running", "stopping")
+    is_live = status in ("starting", "running", "stopping")
     me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
     write_json(folder.supervisor, me, as_is=("machine",))
     append_line(folder.status, {"time": began, "status": "starting", "reason": "coming up"})
@@ -79,7 +79,7 @@ def write_run(
     for rank in range(plan.world_size):
         for step in range(num_done):
             append_line(folder.events(rank), metrics(step, rank, began))
-        folder.log(rank).write_text(f"rank {rank} is up\n" + ("" if is_living else "rank is done\n"))
+        folder.log(rank).write_text(f"rank {rank} is up\n" + ("" if is_live else "rank is done\n"))
     if checkpoint is not None:
         position = {"num_steps_done": checkpoint, "seed": task.seed}
         write_checkpoint(checkpoint_path(folder.path, checkpoint), position)

@@ -26,7 +26,7 @@ from shardscope.records.log_search import LogSearch
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
-from shardscope.runs.watch.free_memory import free_now
+from shardscope.runs.watch.free_memory import read_free_memory
 from shardscope_widgets.kit.static_picture import WORDS
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
@@ -182,7 +182,7 @@ def of_a_folder(path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: ss.runs(parent).compare("whole", path.name)._repr_html_()
     yield lambda: ss.runs(parent).compare("whole", path.name).to_frame()
     yield lambda: ss.runs(parent).curves("loss")
-    yield lambda: free_now(parent)
+    yield lambda: read_free_memory(parent)
 
 
 def answer(call: Callable[[], object]) -> None:
@@ -191,7 +191,7 @@ def answer(call: Callable[[], object]) -> None:
 
 
 def every_part(summary: Any) -> None:
-    for part in ("plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_living"):
+    for part in ("plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_live"):
         getattr(summary, part)
     assert summary.failed_early in (True, False)
     assert summary.why_not_resumable is None or isinstance(summary.why_not_resumable, str)

@@ -21,7 +21,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.metrics_table import csv_in_pieces, curve
 from shardscope.records.redaction import LogCleaner, redact
 from shardscope.records.sampled_lines import SampledLines
-from shardscope.runs.launch.environment import launcher_environment
+from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.run import Run
 from shardscope.runs.tensorboard import ScalarFile
@@ -276,7 +276,7 @@ def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: 
 def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwise() -> None:
     run = {"world_size": 2, "device": "cuda"}
     inherited = {"GLOO_SOCKET_IFNAME": "eth7", "MASTER_ADDR": "10.0.0.1"}
-    environment = launcher_environment(inherited, run)
+    environment = build_launcher_environment(inherited, run)
     assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
     if sys.platform == "linux":
         assert environment["NCCL_SOCKET_IFNAME"] == "lo"
@@ -285,7 +285,7 @@ def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwi
 
 def test_cpu_ranks_keep_the_memory_that_a_step_frees_for_the_next_unless_told_otherwise() -> None:
     run = {"world_size": 2, "device": "cpu"}
-    environment = launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, run)
+    environment = build_launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, run)
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "7"
     assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20
-    assert int(launcher_environment({}, run)["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30
+    assert int(build_launcher_environment({}, run)["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30

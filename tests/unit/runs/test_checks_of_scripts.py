@@ -11,7 +11,7 @@ from tests.needs import needs
 import shardscope as ss
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.planner.checks import SEVERITIES
-from shardscope.runs.checks.findings import findings_in
+from shardscope.runs.checks.findings import check_script
 
 PLAN = ss.Plan(
     ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
@@ -63,7 +63,7 @@ for epoch in range(3):
 
 
 def by_name(source: str, plan: ss.Plan | None = None) -> dict[str, Any]:
-    return {finding.name: finding for finding in findings_in(source, plan)}
+    return {finding.name: finding for finding in check_script(source, plan)}
 
 
 def line_of(source: str, text: str) -> int:
@@ -74,7 +74,7 @@ def line_of(source: str, text: str) -> int:
 
 
 def test_every_use_of_fsdp1_has_its_line_and_its_replacement() -> None:
-    found = {(one.name, one.line): one for one in findings_in(OLD)}
+    found = {(one.name, one.line): one for one in check_script(OLD)}
     for name, text, change in (
         ("fsdp1", "model = FSDP(", "fully_shard(layer)"),
         ("fsdp1-shard-grad-op", "SHARD_GRAD_OP", "reshard_after_forward=False"),
@@ -92,7 +92,7 @@ def test_every_use_of_fsdp1_has_its_line_and_its_replacement() -> None:
     ):
         finding = found[name, line_of(OLD, text)]
         assert change in finding.change and finding.why.startswith(f"Line {finding.line}: "), name
-    severities = [SEVERITIES.index(finding.severity) for finding in findings_in(OLD)]
+    severities = [SEVERITIES.index(finding.severity) for finding in check_script(OLD)]
     assert severities == sorted(severities)
 
 
@@ -110,7 +110,7 @@ def test_the_two_places_where_migrations_go_wrong_are_warnings_by_name() -> None
 
 def test_every_single_use_is_listed() -> None:
     source = OLD + "with model.no_sync():\n    pass\nwith model.no_sync():\n    pass\n"
-    lines = [one.line for one in findings_in(source) if one.name == "fsdp1-no-sync"]
+    lines = [one.line for one in check_script(source) if one.name == "fsdp1-no-sync"]
     assert len(lines) == 3 and lines == sorted(set(lines))
 
 
@@ -494,7 +494,7 @@ def test_ranks_that_work_on_one_sequence_read_the_same() -> None:
     ],
 )
 def test_odd_code_is_read_to_its_end(source: str) -> None:
-    findings_in(source, PLAN)
+    check_script(source, PLAN)
 
 
 # ---- fp16
@@ -739,20 +739,20 @@ def test_our_own_exported_scripts_are_not_accused(layout: ss.Layout, tmp_path: P
     needs("transformers")
     plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
     (script,) = [path for path in plan.export(tmp_path) if path.suffix == ".py"]
-    found = findings_in(script.read_text(encoding="utf-8"), plan)
+    found = check_script(script.read_text(encoding="utf-8"), plan)
     assert [one.name for one in found if one.severity != "hint"] == []
 
 
 @pytest.mark.parametrize("source", ["", "def f(:\n", "%matplotlib inline\nFSDP(model)\n", "\x00", "é" * 100])
 def test_what_is_no_script_finds_nothing(source: str) -> None:
-    assert findings_in(source, PLAN) == []
+    assert check_script(source, PLAN) == []
 
 
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(ValueError, match="source"):
-        findings_in(7)  # type: ignore[arg-type]
+        check_script(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="characters"):
-        findings_in("x" * (2**20 + 1))
+        check_script("x" * (2**20 + 1))
 
 
 CHAIN = "a" + ".b" * 1500
@@ -774,4 +774,4 @@ CHAIN = "a" + ".b" * 1500
 )
 @pytest.mark.parametrize("plan", [PLAN])
 def test_text_that_nests_deeper_than_python_follows_raises_nothing(line: str, plan: ss.Plan | None) -> None:
-    findings_in(f"model.half()\nFullyShardedDataParallel(model)\n{line}\nloss.backward()\n", plan)
+    check_script(f"model.half()\nFullyShardedDataParallel(model)\n{line}\nloss.backward()\n", plan)

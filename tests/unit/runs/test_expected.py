@@ -15,8 +15,8 @@ from shardscope.records import follow as follow_module
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.records.follow import PIECE_BYTES
-from shardscope.runs.explain.measured import predicted_tensors
-from shardscope.runs.explain.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope.runs.explain.measured import sum_predicted_tensors
+from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
 
 ON_GPUS = ss.Plan(
     ss.models["gpt2"],
@@ -49,7 +49,7 @@ def test_a_run_of_the_plan_has_its_predictions(tmp_path: Path) -> None:
     assert found is not None and run.num_steps == 40 and run.trains_the_plan
     assert found.step_seconds == 0.5 and found.step_from == "the calibration of here"
     assert found.tokens_per_second == 64 * 512 / 8 / 0.5
-    assert found.peak_memory_bytes == predicted_tensors(ON_GPUS.memory())
+    assert found.peak_memory_bytes == sum_predicted_tensors(ON_GPUS.memory())
     assert found.of("loss") is None and found.of("step_seconds") == 0.5
 
 
@@ -95,12 +95,12 @@ def test_each_rank_has_its_tensors_by_component() -> None:
         }
         return {"memory": {"device": "cpu", "step": 2, "phases": phases, "rss_before_steps": 500}}
 
-    found = memory_by_rank({0: record(40), 3: record(5), 4: {"engine": {}}})
+    found = read_rank_memory({0: record(40), 3: record(5), 4: {"engine": {}}})
     assert found[0].components == {"parameters": 10, "activations": 40} and found[0].phase == "backward"
     assert found[3].components == {"parameters": 10, "optimizer": 20} and found[3].num_bytes == 30
     assert set(found) == {0, 3}
-    predicted = predicted_tensors_by_component(ON_GPUS.memory())
-    assert predicted.num_bytes == predicted_tensors(ON_GPUS.memory())
+    predicted = predict_rank_memory(ON_GPUS.memory())
+    assert predicted.num_bytes == sum_predicted_tensors(ON_GPUS.memory())
 
 
 def test_a_long_run_is_followed_in_pieces_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardscope.machine.processes import this_machine
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import launch as launch_module
-from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, holders
+from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, describe_runs_on_gpus
 from shardscope.runs.watch import host_monitor as host_watch
 
 
@@ -81,7 +81,7 @@ def test_another_machines_runs_hold_no_card_of_this_one(
         record = {"world_size": 1, "created": time.time(), "machine": machine, "gpus": [0]}
         write_json(folder.run_json, record, as_is=("machine",))
     pretend_cards(monkeypatch, [TOTAL])
-    assert holders(ss.runs(tmp_path), gpus_now()).count(" on GPU 0") == 1
+    assert describe_runs_on_gpus(ss.runs(tmp_path), gpus_now()).count(" on GPU 0") == 1
 
 
 @needs_installed("torch")
@@ -159,7 +159,7 @@ def test_cpu_ranks_that_their_host_has_no_room_for(tmp_path: Path, monkeypatch: 
         pass
 
     large = ss.Plan(ss.Architecture.of_size("1b"), ss.Cluster.parse("2xcpu"), ss.Recipe(), ss.Layout.ddp())
-    monkeypatch.setattr(host_watch, "free_host_memory", lambda: (3 * GIB, 16 * GIB))
+    monkeypatch.setattr(host_watch, "read_free_host_memory", lambda: (3 * GIB, 16 * GIB))
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
     with pytest.raises(TooLittleFreeError) as refused:
         ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path)
@@ -172,7 +172,7 @@ def test_cpu_ranks_that_their_host_has_no_room_for(tmp_path: Path, monkeypatch: 
     # Of a function nobody knows what it takes.
     with pytest.warns(RuntimeWarning, match="this host has 3.00 of 16.0 GiB free"):
         ss.launch(large, train, folder=tmp_path, name="function")
-    monkeypatch.setattr(host_watch, "free_host_memory", lambda: (500 * GIB, 512 * GIB))
+    monkeypatch.setattr(host_watch, "read_free_host_memory", lambda: (500 * GIB, 512 * GIB))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path, name="roomy")

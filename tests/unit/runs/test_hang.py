@@ -20,14 +20,14 @@ from shardscope.records.files import read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import supervisor as supervising
 from shardscope.runs.launch.supervisor import Supervisor
-from shardscope.runs.watch.hang import BUSY_FACTOR, HangWatch
+from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
 from shardscope.runs.watch.stacks import (
     BUSY_WITH,
     ENGINE_FOLDERS,
-    busy_with,
-    main_thread,
-    place_in_words,
-    process_state,
+    describe_position,
+    find_delay_reason,
+    parse_main_thread,
+    read_process_state,
 )
 
 TOOLKIT = Path(ss.__file__).parent
@@ -35,8 +35,8 @@ TOOLKIT = Path(ss.__file__).parent
 RANK = """
 import sys, time
 from pathlib import Path
-from shardscope.runs.watch.stacks import answer_with_stacks
-answer_with_stacks(Path(sys.argv[1]))
+from shardscope.runs.watch.stacks import install_stack_handler
+install_stack_handler(Path(sys.argv[1]))
 def save_checkpoint(): wait()
 def wait():
     print("ready", flush=True)
@@ -68,30 +68,30 @@ def steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
     return [{"step": step, "time": 1000 + step * seconds} for step in range(first, first + count)]
 
 
-def wait(watch: HangWatch, seconds: float) -> list[str]:
+def wait(watch: HangDetector, seconds: float) -> list[str]:
     """What is said while nothing comes for ``seconds``. Real processes answer within each look."""
     said = []
     for _ in range(int(seconds)):
         deadline = time.monotonic() + 5
         while watch._asked_since is not None and not answered(watch) and time.monotonic() < deadline:
             time.sleep(0.01)
-        said.append(watch.look({}, 1.0))
+        said.append(watch.check({}, 1.0))
     return [words for words in said if words]
 
 
-def answered(watch: HangWatch) -> bool:
+def answered(watch: HangDetector) -> bool:
     """Whether every process that was asked and can answer has; the last line of its stack is this file's."""
     pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._calls.marks}
     return all(
-        process_state(pid) in ("", "T", "Z")
+        read_process_state(pid) in ("", "T", "Z")
         or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._calls.marks[rank] :]
         for rank, pid in pids.items()
     )
 
 
 def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
-    watch = HangWatch(folder, 2, least_seconds=10)
-    assert watch.look({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
+    watch = HangDetector(folder, 2, least_seconds=10)
+    assert watch.check({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
     assert wait(watch, 10) == []
     (words,) = wait(watch, 50)
     facts = ("no step for 12 s", "0.1 s", "rank 1 came no further than step 9", "others to 10")
@@ -99,14 +99,14 @@ def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: l
     assert "rank 1: wait (<string>:" in words and words.endswith("in its log")
     log = folder.log(0).read_text()
     assert "no step for 12 s" in log and log.count(" in wait\n") == 1
-    assert watch.look({0: steps(11, 1)}, 1.0) is None and watch.hangs
-    assert watch.look({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps come again"
-    assert watch.look({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
+    assert watch.check({0: steps(11, 1)}, 1.0) is None and watch.hangs
+    assert watch.check({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps come again"
+    assert watch.check({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
 
 
 def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder: RunFolder) -> None:
     supervisor, now = Supervisor(folder, None), time.monotonic()
-    supervisor.beside._hang.hangs = True
+    supervisor.checks._hang.hangs = True
     supervisor._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
     assert "120 s" in read_lines(folder.status)[-1]["reason"]
@@ -116,24 +116,24 @@ def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder
     waiting._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert waiting.deadline > now + 599
     for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps come again", 599)):
-        waiting.beside._hang.hangs = hangs
-        waiting.beside._hang.look = lambda *_, words=words: words  # type: ignore[method-assign]
-        waiting._look_beside(now + 1)
+        waiting.checks._hang.hangs = hangs
+        waiting.checks._hang.check = lambda *_, words=words: words  # type: ignore[method-assign]
+        waiting._run_checks(now + 1)
         assert waiting.phase == "checkpoint" and now + least < waiting.deadline < now + least + 10
         assert read_lines(folder.status)[-1]["reason"].endswith(words)
-    waiting.beside._hang.hangs = True
-    waiting._next_phase()
+    waiting.checks._hang.hangs = True
+    waiting._escalate()
     assert waiting.phase == "terminate"
     assert "did not save and stop" in read_lines(folder.status)[-1]["reason"]
 
 
 def test_fault_23_a_hang_is_said_and_taken_back_where_no_log_can_be_written(folder: RunFolder) -> None:
     folder.log(0).mkdir()
-    watch = HangWatch(folder, 1, least_seconds=2)
-    watch.look({0: steps(0, 10)}, 1.0)
+    watch = HangDetector(folder, 1, least_seconds=2)
+    watch.check({0: steps(0, 10)}, 1.0)
     (words,) = wait(watch, 8)
     assert words.startswith("no step for ") and watch.hangs
-    assert watch.look({0: steps(10, 1)}, 1.0) == "steps come again"
+    assert watch.check({0: steps(10, 1)}, 1.0) == "steps come again"
 
 
 def test_the_final_status_waits_little_for_what_is_written_beside_it(
@@ -152,7 +152,7 @@ def test_the_final_status_waits_little_for_what_is_written_beside_it(
             had_status.append(folder.status.exists())
             yield
 
-    monkeypatch.setattr(supervisor.beside, "finish", pieces)
+    monkeypatch.setattr(supervisor.checks, "finish", pieces)
     supervisor._finish()
     assert had_status == [False, True, True]
     assert not half.exists()
@@ -160,40 +160,40 @@ def test_the_final_status_waits_little_for_what_is_written_beside_it(
 
 
 def test_steps_that_begin_anew_and_other_lines_are_signs_of_life(folder: RunFolder) -> None:
-    watch = HangWatch(folder, 1, least_seconds=5)
-    watch.look({0: steps(0, 10)}, 1.0)
+    watch = HangDetector(folder, 1, least_seconds=5)
+    watch.check({0: steps(0, 10)}, 1.0)
     for _ in range(5):  # Each time four seconds after the last.
         assert wait(watch, 3) == []
-        assert watch.look({0: steps(0, 2)}, 1.0) is None
+        assert watch.check({0: steps(0, 2)}, 1.0) is None
     for _ in range(5):
         assert wait(watch, 3) == []
-        assert watch.look({0: [{"step": 1, "time": 5000.0, "validation": 1.0}]}, 1.0) is None
+        assert watch.check({0: [{"step": 1, "time": 5000.0, "validation": 1.0}]}, 1.0) is None
     assert watch.ranks[0].still_seconds == 0
 
 
 def test_slow_steps_get_many_times_their_median(folder: RunFolder, ranks: list[Any]) -> None:
-    watch = HangWatch(folder, 2, least_seconds=10)
-    watch.look({0: steps(0, 6, seconds=30.0)}, 1.0)
+    watch = HangDetector(folder, 2, least_seconds=10)
+    watch.check({0: steps(0, 6, seconds=30.0)}, 1.0)
     assert wait(watch, 600) == []
     assert len(wait(watch, 10)) == 1
 
 
 @pytest.mark.parametrize("ranks", [("save_checkpoint", "wait")], indirect=True)
 def test_a_checkpoint_gets_more_time_but_not_for_ever(folder: RunFolder, ranks: list[Any]) -> None:
-    watch = HangWatch(folder, 2, least_seconds=2)
-    watch.look({0: steps(0, 10), 1: steps(0, 10)}, 1.0)
+    watch = HangDetector(folder, 2, least_seconds=2)
+    watch.check({0: steps(0, 10), 1: steps(0, 10)}, 1.0)
     assert wait(watch, 2 * BUSY_FACTOR - 1) == []
     (words,) = wait(watch, 8)
     assert "rank 0 is at a checkpoint" in words
 
 
 def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(folder: RunFolder) -> None:
-    watch = HangWatch(folder, 2, least_seconds=2)
+    watch = HangDetector(folder, 2, least_seconds=2)
     assert wait(watch, 100) == []  # Nothing logged yet: loading, compiling, or a task that logs nothing.
-    watch.look({0: steps(0, 5)}, 1.0)
+    watch.check({0: steps(0, 5)}, 1.0)
     assert wait(watch, 100) == []  # Four times are too few for a median.
-    watch.look({0: steps(5, 5)}, 1.0)
-    assert watch.look({}, 3600.0) is None and watch.ranks[0].still_seconds == 5.0
+    watch.check({0: steps(5, 5)}, 1.0)
+    assert watch.check({}, 3600.0) is None and watch.ranks[0].still_seconds == 5.0
     write_json(folder.rank(0), {"pid": 1, "started": 1.0, "exit": "finished"})
     assert wait(watch, 100) == []
 
@@ -202,10 +202,10 @@ def test_fault_05_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFold
     ranks[0].send_signal(signal.SIGSTOP)
     ranks[1].kill()
     ranks[1].wait()
-    while process_state(ranks[0].pid) != "T":
+    while read_process_state(ranks[0].pid) != "T":
         time.sleep(0.01)
-    watch = HangWatch(folder, 2, least_seconds=2)
-    watch.look({0: steps(0, 10)}, 1.0)
+    watch = HangDetector(folder, 2, least_seconds=2)
+    watch.check({0: steps(0, 10)}, 1.0)
     (words,) = wait(watch, 10)
     assert f"rank 0: process {ranks[0].pid} is stopped" in words
     assert "rank 1: it did not answer" in words
@@ -234,15 +234,16 @@ Current thread 0x00007f2 (most recent call first):
 )
 def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> None:
     stacks = STACKS.replace("{part}", part)
-    assert [function for _, _, function in main_thread(stacks)] == ["all_reduce", "inner", "<lambda>"]
-    assert busy_with(stacks) == words
+    assert [function for _, _, function in parse_main_thread(stacks)] == ["all_reduce", "inner", "<lambda>"]
+    assert find_delay_reason(stacks) == words
     assert (
-        place_in_words(stacks) == "all_reduce (distributed_c10d.py:3046), called from <lambda> (my task.py:7)"
+        describe_position(stacks)
+        == "all_reduce (distributed_c10d.py:3046), called from <lambda> (my task.py:7)"
     )
     engine = STACKS.replace("/site-packages/torch/{part}.py", "/shardscope/frameworks/some/engine.py")
-    assert busy_with(engine) is None
-    assert busy_with(engine.replace(" in inner", " in export")) == "at a checkpoint"
-    assert place_in_words("") == "" and busy_with("it did not answer") is None
+    assert find_delay_reason(engine) is None
+    assert find_delay_reason(engine.replace(" in inner", " in export")) == "at a checkpoint"
+    assert describe_position("") == "" and find_delay_reason("it did not answer") is None
 
 
 def test_files_of_ours_that_explain_a_pause_are_there() -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs.explain.measured import MeasuredMemory, measured_memory, predicted_tensors
+from shardscope.runs.explain.measured import (
+    MeasuredMemory,
+    build_measured_memory,
+    sum_predicted_tensors,
+)
 
 MIB = 2**20
 
@@ -48,7 +52,7 @@ def cuda_record() -> dict[str, Any]:
 
 
 def test_a_cpu_rank_names_every_component_it_counted() -> None:
-    report = measured_memory(plan_of(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
+    report = build_measured_memory(plan_of(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
     assert report.tier == "measured"
     assert report.peak_phase == "forward"
     assert report.components == {
@@ -72,7 +76,7 @@ def test_a_cpu_rank_names_every_component_it_counted() -> None:
 
 def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_rest() -> None:
     plan = plan_of("h100-sxm-80gb")
-    report = measured_memory(plan, {0: cuda_record()}, [])
+    report = build_measured_memory(plan, {0: cuda_record()}, [])
     assert report.peak_phase == "backward"
     assert report.components["other"] == 3 * MIB
     assert report.tensor_bytes == 35 * MIB
@@ -86,26 +90,26 @@ def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_re
 
 def test_the_error_is_of_tensors_and_in_one_sentence() -> None:
     plan = plan_of()
-    predicted = predicted_tensors(plan.memory())
+    predicted = sum_predicted_tensors(plan.memory())
     assert predicted == max(
         sum(v for n, v in parts.items() if n not in ("communication", "runtime", "fragmentation"))
         for phase, _, parts in plan.memory().timeline
         if phase != "initialisation"
     )
-    report = measured_memory(plan, {0: cpu_record()}, [])
+    report = build_measured_memory(plan, {0: cpu_record()}, [])
     assert report.error == pytest.approx(predicted / (19 * MIB) - 1)
     assert "19 MiB" in report.sentence and "(forward)" in report.sentence
     assert report.sentence.count(".") - report.sentence.count(" %") <= 3
     side = "above" if predicted > 19 * MIB else "below"
     assert report.sentence.endswith(f" % {side} it.")
     rest = predicted - 14 * MIB  # beside parameters, optimizer and logits
-    hit = measured_memory(plan, {0: cpu_record(activations=rest)}, [])
+    hit = build_measured_memory(plan, {0: cpu_record(activations=rest)}, [])
     assert hit.error == 0 and hit.sentence.endswith(" MiB, the same to 0.1 %.")
 
 
 def test_a_task_of_ones_own_has_a_total_without_names() -> None:
     ranks = [{"rank": 0, "memory_bytes": 5, "peak_memory_bytes": 7 * MIB, "step": 3, "time": 0.0}]
-    report = measured_memory(plan_of(), {}, ranks)
+    report = build_measured_memory(plan_of(), {}, ranks)
     assert report.components == {"other": 7 * MIB}
     assert "only a total is known" in report.explain("activations")
     assert [rank["peak_memory_bytes"] for rank in report] == [7 * MIB]
@@ -116,7 +120,7 @@ def test_a_task_of_ones_own_has_a_total_without_names() -> None:
     [{}, {"memory": None}, {"memory": []}, {"memory": {"phases": 3}}, {"memory": {"phases": {"rest": 7}}}],
 )
 def test_odd_records_are_survived_and_nothing_is_made_of_them(record: dict[str, Any]) -> None:
-    report = measured_memory(plan_of(), {0: record}, [])
+    report = build_measured_memory(plan_of(), {0: record}, [])
     assert isinstance(report, MeasuredMemory)
     assert list(report) == [] and report.peak_bytes == 0 and report.error is None
     assert report.sentence.startswith("No rank ")
@@ -125,12 +129,12 @@ def test_odd_records_are_survived_and_nothing_is_made_of_them(record: dict[str, 
 
 def test_negative_and_foreign_numbers_are_left_out() -> None:
     phases = {"rest": {"parameters": -1, "gradients": True, "luck": 4, "optimizer": 5}}
-    report = measured_memory(plan_of(), {0: {"memory": {"phases": phases}}}, [])
+    report = build_measured_memory(plan_of(), {0: {"memory": {"phases": phases}}}, [])
     assert report.components == {"optimizer": 5}
 
 
 def test_without_a_readable_plan_there_is_no_error() -> None:
-    report = measured_memory(None, {0: cpu_record()}, [])
+    report = build_measured_memory(None, {0: cpu_record()}, [])
     assert report.error is None and "cannot be read" in report.sentence
 
 
@@ -142,7 +146,7 @@ def test_pipeline_stages_are_told_apart() -> None:
         ss.Layout.megatron(pp=2),
     )
     records = {rank: cpu_record(activations=rank * MIB) for rank in range(4)}
-    report = measured_memory(plan, records, [])
+    report = build_measured_memory(plan, records, [])
     assert [stage.components["activations"] for stage in report.by_stage] == [1 * MIB, 3 * MIB]
     assert report.worst_stage.stage == 1
 

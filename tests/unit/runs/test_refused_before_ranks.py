@@ -15,7 +15,7 @@ from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
 from shardscope.runs.launch.launch import launch
-from shardscope.runs.task_source import names_engine
+from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.text_task import check_loads
 
 L = Layout
@@ -289,9 +289,9 @@ class Trainer:
 
 def test_who_names_the_engine_of_its_context() -> None:
     for task in (own_loop, Trainer().train, functools.partial(own_loop)):
-        assert names_engine(task)
+        assert uses_engine(task)
     for other in (own_names, engine_of_a_car, Trainer().run, print, Pretrain(), None):
-        assert not names_engine(other)
+        assert not uses_engine(other)
 
 
 @needs_installed("torch")

@@ -9,7 +9,12 @@ import pytest
 
 from shardscope.records.files import read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.stop_request import every_rank_looks, note_that_it_looks, notebook, who_asked
+from shardscope.runs.stop_request import (
+    describe_stop_request,
+    every_rank_reads_stops,
+    find_notebook,
+    record_stop_reader,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,16 +29,16 @@ from shardscope.runs.stop_request import every_rank_looks, note_that_it_looks, n
     ],
 )
 def test_who_asked_is_told(command: dict[str, Any], words: str) -> None:
-    assert who_asked(command) == words
+    assert describe_stop_request(command) == words
 
 
 def test_the_notebook_is_the_one_that_jupyter_started_the_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    assert notebook() is None
+    assert find_notebook() is None
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/00_studio.ipynb")
-    assert notebook() == "00_studio.ipynb"
+    assert find_notebook() == "00_studio.ipynb"
     monkeypatch.setenv("JPY_SESSION_NAME", "console-1-5f0c")
-    assert notebook() is None
+    assert find_notebook() is None
 
 
 def test_a_task_looks_once_it_has_looked_on_every_rank(tmp_path: Path) -> None:
@@ -41,7 +46,7 @@ def test_a_task_looks_once_it_has_looked_on_every_rank(tmp_path: Path) -> None:
     folder.create()
     for rank in (0, 1):
         write_json(folder.rank(rank), {"pid": 100 + rank})
-        assert not every_rank_looks(folder, 2)
-        note_that_it_looks(folder, rank)
-    assert every_rank_looks(folder, 2)
+        assert not every_rank_reads_stops(folder, 2)
+        record_stop_reader(folder, rank)
+    assert every_rank_reads_stops(folder, 2)
     assert (read_json(folder.rank(1)) or {})["pid"] == 101, "what else is recorded of it stays"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.runs.launch.packing import describe, pack
+from shardscope.runs.launch.packing import describe_task, pack
 
 
 class Trainer:
@@ -73,6 +73,6 @@ def test_a_global_of_a_function_in_a_notebook_is_named() -> None:
 
 
 def test_the_name_of_a_task() -> None:
-    assert describe(functools.lru_cache(train)) == describe(train) == f"{__name__}.train"
-    assert describe(Trainer) == describe(Trainer()) == f"{__name__}.Trainer"
-    assert describe(Trainer().run) == f"{__name__}.Trainer.run"
+    assert describe_task(functools.lru_cache(train)) == describe_task(train) == f"{__name__}.train"
+    assert describe_task(Trainer) == describe_task(Trainer()) == f"{__name__}.Trainer"
+    assert describe_task(Trainer().run) == f"{__name__}.Trainer.run"

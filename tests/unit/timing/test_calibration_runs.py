@@ -12,7 +12,7 @@ from calibrations import calibration
 import shardscope as ss
 from shardscope.records.files import append_line
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, keep_step, predicted_step
+from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, predict_step, store_measured_step
 from shardscope.timing.calibration.finished_runs import MIN_STEPS, SKIPPED_STEPS
 from shardscope.timing.calibration.store import data_folder, file_for, store_calibration, stored
 
@@ -37,7 +37,7 @@ def description(plan: ss.Plan) -> dict[str, Any]:
         "name": "a-run",
         "world_size": 2,
         "plan": json.loads(plan.to_json()),
-        "predicted": predicted_step(plan),
+        "predicted": predict_step(plan),
     }
 
 
@@ -48,9 +48,9 @@ def log(folder: RunFolder, num_steps: int, seconds: float) -> None:
 
 
 def test_a_step_is_predicted_at_launch_where_it_can_be(plan: ss.Plan) -> None:
-    assert predicted_step(plan) is None
+    assert predict_step(plan) is None
     store_calibration(calibration())
-    said = predicted_step(plan)
+    said = predict_step(plan)
     assert said == {"step_seconds": plan.step().seconds, "from": calibration().source}
 
 
@@ -58,7 +58,7 @@ def test_a_finished_run_is_held_against_its_prediction(folder: RunFolder, plan: 
     store_calibration(calibration())
     told, took = description(plan), 1.5 * plan.step().seconds
     log(folder, SKIPPED_STEPS + MIN_STEPS, took)
-    assert keep_step(folder, told)
+    assert store_measured_step(folder, told)
     found = plan.step().residual
     assert found is not None and found.median == pytest.approx(1.5)
 
@@ -66,7 +66,7 @@ def test_a_finished_run_is_held_against_its_prediction(folder: RunFolder, plan: 
 def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, plan: ss.Plan) -> None:
     told = description(plan)
     log(folder, 20, 0.25)
-    assert keep_step(folder, told)
+    assert store_measured_step(folder, told)
     record = stored(file_for("cpu", data_folder()))
     assert record is not None and record.steps[0].seconds == 0.25 and record.steps[0].ratio is None
     assert not record.calibrations
@@ -74,20 +74,20 @@ def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, p
 
 def test_too_few_steps_are_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
     log(folder, SKIPPED_STEPS + MIN_STEPS - 1, 0.25)
-    assert not keep_step(folder, description(plan))
+    assert not store_measured_step(folder, description(plan))
     assert not data_folder().exists()
 
 
 def test_a_short_recorded_run_is_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
     folder.trace(0).write_bytes(b"")
     log(folder, SKIPPED_STEPS + MIN_STEPS, 0.25)
-    assert not keep_step(folder, description(plan))
+    assert not store_measured_step(folder, description(plan))
     log(folder, SKIPPED_STEPS + MIN_PROFILED_STEPS, 0.25)
-    assert keep_step(folder, description(plan))
+    assert store_measured_step(folder, description(plan))
 
 
 def test_broken_lines_of_metrics_are_passed_over(folder: RunFolder, plan: ss.Plan) -> None:
     folder.events(0).write_text('ep": 3}\n[1]\nnull\n')
     log(folder, 20, 0.25)
     append_line(folder.events(0), {"step": "x", "step_seconds": "NaN"})
-    assert keep_step(folder, description(plan))
+    assert store_measured_step(folder, description(plan))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.measured import measured_memory
+from shardscope.runs.explain.measured import build_measured_memory
 from shardscope.trace.memory_snapshot import BEFORE, SHOWN_FRAMES, load_memory_snapshot
 
 MIB = 2**20
@@ -214,11 +214,11 @@ def test_a_run_s_memory_leads_to_its_snapshots(tmp_path: Path) -> None:
         folder.memory_snapshot(rank).parent.mkdir(exist_ok=True)
         folder.memory_snapshot(rank).write_bytes(pickle.dumps(snapshot()))
     (folder.memory_snapshot(0).parent / "rank-1.part").write_bytes(b"being written")
-    report = measured_memory(None, {}, [], folder.memory_snapshots())
+    report = build_measured_memory(None, {}, [], folder.memory_snapshots())
     assert sorted(report.snapshot_files) == [3, 12]
     assert report.snapshot().path == folder.memory_snapshot(3)
     assert report.snapshot(12).peak_bytes == 17 * MIB
     with pytest.raises(ValueError, match="rank is 5; allowed: ranks that took a memory snapshot: 3, 12"):
         report.snapshot(5)
     with pytest.raises(ValueError, match="none did"):
-        measured_memory(None, {}, []).snapshot()
+        build_measured_memory(None, {}, []).snapshot()

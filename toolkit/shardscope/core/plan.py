@@ -157,9 +157,9 @@ class Plan(JsonNoun):
         (:func:`shardscope.runs`), which show whether this plan was ever profiled. A check is skipped if one
         of its figures is unknown. Raises ``ValueError`` if ``runs`` has anything but runs.
         """
-        from shardscope.runs.checks.findings import findings
+        from shardscope.runs.checks.findings import collect_findings
 
-        return findings(self, task, runs)
+        return collect_findings(self, task, runs)
 
     def rehearse(self, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
         """Measure the memory report by running the framework's own code on fake tensors, without a GPU.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
-from shardscope.runs.task_fields import own_task
+from shardscope.runs.task_fields import find_builtin_task
 from shardscope.training.checkpoints.choice import choose_for_resume
 from shardscope.training.checkpoints.folders import POSITION_FILE
 
@@ -109,7 +109,7 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
 
-    name = own_task(description)
+    name = find_builtin_task(description)
     for kind in (Pretrain, Finetune):
         if name == kind.__name__:
             return kind
@@ -121,8 +121,8 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
 def _arguments(kind: type[TextTask], description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constructor arguments of the task recorded in ``run.json``.
 
-    Raise ``_CannotResumeError`` if a field is missing (``asked_of`` leaves out text, and older versions had
-    fewer fields): resuming with its default value might silently train something else.
+    Raise ``_CannotResumeError`` if a field is missing (``record_task_fields`` leaves out text, and older
+    versions had fewer fields): resuming with its default value might silently train something else.
     """
     asked = description.get("asked")
     kept = asked if isinstance(asked, Mapping) else {}

@@ -32,15 +32,15 @@ from shardscope.records.json_values import parse_object
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.terminal_text import plain_text
-from shardscope.runs.explain.failure import all_failures
-from shardscope.runs.explain.failure_story import tell
-from shardscope.runs.stop_request import Button, every_rank_looks, notebook
+from shardscope.runs.explain.failure import find_failures
+from shardscope.runs.explain.failure_report import explain_failures
+from shardscope.runs.stop_request import Button, every_rank_reads_stops, find_notebook
 from shardscope.runs.task_fields import why_no_trace
 from shardscope.runs.watch.logged_memory import LoggedMemory
 
 if TYPE_CHECKING:
     from shardscope.runs.explain.compare import Runs
-    from shardscope.runs.explain.expected import Expected
+    from shardscope.runs.explain.expected import ExpectedMetrics
     from shardscope.runs.explain.measured import MeasuredMemory
 
 WAIT_SECONDS = 0.05
@@ -163,8 +163,8 @@ class Run:
             return plain_text(str(state["error"]))
         if state["status"] in ("finished", "stopped"):
             return None
-        failures = all_failures(self._folder, self._world_size)
-        return plain_text(tell(failures, self._description).text) if failures else None
+        failures = find_failures(self._folder, self._world_size)
+        return plain_text(explain_failures(failures, self._description).text) if failures else None
 
     @property
     def is_here(self) -> bool:
@@ -218,7 +218,7 @@ class Run:
 
         True for a built-in task, and for a function that has read ``ctx.should_stop`` on every rank.
         """
-        self._looks_for_stop |= self.trains_the_plan or every_rank_looks(self._folder, self._world_size)
+        self._looks_for_stop |= self.trains_the_plan or every_rank_reads_stops(self._folder, self._world_size)
         return self._looks_for_stop
 
     @property
@@ -231,16 +231,16 @@ class Run:
     def note(self, words: str) -> None:
         write_json(self._folder.note, {"note": words})
 
-    def expected(self) -> Expected | None:
+    def expected(self) -> ExpectedMetrics | None:
         """Return the predicted values of the logged metrics; None if the task may train another model."""
-        from shardscope.runs.explain.expected import expected
+        from shardscope.runs.explain.expected import predict_metrics
 
         try:
             plan = self.plan
         except ValueError:
             return None
         engine = (read_json(self._folder.what_it_was(0)) or {}).get("engine")
-        return expected(plan, self._description, engine)
+        return predict_metrics(plan, self._description, engine)
 
     def cards(self) -> list[dict[str, Any]]:
         """Return NVML samples of the run's GPUs: dicts of time, rank, gpu (driver index) and readings.
@@ -249,9 +249,9 @@ class Run:
         (all processes on the GPU, not only this run's). One sample a second; a long run is thinned to a few
         hundred. Empty for CPU ranks.
         """
-        from shardscope.runs.watch.gpu_monitor import card_samples
+        from shardscope.runs.watch.gpu_monitor import read_gpu_samples
 
-        return card_samples(self._folder, self.gpus)
+        return read_gpu_samples(self._folder, self.gpus)
 
     def follow(self) -> Follow:
         """Return a streaming reader of :meth:`metrics`, from the first record; it keeps nothing in memory."""
@@ -280,7 +280,7 @@ class Run:
         memory snapshot of a rank, if one was requested.
         """
         from shardscope.runs.explain.measured import (
-            measured_memory,  # Imported lazily: it would slow down the supervisor's start.
+            build_measured_memory,  # Imported lazily: it would slow down the supervisor's start.
         )
 
         try:
@@ -288,7 +288,7 @@ class Run:
         except ValueError:
             plan = None
         snapshots = self._folder.memory_snapshots()
-        return measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
+        return build_measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
 
     def _logged_memory(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -337,7 +337,7 @@ class Run:
         self._ask_to_stop(checkpoint=button == "Save and stop", button=button)
 
     def _ask_to_stop(self, **arguments: Any) -> None:
-        where = notebook()
+        where = find_notebook()
         self.send("stop", **arguments, **({} if where is None else {"notebook": where}))
 
     def send(self, command: str, **arguments: Any) -> None:

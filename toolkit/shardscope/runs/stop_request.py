@@ -16,7 +16,7 @@ MAX_NAME = 100
 _MARK = "looks_for_stop"
 
 
-def notebook() -> str | None:
+def find_notebook() -> str | None:
     """Return the file name of the notebook whose kernel this process is; None if unknown.
 
     Jupyter's server sets JPY_SESSION_NAME when it starts the kernel, so a notebook renamed later has its
@@ -26,7 +26,7 @@ def notebook() -> str | None:
     return name if name.endswith(".ipynb") else None
 
 
-def who_asked(command: Mapping[str, Any]) -> str:
+def describe_stop_request(command: Mapping[str, Any]) -> str:
     """Describe the origin of a stop command of ``control.jsonl``.
 
     For example ``Stop was pressed in 00_studio.ipynb`` or ``run.stop() was called``.
@@ -42,12 +42,12 @@ def who_asked(command: Mapping[str, Any]) -> str:
     return f"{what} in {name}" if name else what
 
 
-def note_that_it_looks(folder: RunFolder, rank: int) -> None:
+def record_stop_reader(folder: RunFolder, rank: int) -> None:
     """Note in a rank's record that its task reads stop requests. Raises ``OSError``."""
     keep_json(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), _MARK: True})
 
 
-def every_rank_looks(folder: RunFolder, world_size: int) -> bool:
+def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:
     """Return whether the task has read stop requests on every rank.
 
     Otherwise a stop could hang the run: ranks that leave would be waited for by those that do not look.

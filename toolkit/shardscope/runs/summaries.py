@@ -43,7 +43,7 @@ class RunSummary:
     """Launch time in seconds since the epoch; 0 if unknown."""
 
     @property
-    def is_living(self) -> bool:
+    def is_live(self) -> bool:
         """Whether the run has not ended yet."""
         return self.run is not None and self.status not in FINAL
 
@@ -84,7 +84,7 @@ class RunSummary:
         times = [when for line in self.run.history if (when := _number(line["time"])) is not None]
         if not times:
             return None
-        return max(0.0, (time.time() if self.is_living else times[-1]) - times[0])
+        return max(0.0, (time.time() if self.is_live else times[-1]) - times[0])
 
     @cached_property
     def has_trace(self) -> bool:
@@ -128,10 +128,10 @@ class RunSummaries:
 
     def read(self) -> list[RunSummary]:
         """Return a summary of each run, damaged ones included. Raises ``OSError`` if listing them fails."""
-        known = {path: self._summary(path) for path in run_folders(self.folder)}
+        known = {path: self._summary(path) for path in find_run_folders(self.folder)}
         self._known = known
         summaries = [summary for _, summary in known.values()]
-        return sorted(summaries, key=lambda one: (one.is_living, one.created, one.name), reverse=True)
+        return sorted(summaries, key=lambda one: (one.is_live, one.created, one.name), reverse=True)
 
     def _summary(self, path: Path) -> tuple[tuple[int, ...], RunSummary]:
         folder = RunFolder(path)
@@ -139,7 +139,7 @@ class RunSummaries:
         changed = tuple(map(_modified, files))
         before = self._known.get(path)
         # A live run may change without a change of its files: it may become lost.
-        if before is not None and before[0] == changed and not before[1].is_living:
+        if before is not None and before[0] == changed and not before[1].is_live:
             return before
         # Reuse the handle unless run.json was replaced: it measures the age of the heartbeat of a run on
         # another machine.
@@ -147,7 +147,7 @@ class RunSummaries:
         return changed, summarize(path, run)
 
 
-def run_folders(parent: Path) -> Iterator[Path]:
+def find_run_folders(parent: Path) -> Iterator[Path]:
     """Yield the run folders in ``parent``, damaged ones included; none if ``parent`` does not exist.
 
     Other files and folders in ``parent`` are skipped. Raises ``OSError`` if ``parent`` cannot be listed.
@@ -174,7 +174,7 @@ def is_run(path: Path) -> bool:
 
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return a summary of each run in ``parent``, damaged ones included, oldest first. Raises ``OSError``."""
-    return sorted(map(summarize, run_folders(parent)), key=lambda one: (one.created, one.name))
+    return sorted(map(summarize, find_run_folders(parent)), key=lambda one: (one.created, one.name))
 
 
 def summarize(path: Path, run: Run | None = None) -> RunSummary:

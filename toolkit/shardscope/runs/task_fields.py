@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
 
-OWN_TASKS = frozenset({"Pretrain", "Finetune"})
+BUILTIN_TASKS = frozenset({"Pretrain", "Finetune"})
 
 
-def own_task(description: Mapping[str, Any]) -> str | None:
+def find_builtin_task(description: Mapping[str, Any]) -> str | None:
     """Return which of Shardscope's own tasks ``run.json`` names, None for other people's code.
 
     The classes' modules have moved since earlier versions wrote their ``run.json``.
     """
     package, _, name = str(description.get("task")).rpartition(".")
-    return name if name in OWN_TASKS and package.startswith("shardscope.training.") else None
+    return name if name in BUILTIN_TASKS and package.startswith("shardscope.training.") else None
 
 
-def asked_of(task: object) -> dict[str, Any] | None:
+def record_task_fields(task: object) -> dict[str, Any] | None:
     """Return the numbers, flags and paths among the fields of a built-in task, by name.
 
     None for the user's own function. Text fields other than paths are left out: they may contain secrets.
@@ -54,7 +54,7 @@ def why_no_trace(name: str, status: str, asked: object) -> str:
     )
 
 
-def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
+def compare_tasks(first: Run, second: Run) -> list[Difference]:
     """Return the differences of two runs' tasks, from the first to the second.
 
     A different class of task is one difference; only fields that both tasks have are compared.
@@ -62,7 +62,7 @@ def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
     from shardscope.planner.differences import Difference
 
     before, after = _description(first), _description(second)
-    kinds = [own_task(one) or one.get("task") for one in (before, after)]
+    kinds = [find_builtin_task(one) or one.get("task") for one in (before, after)]
     old, new = _asked(first, before), _asked(second, after)
     pairs = {name: (old[name], new[name]) for name in old if name in new}
     if all(isinstance(kind, str) for kind in kinds):
@@ -70,7 +70,7 @@ def differences_of_tasks(first: Run, second: Run) -> list[Difference]:
     return [Difference(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def kept_what_was_asked(run: Run) -> bool:
+def has_task_fields(run: Run) -> bool:
     """Return whether the run folder has the fields of its task, not only its name and number of steps."""
     return isinstance(_description(run).get("asked"), dict)
 

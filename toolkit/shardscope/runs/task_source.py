@@ -9,7 +9,7 @@ import inspect
 from shardscope.runs.checks.script import Script
 
 
-def source_of(task: object) -> str | None:
+def read_source(task: object) -> str | None:
     """Return the source text of the user's function or script; None for other tasks and unknown sources."""
     if callable(read := getattr(task, "source_text", None)):
         text: str | None = read()
@@ -24,9 +24,9 @@ def source_of(task: object) -> str | None:
         return None
 
 
-def names_engine(task: object) -> bool:
+def uses_engine(task: object) -> bool:
     """Return whether the user's function reads the attribute ``engine`` of a parameter (``ctx.engine``)."""
-    source = source_of(task)
+    source = read_source(task)
     if source is None or "engine" not in source:
         return False
     nodes = Script(source=source).nodes

@@ -31,7 +31,7 @@ class ScalarFile:
         """Write one event for each line of metrics that has a step and a number. Raises ``OSError``."""
         # Import lazily, at the first number: it would delay the start of every run, and most tasks of a
         # notebook end within seconds.
-        events = [event for record in records if (event := scalar_event(record)) is not None]
+        events = [event for record in records if (event := make_scalar_event(record)) is not None]
         if not events:
             return
         if self._writer is None:
@@ -47,7 +47,7 @@ class ScalarFile:
         self._writer.flush()
 
 
-def scalar_event(record: Mapping[str, Any]) -> Event | None:
+def make_scalar_event(record: Mapping[str, Any]) -> Event | None:
     """Return one line of metrics as a TensorBoard event, or None if it has no step or no number."""
     step, when = record.get("step"), record.get("time")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:

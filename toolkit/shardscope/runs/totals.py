@@ -59,7 +59,7 @@ class RunTotals:
     """(predicted - measured) / measured."""
 
 
-def totals_of(run: Run) -> RunTotals:
+def compute_totals(run: Run) -> RunTotals:
     """Return the totals of ``run``. Raises ``ValueError`` if one of its files is not a regular file."""
     folder = RunFolder(run.folder)
     # Before reading the metrics: a record logged in the meantime must invalidate the cache.
@@ -76,7 +76,7 @@ def totals_of(run: Run) -> RunTotals:
     return found
 
 
-def records_of(run: Run) -> Iterator[dict[str, Any]]:
+def iterate_records(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the records of ``run.metrics()`` without keeping them in memory.
 
     Raises ``ValueError`` if one of the files is not a regular file.
@@ -89,7 +89,7 @@ def records_of(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _compute(run: Run, folder: RunFolder) -> RunTotals:
-    from shardscope.runs.explain.measured import predicted_tensors
+    from shardscope.runs.explain.measured import sum_predicted_tensors
     from shardscope.timing.calibration.finished_runs import median_step
 
     tail_bytes = min(TAIL_BYTES, ALL_TAILS_BYTES // run.world_size)
@@ -108,7 +108,7 @@ def _compute(run: Run, folder: RunFolder) -> RunTotals:
         loss=losses[max(losses)] if losses else None,
         step_seconds=step[1] if step else None,
         tensor_bytes=memory.tensor_bytes if error is not None else None,
-        predicted_tensor_bytes=None if memory.predicted is None else predicted_tensors(memory.predicted),
+        predicted_tensor_bytes=None if memory.predicted is None else sum_predicted_tensors(memory.predicted),
         memory_error=error,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
-from shardscope.runs.checks.findings import findings_in
+from shardscope.runs.checks.findings import check_script
 from shardscope.runs.checks.script import Script
 from shardscope_widgets.checks.findings import list_html, row_html, worst_first
 from shardscope_widgets.checks.own_code import OwnCode, functions_here, read
@@ -79,7 +79,7 @@ class ScriptChecks(View):
 def _findings_of(code: OwnCode, plan: ss.Plan | None) -> list[Finding]:
     """Return the preflight findings in the text, except in the imports appended for a function."""
     last = len(code.text.splitlines())
-    return [one for one in findings_in(code.text + code.known, plan) if (one.line or 0) <= last]
+    return [one for one in check_script(code.text + code.known, plan) if (one.line or 0) <= last]
 
 
 def _is_understood(code: OwnCode) -> bool:

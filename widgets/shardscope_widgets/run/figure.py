@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
@@ -55,7 +55,7 @@ class RunFigure:
         self._lines: dict[tuple[int, int], Line] = {}
         self._ceilings: dict[int, float] = {}
         """Slot -> height at which values above the axis are drawn."""
-        self._expected: Expected | None = None
+        self._expected: ExpectedMetrics | None = None
         self._num_ranks = 0
         self._width = 0
         self._end = self._most_steps = FIRST_STEPS
@@ -73,7 +73,7 @@ class RunFigure:
     def start(
         self,
         num_ranks: int,
-        expected: Expected | None = None,
+        expected: ExpectedMetrics | None = None,
         total_steps: int | None = None,
         metrics: Iterable[str] = (),
     ) -> None:
@@ -95,7 +95,7 @@ class RunFigure:
             self._show_panels(metrics, {})
             self._fit_axes()
 
-    def expect(self, expected: Expected | None) -> None:
+    def expect(self, expected: ExpectedMetrics | None) -> None:
         """Set the predictions; for a user's function they are known once its model is."""
         if expected == self._expected:
             return

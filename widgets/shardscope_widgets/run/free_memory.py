@@ -7,7 +7,7 @@ import time
 from html import escape
 
 from shardscope.core.number_format import gib
-from shardscope.runs.watch.free_memory import FreeNow, free_now
+from shardscope.runs.watch.free_memory import FreeMemory, read_free_memory
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.debounce import Later
 from shardscope_widgets.kit.sheet import Sheet
@@ -28,7 +28,7 @@ class FreePlaces(Clickable):
     def look(self) -> None:
         """Query the drivers and show the result; this may block the calling thread for a second."""
         try:
-            self.value = _html(free_now(), time.strftime("%H:%M:%S"))
+            self.value = _html(read_free_memory(), time.strftime("%H:%M:%S"))
         except OSError as error:  # ./runs cannot be read.
             self.value = _html([], str(error))
 
@@ -57,7 +57,7 @@ def first_look(places: FreePlaces) -> Later:
     return later
 
 
-def _html(places: list[FreeNow], when: str) -> str:
+def _html(places: list[FreeMemory], when: str) -> str:
     rows = "".join(_row(place) for place in places)
     return (
         f"<div class='ss-free-head'><span>Free now <span class='ss-hint'>{escape(when)}</span></span>"
@@ -66,7 +66,7 @@ def _html(places: list[FreeNow], when: str) -> str:
     )
 
 
-def _row(place: FreeNow) -> str:
+def _row(place: FreeMemory) -> str:
     used = 1 - place.free_bytes / place.total_bytes if place.total_bytes else 0.0
     words = f"{gib(place.free_bytes)} of {gib(place.total_bytes)} GiB"
     users, share = "; ".join(place.users), f"{100 * used:.0f} % in use"

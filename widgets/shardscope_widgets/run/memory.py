@@ -8,8 +8,8 @@ from typing import Any
 import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import check_regular
-from shardscope.runs.explain.measured import measured_memory
-from shardscope.runs.explain.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope.runs.explain.measured import build_measured_memory
+from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
 from shardscope_widgets.kit import controls
 from shardscope_widgets.run import words as run_words
 
@@ -43,7 +43,7 @@ class RunMemory:
             if isinstance(peak, int) and not isinstance(peak, bool)
         ]
         known = [rank for rank, record in records.items() if "memory" in record]
-        by_rank = memory_by_rank({rank: records[rank] for rank in known}, logged)
+        by_rank = read_rank_memory({rank: records[rank] for rank in known}, logged)
         # The table of latest values has totals without components; CPU ranks count other tensors in theirs.
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
         expected = run.expected() if by_rank else None
@@ -52,8 +52,8 @@ class RunMemory:
             self.html.value = run_words.memory_table(by_rank, None, words)
             return self._engine
         plan = run.plan
-        words = measured_memory(plan, records, logged).sentence
-        predicted = predicted_tensors_by_component(plan.memory()).components
+        words = build_measured_memory(plan, records, logged).sentence
+        predicted = predict_rank_memory(plan.memory()).components
         self.html.value = run_words.memory_table(by_rank, predicted, words)
         return self._engine
 

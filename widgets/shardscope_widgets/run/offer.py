@@ -14,7 +14,7 @@ from shardscope.memory.report import MemoryReport
 from shardscope.planner.capacity import shortages
 from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.planner.verdict import assess
-from shardscope.runs.task_source import names_engine
+from shardscope.runs.task_source import uses_engine
 from shardscope_widgets.kit.words import device_count
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
@@ -108,7 +108,7 @@ def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer
     try:
         if callable(check):
             check(plan)
-        elif names_engine(code):
+        elif uses_engine(code):
             check_trained(plan)
     except ValueError as error:
         return Offer(label=label, note=str(error))

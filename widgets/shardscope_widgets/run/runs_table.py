@@ -131,7 +131,7 @@ def _cell(name: str, words: str, below: str) -> str:
 
 
 def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
-    if summary.is_living:
+    if summary.is_live:
         return _button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
     buttons = ""
     if summary.failed_early:

@@ -17,7 +17,7 @@ from shardscope.records.folder import FINAL
 from shardscope.runs.explain.compare import Runs
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
-from shardscope.runs.summaries import RunSummaries, RunSummary, run_folders
+from shardscope.runs.summaries import RunSummaries, RunSummary, find_run_folders
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
@@ -39,7 +39,7 @@ HINT = "Select two runs to compare them."
 def count_runs() -> int:
     """Return the number of runs in the folder, including damaged ones; 0 if it cannot be read."""
     try:
-        return sum(1 for _ in run_folders(Path(FOLDER)))
+        return sum(1 for _ in find_run_folders(Path(FOLDER)))
     except OSError:
         return 0
 
@@ -199,7 +199,7 @@ class RunsView(View):
                     f"<button type='button' class='ss-act' data-act='resume:{key}' title='{why}'{off}>"
                     "Resume</button>"
                 )
-            if summary.has_trace and not summary.is_living:
+            if summary.has_trace and not summary.is_live:
                 acts += f"<button type='button' class='ss-act' data-act='trace:{key}'>Open trace</button>"
         if self._force == key:
             acts += f"<button type='button' class='ss-act' data-act='force:{key}'>Resume anyway</button>"
@@ -302,7 +302,7 @@ class RunsView(View):
         resumed = self._resumed
         if self._is_busy() or (resumed is not None and resumed.status not in FINAL):
             return IS_BUSY
-        living = (one for one in self._rows.values() if one.is_living and one.resumed_from == summary.name)
+        living = (one for one in self._rows.values() if one.is_live and one.resumed_from == summary.name)
         later = next(living, None)
         return None if later is None else f"{printable(later.name)} continues it at this moment."
 
@@ -376,7 +376,7 @@ class RunsView(View):
         threading.Thread(target=self._watch, daemon=True, name="shardscope-runs-view").start()
 
     def _should_watch(self) -> bool:
-        living = any(summary.is_living for summary in self._rows.values())
+        living = any(summary.is_live for summary in self._rows.values())
         return self.comm is not None and (bool(self._awaited) or (living and self.is_list_shown))
 
     def _watch(self) -> None:

@@ -14,8 +14,8 @@ import traitlets
 import shardscope as ss
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
-from shardscope.runs.explain.expected import Expected
-from shardscope.runs.explain.failure import first_failure
+from shardscope.runs.explain.expected import ExpectedMetrics
+from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
@@ -60,7 +60,7 @@ class RunView(View):
         """Whether a thread is about to refresh the view again."""
         self._follow: Follow | None = None
         self._pace = Pace()
-        self._expected: Expected | None = None
+        self._expected: ExpectedMetrics | None = None
         self._latest: dict[int, dict[str, Any]] = {}
         self._shown_status: tuple[str, str] = ("", "")
         self._stop_requested = False
@@ -296,7 +296,7 @@ class RunView(View):
         )
         if status == "failed":
             self._body.add_class("ss-run-failed")
-            first = first_failure(RunFolder(run.folder), run.world_size)
+            first = find_first_failure(RunFolder(run.folder), run.world_size)
             if first is not None:
                 self.logs.prefer("launcher" if first.rank is None else first.rank)
 

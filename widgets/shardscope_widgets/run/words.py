@@ -9,9 +9,9 @@ from typing import Any
 
 import shardscope as ss
 from shardscope.records.follow import Follow
-from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope.runs.explain.memory_by_rank import RankMemory
-from shardscope.runs.watch.pace import Slowest
+from shardscope.runs.watch.pace import SlowestRank
 from shardscope_widgets.kit.numbers import Scale, Unit
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.words import sentence
@@ -117,7 +117,7 @@ def sample_words(follow: Follow) -> tuple[str, str, str]:
     return f"{max(1, round(100 * share))} %", "of the logged lines are shown", why
 
 
-def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
+def slowest_words(slowest: SlowestRank) -> tuple[str, str, str]:
     """Return the slowest rank and how much slower it is, if any, as an entry of :func:`facts`."""
     ranks = f"{slowest.num_ranks:,} ranks"
     if slowest.is_even:
@@ -157,8 +157,8 @@ def swatch(rank: int) -> str:
 def latest_table(
     latest: Mapping[int, Mapping[str, Any]],
     charts: Mapping[Panel, tuple[str, float]],
-    expected: Expected | None,
-    slowest: Slowest | None,
+    expected: ExpectedMetrics | None,
+    slowest: SlowestRank | None,
 ) -> str:
     """Return the latest values of each rank, a column per chart; the last row is the prediction."""
     if not latest:
@@ -196,7 +196,7 @@ def latest_table(
 
 
 def _predicted_row(
-    panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: Expected | None
+    panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: ExpectedMetrics | None
 ) -> str:
     if expected is None:
         return ""
@@ -211,7 +211,7 @@ def _predicted_row(
     return f"<tfoot><tr><th scope='row'>{dashes}predicted</th><td></td>{cells}</tr></tfoot>"
 
 
-def _predicted_words(expected: Expected | None) -> str:
+def _predicted_words(expected: ExpectedMetrics | None) -> str:
     if expected is None:
         return ""
     step = (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import shardscope as ss
 from shardscope.planner.verdict import assess
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.measured_step import latest_lines
+from shardscope.runs.explain.measured_step import read_latest_records
 from shardscope.timing.calibration.finished_runs import median_step, residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit.numbers import Scale
@@ -26,7 +26,7 @@ class RunSteps(NamedTuple):
     @classmethod
     def of(cls, run: ss.Run) -> RunSteps | None:
         """Return the last steps that ``run`` logged; None if there are too few."""
-        median = median_step(latest_lines(RunFolder(run.folder), run.world_size))
+        median = median_step(read_latest_records(RunFolder(run.folder), run.world_size))
         return None if median is None else cls(*median)
 
 

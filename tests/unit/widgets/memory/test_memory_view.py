@@ -20,7 +20,7 @@ from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.rehearsal.extent import expected_seconds
-from shardscope.runs.explain.measured import measured_memory
+from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import Takes, about
 from shardscope_widgets.memory import fit_search
@@ -95,7 +95,7 @@ def test_a_measurement_brings_its_error_in_words() -> None:
     )
     phases = {"rest": {"parameters": 4 * 2**20}, "forward": {"parameters": 4 * 2**20, "activations": 2**20}}
     view = MemoryView(plan)
-    view.add(plan, measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
+    view.add(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
     assert drawn(view)["measured"]["activations"] == 2**20 / GIB
     assert "Measured 5 MiB of tensors" in words(view.table.value)
     assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"

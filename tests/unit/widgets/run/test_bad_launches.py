@@ -19,7 +19,7 @@ from tests.needs import needs_installed
 import shardscope as ss
 from shardscope.records.files import append_line
 from shardscope.runs.launch import launch as launch_module
-from shardscope.runs.launch.launch import most_cpu_ranks
+from shardscope.runs.launch.launch import max_cpu_ranks
 from shardscope_widgets import RunView, Studio
 
 pytestmark = needs_installed("torch")
@@ -114,7 +114,7 @@ def test_fault_18_a_number_of_processes_that_is_none(studio: Studio, count: str)
 def test_fault_18_more_processes_than_there_are(studio: Studio, here: Path) -> None:
     """More GPUs than here are rehearsed on CPU ranks, and the button says so; more CPU ranks are refused."""
     assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
-    ranks = most_cpu_ranks() + 1
+    ranks = max_cpu_ranks() + 1
     cluster, recipe = ss.Cluster.parse(f"{ranks}xcpu"), ss.Recipe(seq_len=64, global_batch_size=ranks)
     studio.apply(ss.Plan(ss.Architecture.of_size("2m"), cluster, recipe, ss.Layout.ddp()))
     assert studio.launch.button.description == f"Launch on {ranks} CPU ranks"

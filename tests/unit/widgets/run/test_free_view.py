@@ -19,7 +19,7 @@ from shardscope.machine.processes import start_of, this_machine
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch import free_memory as free_now_module
-from shardscope.runs.watch.free_memory import MAX_USERS, free_now
+from shardscope.runs.watch.free_memory import MAX_USERS, read_free_memory
 from shardscope_widgets.run.free_memory import FreeView
 
 
@@ -46,7 +46,7 @@ def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.Monkey
         living_run("mine", gpus=[0], pid=424_242)
         users = [(mine.pid, 2 * GIB), (424_242, 60 * GIB), (999_999_999, None)]
         pretend_cards(monkeypatch, [10 * GIB, TOTAL], users)
-        first, second = free_now()
+        first, second = read_free_memory()
     finally:
         mine.kill()
         mine.wait()
@@ -59,13 +59,13 @@ def test_each_card_says_what_is_free_and_who_is_there(monkeypatch: pytest.Monkey
 
 def test_many_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [GIB], [(10**8 + number, GIB) for number in range(20)])
-    assert len(free_now()[0].users) == MAX_USERS + 1 and free_now()[0].users[-1] == "16 more"
+    assert len(read_free_memory()[0].users) == MAX_USERS + 1 and read_free_memory()[0].users[-1] == "16 more"
 
 
 def test_without_cards_it_is_the_hosts_memory_and_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     living_run("on-cpus", gpus=[], pid=1)
-    (host,) = free_now()
+    (host,) = read_free_memory()
     assert host.name == "host memory" and 0 < host.free_bytes < host.total_bytes
     assert host.users == ("the run on-cpus is running",)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fake_runs import PLAN, FakeRun, record, until
 
-from shardscope.runs.explain.expected import Expected
+from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
 
-EXPECTED = Expected(
+EXPECTED = ExpectedMetrics(
     peak_memory_bytes=3 * 2**30,
     memory_of="tensors at the peak",
     step_seconds=0.2,

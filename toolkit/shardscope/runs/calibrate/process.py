@@ -20,7 +20,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.errors import real_number, refuse
 from shardscope.machine.host import host_cores
 from shardscope.records.private_file import open_private_file
-from shardscope.runs.launch.environment import launcher_environment
+from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import (
     check_writable,
@@ -37,7 +37,7 @@ Progress = Callable[[str, float], Any]
 NEEDED = ("torch", "transformers")
 START_SECONDS = 60.0
 """Time that ranks may take besides measuring: importing torch, initializing the process group."""
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 REPEAT_SECONDS = 0.25
 """Interval of repeated progress calls while nothing changes: the callback may cancel by an exception."""
 MEMORY_SHARE = 1 / 16
@@ -111,7 +111,7 @@ def _check_extra() -> None:
 
 def _this_machine(cluster: Cluster | None) -> Cluster:
     """Return ``cluster`` if it is this machine or a part of it. Raises ``ValueError`` otherwise."""
-    from shardscope.runs.launch.launch import most_cpu_ranks
+    from shardscope.runs.launch.launch import max_cpu_ranks
 
     if cluster is None:
         return Cluster.detect()
@@ -121,7 +121,7 @@ def _this_machine(cluster: Cluster | None) -> Cluster:
         fix = f"Cluster.parse('{cluster.gpus_per_node}x{cluster.gpu.name}')"
         refuse("calibrate.cluster", str(cluster), "one node: this machine", fix)
     if cluster.gpu.name == "cpu":
-        most = most_cpu_ranks()
+        most = max_cpu_ranks()
         if cluster.num_gpus > most:
             allowed = f"1 to {most} CPU ranks on {host_cores()} cores here"
             refuse("calibrate.cluster", str(cluster), allowed, f"Cluster.parse('{most}xcpu')")
@@ -188,7 +188,9 @@ def _start(
         "store": store_path,
     }
     # Use the environment of launched ranks: the same number of threads, and gloo on the loopback interface.
-    environment = launcher_environment(dict(os.environ), {"world_size": cluster.num_gpus, "device": device})
+    environment = build_launcher_environment(
+        dict(os.environ), {"world_size": cluster.num_gpus, "device": device}
+    )
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
         [
@@ -241,12 +243,12 @@ def _listen(
                 )
         if time.monotonic() > deadline:
             raise TimeoutError(f"the calibration took longer than {limit:.0f} seconds")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
 
 
 def _words(said: dict[str, Any], ranks: list[subprocess.Popen[bytes]], complaints: list[IO[bytes]]) -> str:
     """Return the first rank's error and the output of other failed ranks, which is often the cause."""
-    time.sleep(LOOK_SECONDS)
+    time.sleep(CHECK_SECONDS)
     failed = [rank for rank, process in enumerate(ranks) if rank and process.poll() not in (None, 0)]
     others = "".join(f"\nrank {rank}: {_tail(complaints[rank])}" for rank in failed)
     return f"{said['error']}\n{said['traceback']}{others}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import gib
 from shardscope.core.precision import FP32
-from shardscope.runs.checks.script import Script, at_line, is_constant, keywords, line_of
+from shardscope.runs.checks.script import Script, find_line, flag_line, is_constant, read_keywords
 
 SHARDED = (
     "torch.distributed.checkpoint.save(get_model_state_dict(model), ...): a sharded checkpoint, which loads "
@@ -25,12 +25,12 @@ MAX_DEPTH = 5
 
 def check_gathered_state(script: Script) -> Iterator[Finding]:
     """Find a full (unsharded) state dict, gathered on every rank or on rank 0 while the others wait."""
-    configs = script.calls("FullStateDictConfig")
-    on_one = bool(configs) and all(is_constant(keywords(one).get("rank0_only"), True) for one in configs)
+    configs = script.find_calls("FullStateDictConfig")
+    on_one = bool(configs) and all(is_constant(read_keywords(one).get("rank0_only"), True) for one in configs)
     for line in script.uses.get("FULL_STATE_DICT", ()):
         yield _gathered(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
-    for call in script.calls("StateDictOptions"):
-        given = keywords(call)
+    for call in script.find_calls("StateDictOptions"):
+        given = read_keywords(call)
         # broadcast_from_rank0 is for loading: rank 0 reads a full state dict and broadcasts it.
         is_load = is_constant(given.get("broadcast_from_rank0"), True)
         if is_constant(given.get("full_state_dict"), True) and not is_load:
@@ -51,26 +51,28 @@ def _gathered(script: Script, line: int, option: str, on_rank_0: str, on_one: bo
     number = None if num_bytes is None else num_bytes / 2**30
     if not on_one:
         why = f"{option} without {on_rank_0} gathers {size} on every rank."
-        return at_line(
+        return flag_line(
             line, "checkpoint-gathered-on-every-rank", "danger", why, f"{on_rank_0}, or {SHARDED}", number
         )
     is_short = num_bytes is not None and room is not None and num_bytes > room
     why = f"{option} gathers {size} in the host memory of rank 0 while all others wait."
     severity = "danger" if is_short else "hint"
-    return at_line(line, "checkpoint-gathered-on-one-rank", severity, why, SHARDED, number)  # type: ignore[arg-type]
+    return flag_line(line, "checkpoint-gathered-on-one-rank", severity, why, SHARDED, number)  # type: ignore[arg-type]
 
 
 def check_every_rank_saves(script: Script) -> Iterator[Finding]:
     """Find a file that every rank writes to the same path."""
-    for call in script.calls("save", "save_pretrained", "save_file", "dump") if script.is_distributed else ():
+    for call in (
+        script.find_calls("save", "save_pretrained", "save_file", "dump") if script.is_distributed else ()
+    ):
         # Skip Accelerator.save and torch.distributed.checkpoint.save, which handle ranks themselves.
-        if script.name_of(call.func) in ("save", "dump") and not _is_of_a_library(script, call):
+        if script.resolve_name(call.func) in ("save", "dump") and not _is_of_a_library(script, call):
             continue
         # transformers' save_pretrained has arguments that select the writing rank.
-        is_told = {"save_function", "is_main_process"} & set(keywords(call))
+        is_told = {"save_function", "is_main_process"} & set(read_keywords(call))
         if not is_told and not script.reads_rank(*call.args) and not _is_on_one_rank(script, call):
             why = "every rank writes this file, at the same time and to the same path: it may end up damaged."
-            yield at_line(call.lineno, "every-rank-saves", "warning", why, ON_RANK_0)
+            yield flag_line(call.lineno, "every-rank-saves", "warning", why, ON_RANK_0)
 
 
 def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
@@ -79,7 +81,7 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
     That is the case inside an ``if`` on the rank, after such an ``if`` that leaves the function, or if all
     calls of its function are such.
     """
-    for one in script.around(node):
+    for one in script.walk_up(node):
         if isinstance(one, ast.If | ast.IfExp) and script.reads_rank(one.test):
             return True
         if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -88,11 +90,13 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
             inner for inner in ast.walk(one) if isinstance(inner, ast.If) and script.reads_rank(inner.test)
         ]
         leaving = (ast.Return, ast.Continue, ast.Raise)
-        if any(line_of(inner) < line_of(node) and isinstance(inner.body[-1], leaving) for inner in guards):
+        if any(
+            find_line(inner) < find_line(node) and isinstance(inner.body[-1], leaving) for inner in guards
+        ):
             return True
         if script.reads_rank(*one.decorator_list) or depth == MAX_DEPTH:
             return depth < MAX_DEPTH
-        calls = [call for call in script.calls(one.name) if not _is_of_a_library(script, call)]
+        calls = [call for call in script.find_calls(one.name) if not _is_of_a_library(script, call)]
         # A function with the rank as an argument may write one file per rank.
         told = [script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls]
         return bool(told) and all(told)
@@ -100,4 +104,4 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
 
 
 def _is_of_a_library(script: Script, call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and script.name_of(call.func.value) in SAVING_MODULES
+    return isinstance(call.func, ast.Attribute) and script.resolve_name(call.func.value) in SAVING_MODULES

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.runs.checks.script import Script, at_line, is_constant, keywords
+from shardscope.runs.checks.script import Script, flag_line, is_constant, read_keywords
 
 LOADER, SAMPLER = "DataLoader", "DistributedSampler"
 SHARDING = re.compile(
@@ -36,7 +36,7 @@ BLIND_SAMPLERS = ("RandomSampler", "SequentialSampler", "WeightedRandomSampler",
 
 def check_sampler(script: Script) -> Iterator[Finding]:
     """Find a DataLoader that gives all ranks the same samples."""
-    plan, loaders = script.plan, script.calls(LOADER)
+    plan, loaders = script.plan, script.find_calls(LOADER)
     if plan is not None and plan.degrees.data_parallel == 1:
         return
     # One loader with a sampler is enough: evaluation loaders often have none on purpose.
@@ -47,16 +47,16 @@ def check_sampler(script: Script) -> Iterator[Finding]:
     for call in loaders:
         why = f"this DataLoader has no sampler that knows its rank: {readers} read the same samples."
         change = "sampler=DistributedSampler(dataset, num_replicas=..., rank=...)"
-        yield at_line(call.lineno, "ranks-read-the-same-data", "danger", why, change, ranks)
+        yield flag_line(call.lineno, "ranks-read-the-same-data", "danger", why, change, ranks)
 
 
 def _has_sampler(script: Script, loader: ast.Call) -> bool:
     """Return whether a loader has a sampler that may depend on the rank, or ``**kwargs`` that may."""
-    given = [value for name, value in keywords(loader).items() if name in SAMPLER_ARGUMENTS]
+    given = [value for name, value in read_keywords(loader).items() if name in SAMPLER_ARGUMENTS]
     given += [loader.args[place] for place in SAMPLER_POSITIONS if len(loader.args) > place]
     assigned = {name: node.value for node, name in _assignments(script)}
-    values = [assigned.get(script.name_of(one), one) for one in given]
-    blind = [is_constant(one, None) or one in script.calls(*BLIND_SAMPLERS) for one in values]
+    values = [assigned.get(script.resolve_name(one), one) for one in given]
+    blind = [is_constant(one, None) or one in script.find_calls(*BLIND_SAMPLERS) for one in values]
     return any(keyword.arg is None for keyword in loader.keywords) or not all(blind)
 
 
@@ -65,20 +65,20 @@ def _shards_data(script: Script) -> bool:
     arguments = {node.arg for node in script.nodes if isinstance(node, ast.keyword) and node.arg}
     if any(SHARDING.fullmatch(name) for name in (arguments | set(script.uses)) - script.defined):
         return True
-    prepared = [ast.unparse(one) for call in script.calls("prepare") for one in call.args]
-    if script.calls("shard") or not all(map(NOT_DATA.fullmatch, prepared)):
+    prepared = [ast.unparse(one) for call in script.find_calls("prepare") for one in call.args]
+    if script.find_calls("shard") or not all(map(NOT_DATA.fullmatch, prepared)):
         return True
     assigned = [(node, name) for node, name in _assignments(script) if not HARMLESS.fullmatch(name)]
     names = {name for node, name in assigned if script.reads_rank(node.value)}
     # Follow variables computed from a rank: rank = dist.get_rank(); start = rank * share
-    names |= {name for node, name in assigned if names & set(map(script.name_of, ast.walk(node.value)))}
+    names |= {name for node, name in assigned if names & set(map(script.resolve_name, ast.walk(node.value)))}
     # torch.multiprocessing.spawn passes the rank as the first argument.
-    started = {script.name_of(call.args[0]) for call in script.calls("spawn") if call.args}
+    started = {script.resolve_name(call.args[0]) for call in script.find_calls("spawn") if call.args}
     functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
     names |= {one.args.args[0].arg for one in functions if one.name in started and one.args.args}
     returning = {one.name for one in functions if any(isinstance(node, ast.Return) for node in ast.walk(one))}
     return any(
-        (script.is_rank(node) or script.name_of(node) in names - {"self"})
+        (script.is_rank(node) or script.resolve_name(node) in names - {"self"})
         and not isinstance(getattr(node, "ctx", None), ast.Store)
         and not _is_harmless(script, node, script.defined - returning)
         for node in script.nodes
@@ -90,7 +90,7 @@ def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
     for node in script.nodes:
         if isinstance(node, ast.Assign):
             targets = (inner for target in node.targets for inner in ast.walk(target))
-            yield from ((node, name) for name in map(script.name_of, targets) if name)
+            yield from ((node, name) for name in map(script.resolve_name, targets) if name)
 
 
 def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
@@ -98,12 +98,12 @@ def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
 
     ``own`` are the script's functions and classes without a return value, which cannot return a rank's data.
     """
-    around, inside = list(script.around(node)), node
+    around, inside = list(script.walk_up(node)), node
     if any(getattr(one, "arg", None) in ABOUT_SPEED for one in around):
         return True
     for one in around:
         if isinstance(one, ast.Call) and inside is not one.func:
-            name = script.name_of(one.func)
+            name = script.resolve_name(one.func)
             if name not in READING:
                 return HARMLESS.fullmatch(name) is not None or name in own
         elif isinstance(one, ast.Subscript) and inside is one.slice and not isinstance(inside, ast.Constant):
@@ -124,8 +124,8 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
     if plan is None or plan.degrees.data_parallel == plan.world_size:
         return
     wanted = plan.degrees.data_parallel
-    for call in script.calls(SAMPLER):
-        given = keywords(call).get("num_replicas", call.args[1] if len(call.args) > 1 else None)
+    for call in script.find_calls(SAMPLER):
+        given = read_keywords(call).get("num_replicas", call.args[1] if len(call.args) > 1 else None)
         # The default is the world size (torch/utils/data/distributed.py).
         if given is not None and not re.search(r"world_?size|num_processes", ast.unparse(given), re.I):
             continue
@@ -135,13 +135,13 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
         )
         change = f"num_replicas={wanted}, rank=the rank among the data-parallel ranks"
         number = plan.world_size / wanted
-        yield at_line(call.lineno, "sampler-over-all-ranks", "danger", why, change, number)
+        yield flag_line(call.lineno, "sampler-over-all-ranks", "danger", why, change, number)
 
 
 def check_set_epoch(script: Script) -> Iterator[Finding]:
     """Find a shuffling DistributedSampler without ``set_epoch``, which repeats the first epoch's order."""
-    for call in script.calls(SAMPLER)[:1]:
-        if "set_epoch" not in script.uses and not is_constant(keywords(call).get("shuffle"), False):
+    for call in script.find_calls(SAMPLER)[:1]:
+        if "set_epoch" not in script.uses and not is_constant(read_keywords(call).get("shuffle"), False):
             why = "set_epoch is never called: every epoch has the order of the first."
             change = "sampler.set_epoch(epoch) before each epoch"
-            yield at_line(call.lineno, "same-order-every-epoch", "hint", why, change)
+            yield flag_line(call.lineno, "same-order-every-epoch", "hint", why, change)

@@ -12,7 +12,7 @@ from shardscope.planner import checks as preflight
 from shardscope.planner.checks.case import Case, changed_task
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
-from shardscope.runs.task_source import source_of
+from shardscope.runs.task_source import read_source
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -34,19 +34,19 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
 """Every check of a script; each yields findings with their lines."""
 
 
-def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
+def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
     """Return the findings of a plan, its task and earlier runs, as ``Plan.findings`` does."""
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
-    found = [*preflight.findings(case), *text.same_windows(case), *loading.starved(case)]
+    found = [*preflight.findings(case), *text.check_text_length(case), *loading.check_data_loading(case)]
     found += check_profiled(plan, task, earlier)
-    source = source_of(task)
+    source = read_source(task)
     if source is not None:
         found += _check(Script(source=source, plan=plan))
     return preflight.Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
 
 
-def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
+def check_script(source: str, plan: Plan | None = None) -> list[Finding]:
     """Return the findings in ``source``, a training script or the text of an accelerate configuration.
 
     The text is only parsed, never run. Each finding has its line and the suggested replacement; with
@@ -105,7 +105,7 @@ def _records(task: object) -> bool:
     """Return whether a task records a profile, by its field or in its source."""
     if getattr(task, "profile", False) is True:
         return True
-    source = source_of(task)
+    source = read_source(task)
     return source is not None and "profile(" in source
 
 

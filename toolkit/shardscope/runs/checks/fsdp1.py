@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.frameworks.fsdp2.old_names import CONFIG, REPLACED, STRATEGIES
-from shardscope.runs.checks.script import Script, at_line, is_constant, keywords
+from shardscope.runs.checks.script import Script, flag_line, is_constant, read_keywords
 
 OLD_CLASS, PLUGIN = "FullyShardedDataParallel", "FullyShardedDataParallelPlugin"
 PLUGIN_KEEPS = ("auto_wrap_policy", "cpu_offload", "ignored_modules")
@@ -65,30 +65,30 @@ def check_fsdp1(script: Script) -> Iterator[Finding]:
     if OLD_CLASS in script.uses:
         yield from _in_names(script)
         yield from _optimizer_state(script)
-    for call in script.calls("MixedPrecision"):
-        yield at_line(call.lineno, "fsdp1-mixed-precision", "warning", PRECISION_WHY, PRECISION_CHANGE)
+    for call in script.find_calls("MixedPrecision"):
+        yield flag_line(call.lineno, "fsdp1-mixed-precision", "warning", PRECISION_WHY, PRECISION_CHANGE)
 
 
 def _replace(name: str, line: int, change: str) -> Finding:
     words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", "-", name.removeprefix("fsdp_").strip("_")).lower()
-    return at_line(line, f"fsdp1-{words}", "hint", f"{name} is FSDP1's.", change)
+    return flag_line(line, f"fsdp1-{words}", "hint", f"{name} is FSDP1's.", change)
 
 
 def _in_calls(script: Script) -> Iterator[Finding]:
     """Yield findings for calls of the FSDP1 class and of Accelerate's plugin, and for their arguments."""
-    for call in script.calls(OLD_CLASS, PLUGIN):
-        is_class = script.name_of(call.func) == OLD_CLASS
+    for call in script.find_calls(OLD_CLASS, PLUGIN):
+        is_class = script.resolve_name(call.func) == OLD_CLASS
         if is_class:
             why = (
                 f"{OLD_CLASS} is PyTorch's first FSDP, which flattens parameters; FSDP2 shards each by "
                 "itself, so that frozen ones, adapters and tensor parallelism work with it."
             )
             change = "fully_shard(layer) for each decoder layer, then fully_shard(model)"
-            yield at_line(call.lineno, "fsdp1", "hint", why, change)
-        elif not is_constant(keywords(call).get("fsdp_version"), 2):
+            yield flag_line(call.lineno, "fsdp1", "hint", why, change)
+        elif not is_constant(read_keywords(call).get("fsdp_version"), 2):
             why = "without fsdp_version=2 Accelerate's plugin is PyTorch's first FSDP."
-            yield at_line(call.lineno, "fsdp1", "hint", why, f"{PLUGIN}(fsdp_version=2, ...)")
-        for name, value in keywords(call).items():
+            yield flag_line(call.lineno, "fsdp1", "hint", why, f"{PLUGIN}(fsdp_version=2, ...)")
+        for name, value in read_keywords(call).items():
             if name in REPLACED and name != "mixed_precision" and (is_class or name not in PLUGIN_KEEPS):
                 yield _replace(name, value.lineno, REPLACED[name])
 
@@ -96,7 +96,7 @@ def _in_calls(script: Script) -> Iterator[Finding]:
 def _in_names(script: Script) -> Iterator[Finding]:
     """Yield findings for each use of FSDP1's methods and classes."""
     for node in script.nodes:
-        name = script.name_of(node)
+        name = script.resolve_name(node)
         # Skip variables with the name of an argument, and torch.nn.utils.clip_grad_norm_.
         is_variable = isinstance(node, ast.Name) and node.id not in script.aliases
         is_torchs = isinstance(node, ast.Attribute) and "nn.utils" in ast.unparse(node.value)
@@ -105,7 +105,7 @@ def _in_names(script: Script) -> Iterator[Finding]:
     for line in script.uses.get("BACKWARD_POST", ()):
         why = "FSDP2 has no BACKWARD_POST, which gathered later and held less."
         change = "module.set_modules_to_backward_prefetch([]) where memory is short"
-        yield at_line(line, "fsdp1-backward-post", "hint", why, change)
+        yield flag_line(line, "fsdp1-backward-post", "hint", why, change)
 
 
 def _strategies(script: Script) -> Iterator[Finding]:
@@ -123,11 +123,11 @@ def _strategies(script: Script) -> Iterator[Finding]:
 def _optimizer_state(script: Script) -> Iterator[Finding]:
     """Yield findings for FSDP1's optimizer state functions and the optimizer's own ``state_dict``."""
     for node in script.nodes:
-        name = script.name_of(node)
-        owner = script.name_of(node.value) if isinstance(node, ast.Attribute) else ""
+        name = script.resolve_name(node)
+        owner = script.resolve_name(node.value) if isinstance(node, ast.Attribute) else ""
         is_own = name in ("state_dict", "load_state_dict") and re.fullmatch(r"\w*optim\w*|opt", owner, re.I)
         if is_own or OPTIMIZER_STATE.fullmatch(name):
-            yield at_line(node.lineno, "fsdp1-optimizer-state", "warning", STATE_WHY, STATE_CHANGE)  # type: ignore[attr-defined]
+            yield flag_line(node.lineno, "fsdp1-optimizer-state", "warning", STATE_WHY, STATE_CHANGE)  # type: ignore[attr-defined]
 
 
 def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
@@ -136,7 +136,9 @@ def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
     if not version or version[0][1] == "1":
         line = version[0][0] if version else lines[0][0]
         why = "without fsdp_version: 2 Accelerate runs PyTorch's first FSDP."
-        yield at_line(line, "fsdp1", "hint", why, "fsdp_version: 2 (`accelerate to-fsdp2` rewrites the file)")
+        yield flag_line(
+            line, "fsdp1", "hint", why, "fsdp_version: 2 (`accelerate to-fsdp2` rewrites the file)"
+        )
     for line, key, value in lines:
         if (
             key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")

@@ -25,7 +25,7 @@ CHANGE = (
 )
 
 
-def starved(case: Case) -> Iterator[Finding]:
+def check_data_loading(case: Case) -> Iterator[Finding]:
     """Find a node whose ranks need more samples or text per second than usual storage or tokenizers deliver.
 
     Applies to the user's own function or script: ``Pretrain`` and ``Finetune`` have all tokens in memory

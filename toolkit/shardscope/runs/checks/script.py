@@ -48,7 +48,7 @@ class Script:
     def nodes(self) -> list[ast.AST]:
         """All nodes in source order; nodes without a line come first."""
         found = [] if self.tree is None else list(ast.walk(self.tree))
-        return sorted(found, key=line_of)
+        return sorted(found, key=find_line)
 
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
@@ -69,7 +69,7 @@ class Script:
         """Names of the functions and classes that the script defines."""
         return {node.name for node in self.nodes if isinstance(node, DEFINITIONS)}
 
-    def name_of(self, node: ast.AST) -> str:
+    def resolve_name(self, node: ast.AST) -> str:
         """Return the imported name of a name or attribute, "" for other nodes."""
         if isinstance(node, ast.Attribute):
             return node.attr
@@ -80,25 +80,27 @@ class Script:
         """Lines of each name and attribute outside imports, by its imported name."""
         found: dict[str, list[int]] = {}
         for node in self.nodes:
-            if name := self.name_of(node):
-                found.setdefault(name, []).append(line_of(node))
+            if name := self.resolve_name(node):
+                found.setdefault(name, []).append(find_line(node))
         return found
 
-    def calls(self, *names: str) -> list[ast.Call]:
+    def find_calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of these names in source order, resolving import aliases."""
         return [
-            node for node in self.nodes if isinstance(node, ast.Call) and self.name_of(node.func) in names
+            node
+            for node in self.nodes
+            if isinstance(node, ast.Call) and self.resolve_name(node.func) in names
         ]
 
-    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+    def walk_up(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the ancestors of ``node``, innermost first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
 
-    def scope(self, node: ast.AST) -> ast.AST | None:
+    def find_scope(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost function or class around ``node``; None for the module level."""
-        return next((one for one in self.around(node) if isinstance(one, DEFINITIONS)), None)
+        return next((one for one in self.walk_up(node) if isinstance(one, DEFINITIONS)), None)
 
     def reads_rank(self, *nodes: ast.AST) -> bool:
         """Return whether ``nodes`` read a rank: ``rank``, ``os.environ["RANK"]``, ``dist.get_rank()``."""
@@ -106,7 +108,7 @@ class Script:
 
     def is_rank(self, node: ast.AST) -> bool:
         """Return whether ``node`` names a rank: a variable, a function or an environment variable."""
-        text = node.value if isinstance(node, ast.Constant) else self.name_of(node)
+        text = node.value if isinstance(node, ast.Constant) else self.resolve_name(node)
         return isinstance(text, str) and RANK.fullmatch(text) is not None
 
     @cached_property
@@ -117,12 +119,12 @@ class Script:
         return named or self.plan is not None or any(getattr(node, "arg", "") == "ctx" for node in self.nodes)
 
 
-def line_of(node: ast.AST) -> int:
+def find_line(node: ast.AST) -> int:
     """Return the first line of a node, 0 for nodes without one."""
     return int(getattr(node, "lineno", 0))
 
 
-def keywords(call: ast.Call) -> dict[str, ast.expr]:
+def read_keywords(call: ast.Call) -> dict[str, ast.expr]:
     """Return the arguments of a call by name."""
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
@@ -132,7 +134,7 @@ def is_constant(node: ast.AST | None, *values: object) -> bool:
     return isinstance(node, ast.Constant) and node.value in values
 
 
-def at_line(
+def flag_line(
     line: int, name: str, severity: Severity, why: str, change: str, number: float | None = None
 ) -> Finding:
     """Return a finding about a line."""

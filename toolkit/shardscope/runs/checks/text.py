@@ -16,7 +16,7 @@ SHIPPED_TOKENS = 373_161
 """Number of tokens of the shipped corpus with its own tokenizer; a test recounts them."""
 
 
-def same_windows(case: Case) -> Iterator[Finding]:
+def check_text_length(case: Case) -> Iterator[Finding]:
     """Find a batch with more windows than the text has, so that ranks read the same ones, or many epochs.
 
     The size of the user's own text is its number of bytes, an upper bound of its tokens: every finding is

@@ -7,7 +7,15 @@ import re
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.runs.checks.script import DEFINITIONS, LOOPS, Script, at_line, is_constant, keywords, line_of
+from shardscope.runs.checks.script import (
+    DEFINITIONS,
+    LOOPS,
+    Script,
+    find_line,
+    flag_line,
+    is_constant,
+    read_keywords,
+)
 
 SCALERS = re.compile(
     r"\w*(GradScaler|LossScaler|NativeScaler)\w*|(\w+_)?scaler|\w*loss_scal\w*|scale_loss|FP16_?Optimizer"
@@ -32,19 +40,21 @@ def check_loss_scaling(script: Script) -> Iterator[Finding]:
             "2018, section 3.2)."
         )
         change = "torch.amp.GradScaler around backward and step, or bfloat16"
-        yield at_line(line, "fp16-without-loss-scaling", "danger", why, change, SMALLEST)
+        yield flag_line(line, "fp16-without-loss-scaling", "danger", why, change, SMALLEST)
 
 
 def _half_lines(script: Script) -> Iterator[int]:
     """Yield the lines that convert something to fp16 that is trained."""
-    backward = [(script.scope(call), call.lineno) for call in script.calls("backward")]
+    backward = [(script.find_scope(call), call.lineno) for call in script.find_calls("backward")]
     for node in script.nodes:
-        if not _is_fp16(script, node) or any(_is_apart(script, one) for one in script.around(node)):
+        if not _is_fp16(script, node) or any(_is_apart(script, one) for one in script.walk_up(node)):
             continue
         # Skip conversions after the last backward: the model is only saved or evaluated in fp16.
-        last = max((line for scope, line in backward if scope is script.scope(node)), default=line_of(node))
-        if line_of(node) <= last:
-            yield line_of(node)
+        last = max(
+            (line for scope, line in backward if scope is script.find_scope(node)), default=find_line(node)
+        )
+        if find_line(node) <= last:
+            yield find_line(node)
 
 
 def _is_fp16(script: Script, node: ast.AST) -> bool:
@@ -52,7 +62,7 @@ def _is_fp16(script: Script, node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr == "half"
     if isinstance(node, ast.Attribute):
-        return script.name_of(node.value) == "torch" and node.attr in ("float16", "half")
+        return script.resolve_name(node.value) == "torch" and node.attr in ("float16", "half")
     return isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half")
 
 
@@ -64,7 +74,7 @@ def _is_apart(script: Script, node: ast.AST) -> bool:
     if isinstance(node, ast.IfExp):
         return "bfloat16" in ast.unparse(node)
     if isinstance(node, ast.Call):
-        return script.name_of(node.func).startswith("save")
+        return script.resolve_name(node.func).startswith("save")
     return isinstance(node, ast.Compare) or getattr(node, "arg", None) == "bnb_4bit_compute_dtype"
 
 
@@ -73,7 +83,7 @@ def _scales(script: Script) -> bool:
     given = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
     if any(SCALERS.fullmatch(name) for name in (set(script.uses) | given) - script.defined):
         return True
-    made = script.calls("Accelerator")
+    made = script.find_calls("Accelerator")
     # An Accelerator created in another file has an unknown precision.
     is_hidden = not made and "Accelerator" in script.uses
     return is_hidden or "mixed_precision" in script.uses or any(map(_may_scale, made))
@@ -81,7 +91,7 @@ def _scales(script: Script) -> bool:
 
 def _may_scale(accelerator: ast.Call) -> bool:
     """Return whether an Accelerator scales the loss: for ``fp16``, or for a precision not in the text."""
-    given, place = keywords(accelerator), MIXED_PRECISION_POSITION
+    given, place = read_keywords(accelerator), MIXED_PRECISION_POSITION
     if len(given) < len(accelerator.keywords) or any(name in given for name in SCALING_PLUGINS):
         return True
     by_position = accelerator.args[place] if len(accelerator.args) > place else None
@@ -104,11 +114,11 @@ def check_zero_grad(script: Script) -> Iterator[Finding]:
     # ``parameter.grad = None`` zeroes as well.
     if {"zero_grad", "set_to_none"} & set(script.uses) or any(one.attr == "grad" for one in stored):
         return
-    for call in script.calls("step") if "backward" in script.uses else ():
+    for call in script.find_calls("step") if "backward" in script.uses else ():
         owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        is_repeated = any(isinstance(one, (*LOOPS, *DEFINITIONS)) for one in script.around(call))
-        if is_repeated and OPTIMIZER.fullmatch(script.name_of(owner)):
+        is_repeated = any(isinstance(one, (*LOOPS, *DEFINITIONS)) for one in script.walk_up(call))
+        if is_repeated and OPTIMIZER.fullmatch(script.resolve_name(owner)):
             why = "no zero_grad in this text: each backward adds to the gradients of all steps before."
             change = "optimizer.zero_grad() after each step"
-            yield at_line(call.lineno, "gradients-never-zeroed", "danger", why, change)
+            yield flag_line(call.lineno, "gradients-never-zeroed", "danger", why, change)
             return

@@ -16,8 +16,8 @@ from shardscope.records.damage import short_words
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
 from shardscope.records.metrics_table import FIRST, curve, curves
-from shardscope.runs.task_fields import differences_of_tasks, kept_what_was_asked
-from shardscope.runs.totals import records_of, totals_of
+from shardscope.runs.task_fields import compare_tasks, has_task_fields
+from shardscope.runs.totals import compute_totals, iterate_records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,9 +70,11 @@ class Runs(list["Run"]):
         """
         import pandas as pd
 
-        found = {run.name: curve(records_of(run), metric) for run in self}
+        found = {run.name: curve(iterate_records(run), metric) for run in self}
         if not any(found.values()):
-            logged = sorted({name for run in self for line in records_of(run) for name in line} - {*FIRST})
+            logged = sorted(
+                {name for run in self for line in iterate_records(run) for name in line} - {*FIRST}
+            )
             refuse(
                 "curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", Value("loss")
             )
@@ -139,7 +141,7 @@ class Comparison:
     @property
     def task_differences(self) -> list[str]:
         """Differences of the recorded task fields, such as ``num steps 60 → 30``."""
-        return [str(difference) for difference in differences_of_tasks(*self.runs)]
+        return [str(difference) for difference in compare_tasks(*self.runs)]
 
     @property
     def differences(self) -> list[str]:
@@ -158,7 +160,7 @@ class Comparison:
 
     def loss_curves(self) -> list[Curve]:
         """Return the loss of each run by step, averaged over its ranks."""
-        return [Curve(run=run.name, points=curve(records_of(run), "loss")) for run in self.runs]
+        return [Curve(run=run.name, points=curve(iterate_records(run), "loss")) for run in self.runs]
 
     def pace_curves(self) -> tuple[str, list[Curve]]:
         """Return the label of the speed metric and each run's curve of it.
@@ -166,7 +168,7 @@ class Comparison:
         The metric is tokens per second, which is comparable for any batch size, or the step seconds if no run
         logged tokens.
         """
-        found = [curves(records_of(run), TOKENS, "step_seconds") for run in self.runs]
+        found = [curves(iterate_records(run), TOKENS, "step_seconds") for run in self.runs]
         if any(each[TOKENS] for each in found):
             name, label, predict = TOKENS, "tokens/s of all ranks", _predicted_pace
         else:
@@ -189,7 +191,7 @@ class Comparison:
         return f"Plan settings that differ: {words}."
 
     def _task_words(self) -> str:
-        silent = " and ".join(run.name for run in self.runs if not kept_what_was_asked(run))
+        silent = " and ".join(run.name for run in self.runs if not has_task_fields(run))
         limit = f" (of {silent} only the task's name and steps are known)" if silent else ""
         words = "; ".join(self.task_differences) or "none"
         return f"Task settings that differ: {words}{limit}."
@@ -232,7 +234,7 @@ def _row(summary: RunSummary) -> dict[str, Any]:
     if run is None:
         return _damaged_row(summary.name, summary.damage)
     try:
-        totals = totals_of(run)
+        totals = compute_totals(run)
     except (ValueError, OSError) as error:
         return _damaged_row(run.name, short_words(RunFolder(run.folder), error))
     times = [record["time"] for record in run.history if is_number(record["time"])]

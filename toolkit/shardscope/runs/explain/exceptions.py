@@ -12,7 +12,7 @@ MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300
 
 
-def exception_record(error: BaseException) -> dict[str, Any]:
+def make_exception_record(error: BaseException) -> dict[str, Any]:
     """Return time, type, one-line summary and bounded traceback of ``error``. Never raises.
 
     The time is recorded twice: in epoch seconds for display, and by the monotonic clock for ordering.

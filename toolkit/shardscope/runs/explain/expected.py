@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.explain.measured import tensors_of
+from shardscope.runs.explain.measured import sum_tensor_bytes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedMetrics:
     """Predicted values of the logged metrics, by metric name; None where there is no prediction."""
 
     peak_memory_bytes: int
@@ -38,7 +38,7 @@ class Expected:
         return known.get(metric)
 
 
-def expected(plan: Plan, description: Mapping[str, Any], engine: object) -> Expected | None:
+def predict_metrics(plan: Plan, description: Mapping[str, Any], engine: object) -> ExpectedMetrics | None:
     """Return the predictions of ``plan`` for a run; None if the run may train another model.
 
     ``description`` is the content of ``run.json``, ``engine`` the record of rank 0's engine. The user's own
@@ -55,11 +55,11 @@ def expected(plan: Plan, description: Mapping[str, Any], engine: object) -> Expe
         held = parts["parameters"] + parts["gradients"] + parts["optimizer"]
         what = "parameters, gradients and optimizer"
     else:
-        held = tensors_of(report.components)
+        held = sum_tensor_bytes(report.components)
         what = "tensors at the peak"
     seconds, source = _predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len
-    return Expected(
+    return ExpectedMetrics(
         peak_memory_bytes=int(held),
         memory_of=what,
         step_seconds=seconds,

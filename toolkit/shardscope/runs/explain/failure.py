@@ -64,12 +64,12 @@ class Failure:
     """Whether its exit code is unknown: torch elastic, which ends the other ranks, reaped it first."""
 
 
-def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
+def find_first_failure(folder: RunFolder, world_size: int) -> Failure | None:
     """Return the earliest failure that is not a consequence of another; None if nothing failed."""
-    return next(iter(all_failures(folder, world_size)), None)
+    return next(iter(find_failures(folder, world_size)), None)
 
 
-def all_failures(folder: RunFolder, world_size: int) -> list[Failure]:
+def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     """Return all failures by time, those that look like a consequence of another last."""
     # A rank's own exception says more than its exit code, which is the fallback.
     failures = [_raised(folder, rank) for rank in range(world_size)]
@@ -110,7 +110,7 @@ def describe_late_exit(code: int | None) -> str:
     return f"exited with code {code} after its task had returned"
 
 
-def died_untimely(folder: RunFolder) -> bool:
+def has_rank_died(folder: RunFolder) -> bool:
     """Return whether any rank process ended without returning from its task."""
     return any(_died(folder, record) is not None for record in _exits(folder))
 
@@ -126,7 +126,7 @@ def looks_like_peer_lost(name: str, text: str) -> bool:
     return (distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
 
 
-def last_raised(log: str, code: int | None) -> str:
+def find_last_raised(log: str, code: int | None) -> str:
     """Return the error that ended a process without a record, read from the end of its log; "" if unknown.
 
     Only the last one counts: errors before it were handled.
@@ -188,7 +188,7 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
         time=_when(record),
         reason=reason,
         text=f"{reason}.\nThe end of its log:\n{log}",
-        raised=last_raised(log, code),
+        raised=find_last_raised(log, code),
         # torch elastic ends the other ranks with SIGTERM; nothing else sends it to a rank.
         is_consequence=code == -signal.SIGTERM,
         is_unexplained=code is None,

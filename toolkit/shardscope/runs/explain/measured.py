@@ -119,14 +119,14 @@ class MeasuredMemory(MemoryReport):
     @property
     def tensor_bytes(self) -> int:
         """Peak bytes of tensors only, the part that a prediction is compared with."""
-        return max((tensors_of(m.components) for m in self.worst_stage.moments), default=0)
+        return max((sum_tensor_bytes(m.components) for m in self.worst_stage.moments), default=0)
 
     @property
     def error(self) -> float | None:
         """(predicted - measured) / measured of the tensors at the peak; None if one is missing."""
         if self.predicted is None or not self.tensor_bytes:
             return None
-        return predicted_tensors(self.predicted) / self.tensor_bytes - 1
+        return sum_predicted_tensors(self.predicted) / self.tensor_bytes - 1
 
     @property
     def sentence(self) -> str:
@@ -136,7 +136,7 @@ class MeasuredMemory(MemoryReport):
         peak = f"Measured {_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
         if self.predicted is None or self.error is None:
             return f"{peak}; the plan of this run cannot be read, so there is no prediction beside it."
-        beside = f"{peak}; predicted {_amount(predicted_tensors(self.predicted))}"
+        beside = f"{peak}; predicted {_amount(sum_predicted_tensors(self.predicted))}"
         if abs(self.error) < 0.0005:
             return f"{beside}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
@@ -144,7 +144,7 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def _tensor_phase(self) -> str:
-        fullest = max(self.worst_stage.moments, key=lambda moment: tensors_of(moment.components))
+        fullest = max(self.worst_stage.moments, key=lambda moment: sum_tensor_bytes(moment.components))
         return fullest.phase
 
     def explain(self, name: str) -> str:
@@ -156,18 +156,18 @@ class MeasuredMemory(MemoryReport):
         return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
 
 
-def tensors_of(components: Mapping[str, int]) -> int:
+def sum_tensor_bytes(components: Mapping[str, int]) -> int:
     """Return the sum of the components that are torch tensors, in bytes."""
     return sum(value for name, value in components.items() if name not in NOT_TENSORS)
 
 
-def predicted_tensors(report: MemoryReport) -> int:
+def sum_predicted_tensors(report: MemoryReport) -> int:
     """Return the predicted peak of tensor bytes within a step, initialization excluded."""
     moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
-    return max(tensors_of(moment.components) for moment in moments)
+    return max(sum_tensor_bytes(moment.components) for moment in moments)
 
 
-def measured_memory(
+def build_measured_memory(
     plan: Plan | None,
     records: Mapping[int, Mapping[str, Any]],
     ranks: Sequence[Mapping[str, Any]],

@@ -24,7 +24,7 @@ MIN_PROFILED_STEPS = 20
 """Minimum number of steps of a profiled run: the few profiled steps are slower than the others."""
 
 
-def predicted_step(plan: Plan) -> dict[str, Any] | None:
+def predict_step(plan: Plan) -> dict[str, Any] | None:
     """Return the prediction of ``plan.step()`` at launch, for ``run.json``; None if there is none."""
     from shardscope.timing.calibration.curves import rates_for
 
@@ -36,12 +36,12 @@ def predicted_step(plan: Plan) -> dict[str, Any] | None:
     return {"step_seconds": seconds, "from": source} if math.isfinite(seconds) and seconds > 0 else None
 
 
-def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
+def store_measured_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
     """Store the median step time of the run in ``folder``. Return False if too few steps were logged.
 
     Raises ``OSError`` if it cannot be written and ``ValueError`` for damaged records.
     """
-    found = median_step(latest_lines(folder, int(description["world_size"])))
+    found = median_step(read_latest_records(folder, int(description["world_size"])))
     if found is None:
         return False
     num_steps, seconds = found
@@ -70,7 +70,7 @@ def _load(description: Mapping[str, Any]) -> float:
     return round(max(0.0, os.getloadavg()[0] - own) / (os.cpu_count() or 1), 2)
 
 
-def latest_lines(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
+def read_latest_records(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield the latest records of the first ``MAX_RANKS`` ranks, rank by rank: enough for a median."""
     for rank in range(min(MAX_RANKS, world_size)):
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardscope.memory.report import MemoryReport, Moment
-from shardscope.runs.explain.measured import NOT_TENSORS, measured_memory, tensors_of
+from shardscope.runs.explain.measured import NOT_TENSORS, build_measured_memory, sum_tensor_bytes
 
 
 class RankMemory(NamedTuple):
@@ -23,13 +23,13 @@ class RankMemory(NamedTuple):
         return sum(self.components.values())
 
 
-def predicted_tensors_by_component(report: MemoryReport) -> RankMemory:
+def predict_rank_memory(report: MemoryReport) -> RankMemory:
     """Return the predicted tensor bytes in the peak phase of a step, initialization excluded."""
     moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
-    return _tensors_at(max(moments, key=lambda each: tensors_of(each.components)))
+    return _tensors_at(max(moments, key=lambda each: sum_tensor_bytes(each.components)))
 
 
-def memory_by_rank(
+def read_rank_memory(
     records: Mapping[int, Mapping[str, Any]], logged: Sequence[Mapping[str, Any]] = ()
 ) -> dict[int, RankMemory]:
     """Return the tensor bytes of each rank, from ``run.what_it_was()`` and the ``logged`` peaks.
@@ -40,10 +40,12 @@ def memory_by_rank(
     found = {}
     for rank in sorted({*records, *peaks}):
         beside = [peaks[rank]] if rank in peaks else []
-        own = measured_memory(None, {rank: records.get(rank, {})}, beside)
+        own = build_measured_memory(None, {rank: records.get(rank, {})}, beside)
         if not own.tensor_bytes:
             continue
-        found[rank] = _tensors_at(max(own.worst_stage.moments, key=lambda each: tensors_of(each.components)))
+        found[rank] = _tensors_at(
+            max(own.worst_stage.moments, key=lambda each: sum_tensor_bytes(each.components))
+        )
     return found
 
 

@@ -33,7 +33,7 @@ class OomKills(NamedTuple):
         return None if number is None else number > 0
 
 
-def count_oom_kills(
+def read_oom_kills(
     membership: Path = Path("/proc/self/cgroup"),
     root: Path = CGROUP_ROOT,
     machine: Path = MACHINE_FILE,
@@ -43,7 +43,7 @@ def count_oom_kills(
     return OomKills(_first(in_group), _first([machine]))
 
 
-def sender_in_words(kills: OomKills, *, is_full: bool) -> str:
+def describe_kill_sender(kills: OomKills, *, is_full: bool) -> str:
     """Describe the likely sender of a SIGKILL.
 
     ``kills`` is the change of the counters since the start of the run; ``is_full`` whether little memory was

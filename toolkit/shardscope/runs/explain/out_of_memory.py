@@ -46,7 +46,7 @@ class Shortage:
     """Bytes of the GPU used by other processes that the message names."""
 
 
-def read_shortage(text: str) -> Shortage | None:
+def parse_shortage(text: str) -> Shortage | None:
     """Return the failed allocation in a traceback or its last line; None if it is another error."""
     # Skip the traceback's source lines: code that handles such errors contains their messages as literals.
     text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.explain.out_of_memory import Shortage
 
-MAX_TOLD = 2
+MAX_REPAIRS = 2
 NEXT_TIME = "What would have prevented it: "
 
 
-def numbers(shortage: Shortage, plan: Plan | None) -> str:
+def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
     """Format the known numbers: ``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``."""
     parts = []
     if shortage.asked_bytes is not None:
@@ -39,7 +39,7 @@ def numbers(shortage: Shortage, plan: Plan | None) -> str:
     return f"{told}; {predicted}" if told else predicted
 
 
-def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
+def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
     """Return the suggested fix as one paragraph; empty if none is known."""
     if not trains_the_plan:
         return (
@@ -51,7 +51,7 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
     short = [place for place in shortages(plan, report) if on_the_card or place.name != "GPU memory"]
     if short:
-        told = in_words(plan, repairs(plan)[:MAX_TOLD])
+        told = in_words(plan, repairs(plan)[:MAX_REPAIRS])
         if not told and (fit := make_it_fit(plan)) is not None:
             told = [fit.words]
         needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
@@ -89,4 +89,4 @@ def _repairs_by(plan: Plan, num_bytes: int) -> list[str]:
     card = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
     smaller = replace(plan, cluster=replace(plan.cluster, gpu=card))
     found = [repair for repair in repairs(smaller) if repair.bytes_won >= num_bytes]
-    return in_words(smaller, found[:MAX_TOLD])
+    return in_words(smaller, found[:MAX_REPAIRS])

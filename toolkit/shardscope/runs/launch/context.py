@@ -16,7 +16,7 @@ from shardscope.records.files import RESERVED, encode, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.commands import CommandFeed, PollTable
 from shardscope.runs.launch.profiling import Profile
-from shardscope.runs.stop_request import note_that_it_looks
+from shardscope.runs.stop_request import record_stop_reader
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ class Context:
         if not self._has_looked:
             self._has_looked = True
             with contextlib.suppress(OSError):  # A full disk: "Save and stop" is then not offered.
-                note_that_it_looks(self._folder, self.rank)
+                record_stop_reader(self._folder, self.rank)
         return self._stop_asked
 
     def _taken(self) -> list[dict[str, Any]]:

@@ -24,13 +24,13 @@ earlier frees."""
 TOOLKIT_ROOT = str(Path(__file__).absolute().parents[3])
 
 
-def with_toolkit(environment: dict[str, str]) -> dict[str, str]:
+def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:
     """Return ``environment`` with this toolkit on PYTHONPATH, so that ``python -m shardscope...`` works."""
     paths = [TOOLKIT_ROOT, *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> dict[str, str]:
+def build_launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return the launcher's environment for the run described by ``run.json``."""
     environment = {key: value for key, value in inherited.items() if key not in STALE}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // int(run["world_size"]))))
@@ -56,7 +56,7 @@ def launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> d
 
 
 def restore_python_path(original: str | None) -> None:
-    """Undo :func:`with_toolkit` in this process, for programs that the user's code starts."""
+    """Undo :func:`add_toolkit_to_path` in this process, for programs that the user's code starts."""
     if original is None:
         os.environ.pop("PYTHONPATH", None)
     else:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardscope.machine.detection import GpuNow
     from shardscope.runs.run import Run
 
-TOLD_PROCESSES = 3
+MAX_NAMED_PROCESSES = 3
 
 
 class TooLittleFreeError(FieldError):
@@ -62,7 +62,7 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
 def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     """Check like :func:`check_free_memory` for CPU ranks, which share the host's memory."""
     # Imported lazily: psutil belongs to the extra "train".
-    from shardscope.runs.watch.host_monitor import free_host_memory
+    from shardscope.runs.watch.host_monitor import read_free_host_memory
 
     try:
         report = plan.memory()
@@ -70,7 +70,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
         return f"what this plan takes of memory is not predicted: {refusal}"
     each = plan.world_size // len(report.by_stage)
     needed = each * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
-    free_bytes, total_bytes = free_host_memory()
+    free_bytes, total_bytes = read_free_host_memory()
     if free_bytes >= needed:
         return ""
     free = f"{gib(free_bytes)} of {gib(total_bytes)} GiB free"
@@ -87,7 +87,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
 
 
-def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
+def describe_runs_on_gpus(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
     """Describe the live runs among ``others`` that use any of ``cards`` on this machine; "" if none does."""
     wanted = {card.index for card in cards}
     told = [
@@ -111,7 +111,7 @@ def _users(card: GpuNow) -> str:
         return ""
     told = [
         f"process {pid}" if num_bytes is None else f"process {pid} with {gib(num_bytes)} GiB"
-        for pid, num_bytes in card.processes[:TOLD_PROCESSES]
+        for pid, num_bytes in card.processes[:MAX_NAMED_PROCESSES]
     ]
     more = len(card.processes) - len(told)
     return f" ({', '.join(told)}{f' and {more} more' if more else ''})"

@@ -30,14 +30,14 @@ from shardscope.machine.processes import num_cores, start_of, this_machine
 from shardscope.records.files import write_json
 from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.explain.measured_step import predicted_step
-from shardscope.runs.launch.environment import with_toolkit
-from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, holders
-from shardscope.runs.launch.lease import hold_until_end, open_lease, release, stop_supervisor
-from shardscope.runs.launch.packing import describe, pack, write_task
+from shardscope.runs.explain.measured_step import predict_step
+from shardscope.runs.launch.environment import add_toolkit_to_path
+from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, describe_runs_on_gpus
+from shardscope.runs.launch.lease import hold_lease, open_lease, release_lease, stop_supervisor
+from shardscope.runs.launch.packing import describe_task, pack, write_task
 from shardscope.runs.run import Run, runs
-from shardscope.runs.task_fields import asked_of
-from shardscope.runs.task_source import names_engine
+from shardscope.runs.task_fields import record_task_fields
+from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.lazy_functions import refuse_lazy_function
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def launch(
     description = _description(plan, task, device, outlive_kernel)
     description |= {"asked_name": name, "gpus": [card.index for card in cards]}
     # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
-    begun = _Begun(parent, name)
+    begun = _PendingLaunch(parent, name)
     try:
         with _late_interrupt():
             begun.create()
@@ -115,7 +115,7 @@ class _NoRunError(OSError):
     """A failed launch whose message already names the cause."""
 
 
-class _Begun:
+class _PendingLaunch:
     """A launch in progress: its folder, which gets its final name once complete, and its supervisor."""
 
     def __init__(self, parent: Path, name: str | None) -> None:
@@ -230,7 +230,7 @@ def _check_together(plan: Plan, task: object, parent: Path, name: str | None) ->
     check = getattr(task, "check", None)
     if callable(check):
         check(plan)
-    elif names_engine(task):
+    elif uses_engine(task):
         check_trained(plan)
     if callable(check_launch := getattr(task, "check_launch", None)):
         check_launch(plan, parent, name)
@@ -241,7 +241,7 @@ def _against(plan: Plan, cards: Sequence[GpuNow], parent: Path, *, needs_peak: b
 
     Raises ``TooLittleFreeError`` if ``needs_peak`` and the predicted peak does not fit.
     """
-    holding = holders(runs(parent), cards) if cards else ""
+    holding = describe_runs_on_gpus(runs(parent), cards) if cards else ""
     tight = check_free_memory(plan, cards, needs_peak=needs_peak, holding=holding)
     return [words for words in (tight, holding) if words]
 
@@ -278,7 +278,7 @@ def _check_machine(plan: Plan) -> str:
             "a plan for one node",
         )
     if cluster.gpu.name == "cpu":
-        most = most_cpu_ranks()
+        most = max_cpu_ranks()
         if world_size > most:
             refuse(
                 "plan.world_size",
@@ -293,7 +293,7 @@ def _check_machine(plan: Plan) -> str:
     shown = f"{here.gpus_per_node}x{here.gpu.name}"
     if here.gpu.name != cluster.gpu.name:
         if here.gpu.name == "cpu":
-            most, allowed = most_cpu_ranks(), "what is here: no GPU, and CPU ranks"
+            most, allowed = max_cpu_ranks(), "what is here: no GPU, and CPU ranks"
         else:
             most, allowed = here.gpus_per_node, f"what is here: {shown}"
         fix = f'cluster=Cluster.parse("{min(world_size, most)}x{here.gpu.name}")'
@@ -308,7 +308,7 @@ def _check_machine(plan: Plan) -> str:
     return "cuda"
 
 
-def most_cpu_ranks() -> int:
+def max_cpu_ranks() -> int:
     """Return the maximum number of CPU ranks: ranks may share cores, but many more would never finish."""
     return max(16, 4 * num_cores())
 
@@ -348,9 +348,9 @@ def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) ->
         "created": time.time(),
         "machine": this_machine(),
         "plan": json.loads(plan.to_json()),
-        "predicted": predicted_step(plan),
-        "task": describe(task),
-        "asked": asked_of(task),
+        "predicted": predict_step(plan),
+        "task": describe_task(task),
+        "asked": record_task_fields(task),
         "trains_the_plan": _trains(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _num_steps(task),
@@ -386,13 +386,13 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=with_toolkit(dict(os.environ)),
+                env=add_toolkit_to_path(dict(os.environ)),
                 pass_fds=inherited,
                 start_new_session=True,
             )
     except BaseException as error:
         if write_end is not None:
-            release(write_end)
+            release_lease(write_end)
         # subprocess sets `filename` to the program that it could not execute.
         if isinstance(error, OSError) and error.filename == sys.executable:
             raise _NoRunError(
@@ -404,7 +404,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
     finally:
         if read_end is not None:
             os.close(read_end)
-    hold_until_end(supervisor, write_end, folder)
+    hold_lease(supervisor, write_end, folder)
     # Write the supervisor's record in its place: a handle must see its process even if it dies at once.
     try:
         if not folder.supervisor.exists():

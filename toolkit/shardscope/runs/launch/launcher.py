@@ -23,12 +23,12 @@ from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.explain.exceptions import make_exception_record
+from shardscope.runs.launch.best_effort_output import flush_output
 from shardscope.runs.launch.environment import restore_python_path
 from shardscope.runs.launch.loopback import ADDRESS, check_loopback
 from shardscope.runs.launch.new_secrets import send_new_secrets
 from shardscope.runs.launch.packing import take_task, unpack
-from shardscope.runs.launch.patient_output import flush_output
 
 
 def main(folder: RunFolder) -> int:
@@ -46,7 +46,7 @@ def main(folder: RunFolder) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        write_tracebacks_plainly()
+        use_plain_tracebacks()
         task, plan = unpack(payload)
         before_fork(plan, description["device"])
         for module in getattr(task, "preload", ()):
@@ -59,7 +59,7 @@ def main(folder: RunFolder) -> int:
                 "not use it after the fork. Create models and tensors inside f(ctx)."
             )
     except BaseException as error:
-        write_json(folder.launcher_error, exception_record(error))
+        write_json(folder.launcher_error, make_exception_record(error))
         raise
     from shardscope.runs.launch.rank import run_rank
 
@@ -79,12 +79,12 @@ def main(folder: RunFolder) -> int:
     except SystemExit:
         raise  # A single rank runs in this process, and has written its own error record.
     except BaseException as error:
-        write_json(folder.launcher_error, exception_record(error))
+        write_json(folder.launcher_error, make_exception_record(error))
         raise
     return 0
 
 
-def write_tracebacks_plainly() -> None:
+def use_plain_tracebacks() -> None:
     """Make torch.distributed's log handlers format tracebacks with the standard library's formatter.
 
     torch's own (``torch/_logging/_internal.py``, ``TorchLogsFormatter``) imports ``torch._dynamo``, which
@@ -214,7 +214,7 @@ def _notebook_launcher(
     from shardscope.runs.launch import local_store
 
     local_store.register_rendezvous()
-    place = local_store.MeetingPlace(Path(tempfile.gettempdir()))
+    place = local_store.RendezvousFiles(Path(tempfile.gettempdir()))
     # notebook_launcher sets no MASTER_PORT for a single rank, so the port is also an argument.
     # mixed_precision keeps its default: it has no effect on several processes.
     notebook_launcher(

@@ -53,7 +53,7 @@ def open_lease() -> tuple[int, int]:
     return read_end, write_end
 
 
-def release(write_end: int) -> None:
+def release_lease(write_end: int) -> None:
     """Close a write end; no effect if it is closed already."""
     with _held.lock:
         if write_end in _held.write_ends:
@@ -61,7 +61,7 @@ def release(write_end: int) -> None:
             os.close(write_end)
 
 
-def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
+def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
     """Start a thread that holds the lease until the supervisor ends, then reaps it.
 
     The thread also cleans up after a supervisor that was killed. Raises ``OSError`` if no thread can be
@@ -77,9 +77,9 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
             _end_session_of_ended(supervisor.pid)
         supervisor.wait()
         if write_end is not None:
-            release(write_end)
+            release_lease(write_end)
         if not well:
-            tidy(folder)
+            clean_up_killed_run(folder)
 
     thread = threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True)
     try:
@@ -87,7 +87,7 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
     except BaseException as error:
         stop_supervisor(supervisor)
         if write_end is not None:
-            release(write_end)
+            release_lease(write_end)
         if isinstance(error, RuntimeError):  # "can't start new thread": the process limit is reached.
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         raise
@@ -127,7 +127,7 @@ def _has_final_status(folder: RunFolder) -> bool:
     return any(record.get("status") in FINAL for record in read_lines(folder.status))
 
 
-def tidy(folder: RunFolder) -> None:
+def clean_up_killed_run(folder: RunFolder) -> None:
     """Clean up in place of a killed supervisor: delete task and temporary files, redact secrets in logs."""
     deadline = time.monotonic() + TIDY_SECONDS
     while folder.temporary.exists() and time.monotonic() < deadline:

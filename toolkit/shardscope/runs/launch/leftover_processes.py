@@ -13,7 +13,7 @@ from shardscope.machine import processes
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.verdict import is_finished_everywhere
-from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, StackCalls
+from shardscope.runs.watch.stack_requests import ANSWER_SECONDS, StackRequests
 
 GRACE_SECONDS = 10.0
 """Time that they may run after the task has returned on every rank; SHARDSCOPE_GRACE_SECONDS overrides it."""
@@ -24,7 +24,7 @@ WRITING_BYTES_PER_SECOND = 2**20
 MAX_NAMED = 4
 
 
-class LeftBehind:
+class LeftoverDetector:
     """Detector of leftover threads and processes of one run. Call ``look`` about once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
@@ -36,31 +36,31 @@ class LeftBehind:
         self._idle_since = 0.0
         self._written: dict[int, int] = {}
         self._asked_at: float | None = None
-        self._calls = StackCalls(folder, world_size)
+        self._calls = StackRequests(folder, world_size)
 
-    def every_rank_returned(self) -> bool:
+    def has_every_rank_returned(self) -> bool:
         """Return whether the task has returned on every rank, and record when that was first true."""
         if self.returned_at is None:
             markers = ((read_json(self.folder.rank(rank)) or {}) for rank in range(self.world_size))
             # `all` stops at the first unfinished rank, so a call usually reads one small file.
             if all(is_finished_everywhere([marker]) for marker in markers):
                 self.returned_at = self._idle_since = time.monotonic()
-                self._written = written_bytes()
+                self._written = count_written_bytes()
         return self.returned_at is not None
 
-    def look(self, seconds: float, launcher: int) -> str | None:
+    def check(self, seconds: float, launcher: int) -> str | None:
         """Return a description of the leftovers once their time is up; None before.
 
         ``seconds`` have passed since the last call; ``launcher`` is the launcher's process id.
         """
-        if not self.every_rank_returned():
+        if not self.has_every_rank_returned():
             return None
         assert self.returned_at is not None
         now = time.monotonic()
         if self._asked_at is not None:
             return self._describe(launcher) if now - self._asked_at >= ANSWER_SECONDS else None
         # The time limit starts over while they write, up to `MAX_SECONDS`.
-        before, self._written = self._written, written_bytes()
+        before, self._written = self._written, count_written_bytes()
         grown = sum(count - before.get(pid, 0) for pid, count in self._written.items())
         if grown > WRITING_BYTES_PER_SECOND * seconds and now - self.returned_at < MAX_SECONDS:
             self._idle_since = now
@@ -105,7 +105,7 @@ def describe_processes(exclude: set[int]) -> list[str]:
     return found[:MAX_NAMED] + [f"{len(found) - MAX_NAMED} more processes"] * (len(found) > MAX_NAMED)
 
 
-def written_bytes() -> dict[int, int]:
+def count_written_bytes() -> dict[int, int]:
     """Return the bytes that each descendant of this process has passed to write(2) (proc(5), wchar).
 
     Empty if the system does not count them.

@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 600
 """Timeout of torch's own static rendezvous."""
 
 
-class MeetingPlace:
+class RendezvousFiles:
     """The files shared by the ranks of one machine, created by the process from which they fork."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class MeetingPlace:
         return PollTable(self._table_path)
 
 
-def use_for_env_rendezvous(place: MeetingPlace) -> None:
+def use_for_env_rendezvous(place: RendezvousFiles) -> None:
     """Make ``init_process_group`` with ``env://`` use ``place`` in this rank instead of a ``TCPStore``.
 
     Frameworks use the existing group; this is for code that destroys it and initializes another one. torch

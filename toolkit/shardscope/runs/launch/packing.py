@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.launch.unpicklable import find_unpicklable, name_of
+from shardscope.runs.launch.unpicklable import find_unpicklable, get_qualified_name
 
 MAX_SOURCE_CHARACTERS = 2**20
 """Maximum source text sent to the ranks: notebook cells are far shorter, but generated code may not be."""
@@ -23,11 +23,11 @@ def pack(task: Any, plan: Any) -> bytes:
     Raises ``ValueError`` naming the object that cannot be pickled.
     """
     try:
-        return _dump((task, plan, sources_without_files()))
+        return _dump((task, plan, collect_cell_sources()))
     except Exception as error:
-        culprit = find_unpicklable(task) or f"{describe(task)} itself"
+        culprit = find_unpicklable(task) or f"{describe_task(task)} itself"
         raise ValueError(
-            f"The task {describe(task)} cannot be sent to the ranks: {culprit} cannot be pickled "
+            f"The task {describe_task(task)} cannot be sent to the ranks: {culprit} cannot be pickled "
             f"({type(error).__name__}: {str(error)[:200]}). Nearest fix: create it inside the function."
         ) from error
 
@@ -65,7 +65,7 @@ def unpack(payload: bytes) -> tuple[Any, Any]:
     return task, plan
 
 
-def sources_without_files() -> dict[str, list[str]]:
+def collect_cell_sources() -> dict[str, list[str]]:
     """Return the source lines of code that was not compiled from a file, by the name it was compiled under.
 
     IPython registers each cell with linecache under a name that is not a file. A pickled function keeps that
@@ -105,6 +105,6 @@ def take_task(folder: RunFolder) -> bytes:
     return payload
 
 
-def describe(task: Any) -> str:
+def describe_task(task: Any) -> str:
     """Return the task's name for records and errors: never its values, which may hold a token."""
-    return name_of(task)
+    return get_qualified_name(task)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, start_of
 from shardscope.records.files import keep_json, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.exceptions import exception_record
+from shardscope.runs.explain.exceptions import make_exception_record
+from shardscope.runs.launch.best_effort_output import flush_output, redirect_streams, restore_output
 from shardscope.runs.launch.loopback import ADDRESS
-from shardscope.runs.launch.patient_output import flush_output, print_patiently, restore_output
-from shardscope.runs.watch.stacks import answer_with_stacks
+from shardscope.runs.watch.stacks import install_stack_handler
 from shardscope.training.tasks.lazy_functions import check_was_run
 
 if TYPE_CHECKING:
-    from shardscope.runs.launch.local_store import MeetingPlace
+    from shardscope.runs.launch.local_store import RendezvousFiles
 
 EXIT_GRACE_SECONDS = 10.0
 """Time that a failed rank gets to exit: a broken process group can hang in its destructor."""
@@ -36,7 +36,7 @@ def run_rank(
     plan: Any,
     device_type: str,
     port: int,
-    place: MeetingPlace,
+    place: RendezvousFiles,
 ) -> None:
     """Run ``task(ctx)`` in this process. Return if the task returned, else exit with a nonzero code."""
     if os.getpid() != launcher:
@@ -85,14 +85,14 @@ def _redirect_output(folder: RunFolder, rank: int) -> int:
     log = move_past_standard_streams(os.open(folder.log(rank), flags, 0o600))
     os.dup2(log, 1)
     os.dup2(log, 2)
-    print_patiently()
+    redirect_streams()
     faulthandler.enable(file=log)
     with contextlib.suppress(OSError):  # A full disk: the hang detection then skips this rank.
-        answer_with_stacks(folder.stacks(rank))
+        install_stack_handler(folder.stacks(rank))
     return log
 
 
-def _make_context(folder: RunFolder, plan: Any, device_type: str, place: MeetingPlace) -> Any:
+def _make_context(folder: RunFolder, plan: Any, device_type: str, place: RendezvousFiles) -> Any:
     """Initialize the process group and return the task's ``Context``."""
     import torch
     import torch.distributed as dist
@@ -147,7 +147,7 @@ def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
 
 def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
     """Write the error record, before anything that might hang or end the process."""
-    record = exception_record(error)
+    record = make_exception_record(error)
     if isinstance(error, SystemExit):
         record["summary"] += " before its task returned"
     try:

@@ -31,15 +31,15 @@ from shardscope.records.files import (
 from shardscope.records.folder import RunFolder, Status
 from shardscope.records.json_values import is_number
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.explain.exceptions import exception_record
-from shardscope.runs.explain.failure import Failure, all_failures, died_untimely
-from shardscope.runs.explain.failure_story import Story, tell
-from shardscope.runs.launch.environment import launcher_environment
-from shardscope.runs.launch.leftover_processes import LeftBehind
+from shardscope.runs.explain.exceptions import make_exception_record
+from shardscope.runs.explain.failure import Failure, find_failures, has_rank_died
+from shardscope.runs.explain.failure_report import FailureReport, explain_failures
+from shardscope.runs.launch.environment import build_launcher_environment
+from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
-from shardscope.runs.stop_request import who_asked
+from shardscope.runs.stop_request import describe_stop_request
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
-from shardscope.runs.watch.periodic_checks import LOOK_SECONDS, Beside
+from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
@@ -75,16 +75,16 @@ class Supervisor:
         self.stop_time = 0.0
         self.returned_first = False
         """Whether the task had returned on every rank before the stop, which then had no effect."""
-        self.asked_to_save = 0.0
+        self.save_requested_at = 0.0
         self.a_rank_died = False
         self.signalled: int | None = None
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
-        self.beside = Beside(folder, self.world_size, self._say, self.secrets.secrets)
-        self.left_behind = LeftBehind(folder, self.world_size)
-        self.ended_words = ""
+        self.checks = PeriodicChecks(folder, self.world_size, self._log, self.secrets.secrets)
+        self.leftovers = LeftoverDetector(folder, self.world_size)
+        self.ended_leftovers = ""
         """Description of the leftover processes that were killed; empty if there were none."""
-        self.last_look = time.monotonic()
+        self.last_check = time.monotonic()
 
     def run(self) -> None:
         """Start the launcher, watch it until it exits, clean up and write the final status."""
@@ -95,18 +95,18 @@ class Supervisor:
         pid = os.getpid()
         record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
         write_json(self.folder.supervisor, record, as_is=("machine",))
-        self._obey_control()  # A stop requested before this point needs no launcher at all.
+        self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
             try:
                 self._start_launcher()
             except OSError as error:
                 self._record_missing_launcher(error)
         while self.launcher is not None and self.launcher.poll() is None:
-            self._tick()
+            self._advance()
             self._sleep()
-        if self.stop_reason is None and self.left_behind.every_rank_returned():
+        if self.stop_reason is None and self.leftovers.has_every_rank_returned():
             # Ranks read the same control file and may have obeyed a stop that was not read here yet.
-            self._obey_control()
+            self._obey_commands()
         self._finish()
 
     def _start_launcher(self) -> None:
@@ -124,7 +124,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=launcher_environment(dict(os.environ), self.description),
+                env=build_launcher_environment(dict(os.environ), self.description),
                 process_group=0,
                 pass_fds=(self.secrets.for_launcher,),
             )
@@ -132,69 +132,69 @@ class Supervisor:
 
     def _record_missing_launcher(self, error: OSError) -> None:
         """Write why the launcher could not be started, in the format of the launcher's own error record."""
-        record = exception_record(error)
+        record = make_exception_record(error)
         cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
         record["summary"] = f"was not started: {cause}"
         write_json(self.folder.launcher_error, record)
 
-    def _tick(self) -> None:
+    def _advance(self) -> None:
         now = time.monotonic()
         if self.signalled is not None:
             self._terminate(f"the supervisor got {signal.Signals(self.signalled).name}")
         if now >= self.next_heartbeat:
             self.next_heartbeat = now + HEARTBEAT_SECONDS
-            self._heartbeat()
-        self._obey_control()
+            self._send_heartbeat()
+        self._obey_commands()
         if not self.ranks_are_up and self.phase == "run":
-            self._see_whether_ranks_are_up()
+            self._check_ranks_are_up()
         # No checks while the run ends: they take time, and `finish` does the last one anyway.
-        if self.phase in ("run", "checkpoint") and now - self.last_look >= LOOK_SECONDS:
-            self._look_beside(now)
-        if self._a_rank_just_died():
+        if self.phase in ("run", "checkpoint") and now - self.last_check >= CHECK_SECONDS:
+            self._run_checks(now)
+        if self._notice_dead_rank():
             self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
         if now >= self.deadline:
-            self._next_phase()
+            self._escalate()
 
-    def _look_beside(self, now: float) -> None:
-        seconds, self.last_look = now - self.last_look, now
+    def _run_checks(self, now: float) -> None:
+        seconds, self.last_check = now - self.last_check, now
         is_running = self.ranks_are_up and self.phase in ("run", "checkpoint") and not self.a_rank_died
         if self.phase in ("run", "checkpoint") and self.launcher is not None:
-            self._end_left_behind(seconds, self.launcher.pid)
-        words = self.beside.look(seconds, is_running=is_running)
+            self._end_leftovers(seconds, self.launcher.pid)
+        words = self.checks.check(seconds, is_running=is_running)
         if words is None:
             return
-        self._say(words)
+        self._log(words)
         if self.phase == "run":
             self._set_status("running", words)
         else:
-            self.deadline = self._save_until(now)
+            self.deadline = self._get_checkpoint_deadline(now)
             self._set_status("stopping", f"{self.stop_reason}; {words}")
 
-    def _end_left_behind(self, seconds: float, launcher: int) -> None:
-        left = self.left_behind.look(seconds, launcher)
+    def _end_leftovers(self, seconds: float, launcher: int) -> None:
+        left = self.leftovers.check(seconds, launcher)
         if left is None:
             return
-        self.ended_words = left
-        self._say(f"the task returned on every rank, and something goes on; ended {left}")
+        self.ended_leftovers = left
+        self._log(f"the task returned on every rank, and something goes on; ended {left}")
         self.phase, self.deadline = "leave", time.monotonic() + TERMINATION_GRACE_SECONDS
         self._signal_all(signal.SIGKILL)
 
-    def _a_rank_just_died(self) -> bool:
+    def _notice_dead_rank(self) -> bool:
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
             return False
-        self.a_rank_died = died_untimely(self.folder)
+        self.a_rank_died = has_rank_died(self.folder)
         return self.a_rank_died
 
-    def _obey_control(self) -> None:
+    def _obey_commands(self) -> None:
         malformed = self.control.num_malformed
         for command in self.control.read():
             if command.get("command") == "stop":
                 checkpoint = command.get("checkpoint") is True
-                self._stop(who_asked(command), command.get("time"), checkpoint=checkpoint)
+                self._stop(describe_stop_request(command), command.get("time"), checkpoint=checkpoint)
             elif not isinstance(command.get("command"), str):
                 self.control.num_malformed += 1
         if self.control.num_malformed > malformed:
-            self._say(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
+            self._log(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
 
     def _stop(self, asked: str, requested: object, *, checkpoint: bool) -> None:
         if not checkpoint:
@@ -202,30 +202,30 @@ class Supervisor:
         elif (
             self.description.get("saves_when_asked") is False
         ):  # Run.stop() refuses it; others write here too.
-            self._say("ignored a stop with a checkpoint: the task does not look whether one was asked")
+            self._log("ignored a stop with a checkpoint: the task does not look whether one was asked")
         elif self.phase == "run" and self.stop_reason is None:
             # The ranks read the same control file and agree on the step after which they leave.
-            self.phase, self.asked_to_save = "checkpoint", time.monotonic()
-            self.deadline = self._save_until(self.asked_to_save)
-            self.stop_reason, self.returned_first = asked, self._returned_before(requested)
+            self.phase, self.save_requested_at = "checkpoint", time.monotonic()
+            self.deadline = self._get_checkpoint_deadline(self.save_requested_at)
+            self.stop_reason, self.returned_first = asked, self._has_returned_before(requested)
             trains = self.description.get("trains_the_plan") is True
             end = "finish their step and save" if trains else "end by themselves when they look"
             words = f"{asked}: the ranks {end}"
-            if self.beside.hangs:
+            if self.checks.hangs:
                 words += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
             self._set_status("stopping", words)
 
-    def _save_until(self, now: float) -> float:
+    def _get_checkpoint_deadline(self, now: float) -> float:
         """Return when (monotonic seconds) a stop with a checkpoint becomes a plain one."""
-        latest = self.asked_to_save + CHECKPOINT_GRACE_SECONDS
-        return min(latest, now + HANG_GRACE_SECONDS) if self.beside.hangs else latest
+        latest = self.save_requested_at + CHECKPOINT_GRACE_SECONDS
+        return min(latest, now + HANG_GRACE_SECONDS) if self.checks.hangs else latest
 
-    def _returned_before(self, requested: object) -> bool:
+    def _has_returned_before(self, requested: object) -> bool:
         """Return whether the task had returned on every rank when a stop was requested (epoch seconds).
 
         A task that looks at ``ctx.should_stop`` may return for that stop before it is read here.
         """
-        if not self.left_behind.every_rank_returned():
+        if not self.leftovers.has_every_rank_returned():
             return False
         ended = [(read_json(self.folder.rank(rank)) or {}).get("ended") for rank in range(self.world_size)]
         return not is_number(requested) or all(is_number(when) and when <= requested for when in ended)
@@ -235,16 +235,16 @@ class Supervisor:
         if self.phase in ("leave", "terminate", "kill"):
             return
         if self.stop_reason is None:
-            self.returned_first = self._returned_before(requested)
+            self.returned_first = self._has_returned_before(requested)
         self.stop_reason, self.stop_time = reason, time.monotonic()
         self._set_status("stopping", reason)
         self._signal_all(signal.SIGTERM)
         self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
 
-    def _next_phase(self) -> None:
+    def _escalate(self) -> None:
         if self.phase == "checkpoint" and not self.a_rank_died:
-            waited = time.monotonic() - self.asked_to_save
-            hangs = ", and seem to hang" if self.beside.hangs else ""
+            waited = time.monotonic() - self.save_requested_at
+            hangs = ", and seem to hang" if self.checks.hangs else ""
             self._terminate(f"the ranks did not save and stop within {waited:.0f} s{hangs}")
             return
         self.phase, self.deadline = "kill", time.monotonic() + 1.0
@@ -256,13 +256,13 @@ class Supervisor:
             if number == signal.SIGKILL:
                 processes.signal_process(self.launcher.pid, number)
 
-    def _see_whether_ranks_are_up(self) -> None:
+    def _check_ranks_are_up(self) -> None:
         records = [read_json(self.folder.rank(rank)) for rank in range(self.world_size)]
         if all(record is not None and "ready" in record for record in records):
             self.ranks_are_up = True
             self._set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
 
-    def _heartbeat(self) -> None:
+    def _send_heartbeat(self) -> None:
         try:
             os.utime(self.folder.supervisor)
         except OSError as error:
@@ -283,55 +283,55 @@ class Supervisor:
     def _finish(self) -> None:
         # Kill everything that the ranks started before reading records: nothing may change them any more.
         if not processes.kill_descendants():
-            self._say(f"these processes could not be killed: {processes.descendants()}")
+            self._log(f"these processes could not be killed: {processes.descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             delete_halves(self.folder.path)
         # The last GPU samples and the redaction of logs get a second before the status, the rest after it.
-        beside, until = self._finish_beside(), time.monotonic() + FINISH_SECONDS
-        while next(beside, None) and time.monotonic() < until:
+        pending, until = self._finish_checks(), time.monotonic() + FINISH_SECONDS
+        while next(pending, None) and time.monotonic() < until:
             pass
-        failures = all_failures(self.folder, self.world_size)
+        failures = find_failures(self.folder, self.world_size)
         failure = failures[0] if failures else None
-        status, reason = self._verdict(failures)
+        status, reason = self._decide_status(failures)
         # After a stop every rank dies by our signals; only a failure before it is worth reporting.
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
         more: dict[str, Any] = {}
         if shown is not None:
-            story = self._story(failures)
+            story = self._explain_failure(failures)
             more = {"error": story.text, "rank": shown.rank}
             reason = story.reason if reason == shown.reason else reason
         self._set_status(status, reason, **more)
-        for _ in beside:
+        for _ in pending:
             pass
         if status == "finished":
-            self._keep_step()
+            self._store_measured_step()
 
-    def _finish_beside(self) -> Iterator[bool]:
-        for _ in self.beside.finish():
+    def _finish_checks(self) -> Iterator[bool]:
+        for _ in self.checks.finish():
             with contextlib.suppress(OSError):
                 os.utime(self.folder.supervisor)  # Another machine sees only this heartbeat.
             yield True
 
-    def _story(self, failures: list[Failure]) -> Story:
+    def _explain_failure(self, failures: list[Failure]) -> FailureReport:
         try:
-            return tell(failures, self.description, self.beside.host)
+            return explain_failures(failures, self.description, self.checks.host)
         except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
-            self._say(f"no repair was found: {type(error).__name__}: {error}")
-            return Story(failures[0].reason, failures[0].text)
+            self._log(f"no repair was found: {type(error).__name__}: {error}")
+            return FailureReport(failures[0].reason, failures[0].text)
 
-    def _keep_step(self) -> None:
+    def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""
         # Imported lazily: it would slow down the supervisor's start.
-        from shardscope.runs.explain.measured_step import keep_step
+        from shardscope.runs.explain.measured_step import store_measured_step
 
         try:
-            keep_step(self.folder, self.description)
+            store_measured_step(self.folder, self.description)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._say(f"the measured step was not kept: {error}")
+            self._log(f"the measured step was not kept: {error}")
 
-    def _verdict(self, failures: list[Failure]) -> Verdict:
+    def _decide_status(self, failures: list[Failure]) -> Verdict:
         ended = self.phase in ("terminate", "kill") and not self.a_rank_died
         return decide_status(
             Evidence(
@@ -340,9 +340,9 @@ class Supervisor:
                 launcher_code=None if self.launcher is None else self.launcher.returncode,
                 stop_reason=None if self.returned_first else self.stop_reason,
                 was_ended=ended,
-                left_behind=self.ended_words,
+                left_behind=self.ended_leftovers,
                 is_disk_full=self.folder.is_on_full_disk,
-                killer=self._killer(),
+                killer=self._describe_killer(),
             )
         )
 
@@ -359,28 +359,28 @@ class Supervisor:
                 markers.append(read_present_json(self.folder.rank(len(markers))) or {})
             except OSError as error:
                 if time.monotonic() > deadline:
-                    self._say(f"the record of rank {len(markers)} cannot be read: {error}")
+                    self._log(f"the record of rank {len(markers)} cannot be read: {error}")
                     markers.append({})
                 time.sleep(POLL_SECONDS)
         return markers
 
-    def _killer(self) -> str:
+    def _describe_killer(self) -> str:
         """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
         if self.launcher is None or self.launcher.returncode != -signal.SIGKILL:
             return ""
-        return self.beside.host.words(0 if self.world_size == 1 else None)
+        return self.checks.host.words(0 if self.world_size == 1 else None)
 
     def _set_status(self, status: Status, reason: str, **more: Any) -> None:
         try:
             self.folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
-            self._say(f"could not write status {status!r} ({reason}): {error}")
+            self._log(f"could not write status {status!r} ({reason}): {error}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signalled = number
 
     @staticmethod
-    def _say(text: str) -> None:
+    def _log(text: str) -> None:
         with contextlib.suppress(OSError):  # A full disk must not end the supervisor before its ranks.
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 

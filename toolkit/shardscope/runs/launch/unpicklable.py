@@ -11,7 +11,7 @@ from typing import Any
 from shardscope.core.errors import with_article
 
 
-def name_of(value: Any) -> str:
+def get_qualified_name(value: Any) -> str:
     """Return ``module.qualname`` of a function or class, or of the class of anything else."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
@@ -25,15 +25,15 @@ def find_unpicklable(task: Any) -> str | None:
         return None
     for where, value in parts:
         if not _can_be_pickled(value):
-            return f"{where}, {with_article(name_of(type(value)).removeprefix('builtins.'))},"
+            return f"{where}, {with_article(get_qualified_name(type(value)).removeprefix('builtins.'))},"
     return None
 
 
 def _parts(task: Any) -> Iterator[tuple[str, Any]]:
     """Yield (description of the position, value) for each value that is pickled with ``task``."""
-    name = name_of(task).rpartition(".")[2]
+    name = get_qualified_name(task).rpartition(".")[2]
     if isinstance(task, functools.partial):
-        function = name_of(task.func).rpartition(".")[2]
+        function = get_qualified_name(task.func).rpartition(".")[2]
         for argument, value in itertools.chain(enumerate(task.args), task.keywords.items()):
             yield f"the argument {argument!r} of the partial of {function}", value
         yield from _parts(task.func)

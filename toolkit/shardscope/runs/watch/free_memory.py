@@ -13,7 +13,7 @@ from shardscope.machine.detection import gpus_now
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.runs.run import Run, runs
-from shardscope.runs.watch.host_monitor import free_host_memory
+from shardscope.runs.watch.host_monitor import read_free_host_memory
 
 if TYPE_CHECKING:
     from shardscope.machine.detection import GpuNow
@@ -23,7 +23,7 @@ MAX_USERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeNow:
+class FreeMemory:
     """Free and used memory of one GPU, or of the host."""
 
     name: str
@@ -34,7 +34,7 @@ class FreeNow:
     """Descriptions of the processes that use it, largest first; empty if there are none or it is unknown."""
 
 
-def free_now(folder: str | Path = "runs") -> list[FreeNow]:
+def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     """Return the free memory of each GPU visible to this process, or of the host if there is no GPU.
 
     The numbers come from NVML, without creating a CUDA context. Processes that are ranks of a run in
@@ -45,18 +45,18 @@ def free_now(folder: str | Path = "runs") -> list[FreeNow]:
     if cards:
         ranks = dict(_ranks_of(alive))
         return [_card(card, ranks) for card in cards]
-    free, total = free_host_memory()
+    free, total = read_free_host_memory()
     users = tuple(f"the run {run.name} is {run.status}" for run in alive if not run.gpus)
-    return [FreeNow(name="host memory", free_bytes=free, total_bytes=total, users=_few(users))]
+    return [FreeMemory(name="host memory", free_bytes=free, total_bytes=total, users=_few(users))]
 
 
-def _card(card: GpuNow, ranks: dict[int, str]) -> FreeNow:
+def _card(card: GpuNow, ranks: dict[int, str]) -> FreeMemory:
     users = sorted(card.processes, key=lambda user: -(user[1] or 0))
     told = tuple(
         f"{ranks.get(pid) or _process(pid)}{'' if held is None else f', {gib(held)} GiB'}"
         for pid, held in users
     )
-    return FreeNow(
+    return FreeMemory(
         name=f"GPU {card.index}",
         free_bytes=card.free_bytes,
         total_bytes=card.total_bytes,

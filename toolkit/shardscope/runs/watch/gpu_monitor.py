@@ -55,7 +55,7 @@ ASKED: dict[str, Callable[[Any, Any], Any]] = {
 """The NVML readings of a sample, by name; ``used_bytes`` includes all processes on the GPU."""
 
 
-class CardWatch:
+class GpuSampler:
     """GPU sampler of one run. Without GPUs it does nothing and calls no driver."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -68,7 +68,7 @@ class CardWatch:
         self._thread: threading.Thread | None = None
         self._samples: list[dict[str, Any]] = []
 
-    def look(self) -> None:
+    def request_sample(self) -> None:
         """Request a sample from the thread and return immediately."""
         if not self.cards:
             return
@@ -139,7 +139,7 @@ def sample(pynvml: Any, handles: list[Any]) -> dict[str, Any]:
     return found
 
 
-def card_samples(folder: RunFolder, cards: list[int]) -> list[dict[str, Any]]:
+def read_gpu_samples(folder: RunFolder, cards: list[int]) -> list[dict[str, Any]]:
     """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings."""
     records = []
     for line in read_lines(folder.cards):

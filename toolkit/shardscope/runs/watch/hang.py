@@ -16,8 +16,13 @@ from typing import Any
 
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackCalls, places
-from shardscope.runs.watch.stacks import busy_with
+from shardscope.runs.watch.stack_requests import (
+    ANSWER_SECONDS,
+    MAX_NAMED_RANKS,
+    StackRequests,
+    describe_positions,
+)
+from shardscope.runs.watch.stacks import find_delay_reason
 
 MEDIANS = 20.0
 """A step that takes longer than this many medians is examined."""
@@ -63,20 +68,20 @@ class Progress:
         return statistics.median(self.took) if len(self.took) >= MIN_STEPS else None
 
 
-class HangWatch:
+class HangDetector:
     """Hang detector of one run. Call ``look`` once a second with the new records of all ranks."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, least_seconds: float | None = None) -> None:
         self.folder = folder
-        self.least_seconds = default_least_seconds() if least_seconds is None else least_seconds
+        self.least_seconds = read_hang_seconds() if least_seconds is None else least_seconds
         self.ranks = {rank: Progress() for rank in range(world_size)}
         self.hangs = False
         """Whether a hang was reported and no step was logged since."""
         self._asked_since: float | None = None
         self._ask_again_after = 0.0
-        self._calls = StackCalls(folder, world_size)
+        self._calls = StackRequests(folder, world_size)
 
-    def look(self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float) -> str | None:
+    def check(self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float) -> str | None:
         """Return a message when a hang begins or ends, else None.
 
         ``new`` are the new records by rank, ``seconds`` the time since the last call.
@@ -124,7 +129,7 @@ class HangWatch:
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
         answers = self._calls.answers()
-        busy = {rank: words for rank, answer in answers.items() if (words := busy_with(answer))}
+        busy = {rank: words for rank, answer in answers.items() if (words := find_delay_reason(answer))}
         limit = max(max(self.least_seconds, MEDIANS * (each.median_seconds or 0)) for each in still.values())
         if busy and waited < BUSY_FACTOR * limit:
             self._ask_again_after = min(2 * waited, BUSY_FACTOR * limit)
@@ -148,18 +153,17 @@ class HangWatch:
         if len(behind) < len(steps):
             words += f"; {_ranks(behind)} came no further than step {first}, others to {max(steps.values())}"
         if busy:
-            words += (
-                f"; {', '.join(f'rank {rank} is {what}' for rank, what in list(busy.items())[:TOLD_RANKS])}"
-            )
-        return f"{words}{places(answers, behind)}. The Python stack of each rank is in its log"
+            named = list(busy.items())[:MAX_NAMED_RANKS]
+            words += f"; {', '.join(f'rank {rank} is {what}' for rank, what in named)}"
+        return f"{words}{describe_positions(answers, behind)}. The Python stack of each rank is in its log"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:TOLD_RANKS]))
-    return f"rank{'s' * (len(numbers) > 1)} {shown}{' and more' * (len(numbers) > TOLD_RANKS)}"
+    shown = ", ".join(map(str, numbers[:MAX_NAMED_RANKS]))
+    return f"rank{'s' * (len(numbers) > 1)} {shown}{' and more' * (len(numbers) > MAX_NAMED_RANKS)}"
 
 
-def default_least_seconds() -> float:
+def read_hang_seconds() -> float:
     """Return ``SHARDSCOPE_HANG_SECONDS``, for tasks with long pauses between steps, or ``LEAST_SECONDS``."""
     try:
         return max(0.1, float(os.environ["SHARDSCOPE_HANG_SECONDS"]))

@@ -10,11 +10,11 @@ from shardscope.core.number_format import gib
 from shardscope.machine.host import memory_limit
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
+from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class HostSample:
     """One sample of one rank."""
 
     rank_bytes: int
@@ -28,29 +28,29 @@ class Seen:
         return self.free_bytes <= self.total_bytes // 4
 
 
-class HostWatch:
+class HostMemoryMonitor:
     """Host memory sampler of one run: call ``look`` once a second, and ``words`` for a killed rank."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
         self.pids: dict[int, int | None] = dict.fromkeys(range(world_size))
-        self.seen: dict[int, Seen] = {}
-        self._kills_before = count_oom_kills()
+        self.seen: dict[int, HostSample] = {}
+        self._kills_before = read_oom_kills()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Sample the resident memory of each live rank and the host's free memory. Raises ``OSError``."""
-        free, total = free_host_memory()
+        free, total = read_free_host_memory()
         for rank in self.pids:
             if self.pids[rank] is None:
                 self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
             pid = self.pids[rank]
             if isinstance(pid, int) and (held := resident_bytes(pid)):
-                self.seen[rank] = Seen(rank_bytes=held, free_bytes=free, total_bytes=total)
+                self.seen[rank] = HostSample(rank_bytes=held, free_bytes=free, total_bytes=total)
 
     def words(self, rank: int | None) -> str:
         """Return the likely sender of the SIGKILL that ended ``rank`` (None: the launcher) and its memory."""
         seen = None if rank is None else self.seen.get(rank)
-        told = [sender_in_words(self._oom_kills(), is_full=seen is not None and seen.is_full)]
+        told = [describe_kill_sender(self._oom_kills(), is_full=seen is not None and seen.is_full)]
         if seen is not None:
             held, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
             told.append(f"it was last seen with {held} GiB, {free} free of {total}")
@@ -62,10 +62,10 @@ class HostWatch:
         return self._oom_kills().struck is True or (seen is not None and seen.is_full)
 
     def _oom_kills(self) -> OomKills:
-        return count_oom_kills().since(self._kills_before)
+        return read_oom_kills().since(self._kills_before)
 
 
-def free_host_memory() -> tuple[int, int]:
+def read_free_host_memory() -> tuple[int, int]:
     """Return free and total bytes of the host, or of the container if its limit is lower."""
     import psutil
 

@@ -18,7 +18,7 @@ BEHIND_STEPS = 3
 MIN_BEHIND_SECONDS = 2.0
 
 
-class Slowest(NamedTuple):
+class SlowestRank(NamedTuple):
     """The slowest rank, by the logged metrics."""
 
     rank: int
@@ -82,7 +82,7 @@ class Pace:
         return max(0.0, (num_steps - 1 - last) * pace - under_way)
 
     @property
-    def slowest(self) -> Slowest | None:
+    def slowest(self) -> SlowestRank | None:
         """The slowest rank; None until two ranks have logged step times."""
         typical = {rank: median(seconds) for rank, seconds in self._seconds.items()}
         if len(typical) < 2:
@@ -91,7 +91,7 @@ class Pace:
         rank = behind[0] if behind else max(typical, key=lambda each: typical[each])
         others = median(seconds for each, seconds in typical.items() if each != rank)
         taken = typical.get(rank, others)
-        return Slowest(
+        return SlowestRank(
             rank=rank,
             seconds=taken,
             excess=max(0.0, taken / others - 1),

@@ -14,21 +14,21 @@ from shardscope.records.metrics_table import csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
 from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
-from shardscope.runs.watch.gpu_monitor import CardWatch
-from shardscope.runs.watch.hang import HangWatch
-from shardscope.runs.watch.host_monitor import HostWatch
-from shardscope.runs.watch.standstill import QuietWatch
+from shardscope.runs.watch.gpu_monitor import GpuSampler
+from shardscope.runs.watch.hang import HangDetector
+from shardscope.runs.watch.host_monitor import HostMemoryMonitor
+from shardscope.runs.watch.standstill import StandstillDetector
 
-LOOK_SECONDS = 1.0
-BYTES_PER_LOOK = 2**25
+CHECK_SECONDS = 1.0
+BYTES_PER_CHECK = 2**25
 """Maximum bytes of logs redacted in one call, so that the supervisor obeys a stop soon."""
-METRIC_BYTES_PER_LOOK = 2**19
+METRIC_BYTES_PER_CHECK = 2**19
 """Maximum bytes of metrics read in one call, about 5,000 lines: a tenth of a second, TensorBoard included."""
 MAX_BEHIND_BYTES = 2**24
 """Maximum backlog of metrics, all ranks together; beyond it only the latest lines are read."""
 
 
-class Beside:
+class PeriodicChecks:
     """The periodic checks of one run.
 
     ``say`` writes a line to the supervisor's log; ``secrets`` returns the secrets known at the time.
@@ -43,16 +43,16 @@ class Beside:
     ) -> None:
         self.folder = folder
         self.world_size = world_size
-        self.host = HostWatch(folder, world_size)
-        self._cards = CardWatch(folder)
-        self._say = say
+        self.host = HostMemoryMonitor(folder, world_size)
+        self._gpus = GpuSampler(folder)
+        self._log = say
         self._given_up: set[str] = set()
-        self._hang = HangWatch(folder, world_size)
-        self._quiet = QuietWatch(folder, world_size)
+        self._hang = HangDetector(folder, world_size)
+        self._standstill = StandstillDetector(folder, world_size)
         self._events = [
             SampledLines(
                 folder.events(rank),
-                piece_bytes=METRIC_BYTES_PER_LOOK // world_size,
+                piece_bytes=METRIC_BYTES_PER_CHECK // world_size,
                 max_behind_bytes=MAX_BEHIND_BYTES // world_size,
             )
             for rank in range(world_size)
@@ -65,23 +65,23 @@ class Beside:
     @property
     def hangs(self) -> bool:
         """Whether the run was reported to hang and has not recovered."""
-        return self._hang.hangs or self._quiet.hangs
+        return self._hang.hangs or self._standstill.hangs
 
-    def look(self, seconds: float, *, is_running: bool) -> str | None:
+    def check(self, seconds: float, *, is_running: bool) -> str | None:
         """Run all checks once. Return a new message about the running run, or None.
 
         ``seconds`` have passed since the last call. Hangs are only checked while ``is_running``.
         """
         new = {rank: lines.read() for rank, lines in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
-        self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
-        self._try("the host's memory", self.host.look)
-        self._try("the GPUs", self._cards.look)
+        self._try("secrets in logs", lambda: self._clean(BYTES_PER_CHECK // len(self._logs)))
+        self._try("the host's memory", self.host.sample)
+        self._try("the GPUs", self._gpus.request_sample)
         if not is_running:
             return None
-        found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))
+        found: str | None = self._try("a hang", lambda: self._hang.check(new, seconds))
         still: str | None = self._try(
-            "a standstill", lambda: self._quiet.look(new, seconds, has_steps=self._hang.has_steps)
+            "a standstill", lambda: self._standstill.check(new, seconds, has_steps=self._hang.has_steps)
         )
         return found or still or self._begin_to_sample()
 
@@ -102,7 +102,7 @@ class Beside:
 
         The caller can do other work between the pieces, however large the logs are. Redaction comes first.
         """
-        self._cards.finish()
+        self._gpus.finish()
         # Smallest first: a log of gigabytes must not delay the redaction of the others.
         for log in sorted(self._logs, key=LogCleaner.num_left):
             yield from self._pieces("secrets in logs", log.finish())
@@ -112,7 +112,7 @@ class Beside:
             yield
             if not any(lines.is_behind for lines in self._events):
                 break
-        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._say))
+        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._log))
 
     def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
         for rank, records in new.items():
@@ -134,5 +134,5 @@ class Beside:
             return do()
         except Exception as error:
             self._given_up.add(what)
-            self._say(f"gave up {what}: {type(error).__name__}: {error}")
+            self._log(f"gave up {what}: {type(error).__name__}: {error}")
             return None

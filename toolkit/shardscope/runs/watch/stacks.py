@@ -47,7 +47,7 @@ ENGINE_FUNCTIONS = ("save", "load", "export")
 in none of the files above."""
 
 
-def answer_with_stacks(path: Path) -> None:
+def install_stack_handler(path: Path) -> None:
     """Make this process write the stacks of all its threads to ``path`` on :data:`STACK_SIGNAL`.
 
     Raises ``OSError`` if ``path`` cannot be written.
@@ -59,7 +59,7 @@ def answer_with_stacks(path: Path) -> None:
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
-def main_thread(stacks: str) -> list[tuple[str, int, str]]:
+def parse_main_thread(stacks: str) -> list[tuple[str, int, str]]:
     """Return (file, line, function) of the main thread, innermost first: the last thread of the last dump.
 
     faulthandler writes threads from the newest to the oldest (Python/traceback.c, _Py_DumpTracebackThreads).
@@ -73,9 +73,9 @@ def main_thread(stacks: str) -> list[tuple[str, int, str]]:
     return frames
 
 
-def busy_with(stacks: str) -> str | None:
+def find_delay_reason(stacks: str) -> str | None:
     """Return why the main thread may take longer than a step, such as "at a checkpoint"; None if unknown."""
-    for file, _, function in main_thread(stacks):
+    for file, _, function in parse_main_thread(stacks):
         if function in BUSY_FUNCTIONS:
             return BUSY_FUNCTIONS[function]
         for part, words in BUSY_WITH.items():
@@ -86,12 +86,12 @@ def busy_with(stacks: str) -> str | None:
     return None
 
 
-def place_in_words(stacks: str) -> str:
+def describe_position(stacks: str) -> str:
     """Describe the main thread's innermost frame and the user's frame that called it; "" without a stack.
 
     For example ``all_reduce (distributed_c10d.py:3046), called from train (my.py:7)``.
     """
-    frames = main_thread(stacks)
+    frames = parse_main_thread(stacks)
     if not frames:
         return ""
     file, line, function = frames[0]
@@ -106,7 +106,7 @@ def _is_library(file: str) -> bool:
     return any(part in file for part in ("site-packages/", "dist-packages/", "/lib/python", "<frozen"))
 
 
-def process_state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return Linux's state letter of process ``pid`` (R, S, D, T, t, Z; proc(5)); empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
-from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, default_least_seconds
-from shardscope.runs.watch.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCalls, places
-from shardscope.runs.watch.stacks import busy_with, main_thread
+from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, read_hang_seconds
+from shardscope.runs.watch.stack_requests import ANSWER_SECONDS, NO_ANSWER, StackRequests, describe_positions
+from shardscope.runs.watch.stacks import find_delay_reason, parse_main_thread
 
 QUIET_FACTOR = 10.0
 """Factor on the minimum hang time of ``hang.py``."""
@@ -43,17 +43,15 @@ class Activity(NamedTuple):
     printed_bytes: int
 
 
-class QuietWatch:
+class StandstillDetector:
     """Standstill detector of one run. Call ``look`` once a second."""
 
     def __init__(self, folder: RunFolder, world_size: int, *, quiet_seconds: float | None = None) -> None:
         self.folder = folder
-        self.quiet_seconds = (
-            QUIET_FACTOR * default_least_seconds() if quiet_seconds is None else quiet_seconds
-        )
+        self.quiet_seconds = QUIET_FACTOR * read_hang_seconds() if quiet_seconds is None else quiet_seconds
         self.hangs = False
         """Whether a standstill was reported and nothing has moved since."""
-        self._calls = StackCalls(folder, world_size)
+        self._calls = StackRequests(folder, world_size)
         self._before: dict[int, Activity] = {}
         self._since_sample = 0.0
         self._quiet = 0.0
@@ -62,7 +60,7 @@ class QuietWatch:
         self._asked_since: float | None = None
         self._limit = self.quiet_seconds
 
-    def look(
+    def check(
         self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float, *, has_steps: bool
     ) -> str | None:
         """Return a message when a standstill begins or ends, else None.
@@ -119,7 +117,7 @@ class QuietWatch:
             return None
         if any(a == NO_ANSWER or _place(stood.get(rank, "")) != _place(a) for rank, a in answers.items()):
             return self._moves()
-        if any(map(busy_with, answers.values())) and self._limit == self.quiet_seconds:
+        if any(map(find_delay_reason, answers.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
             return None
         self.hangs = True
@@ -129,7 +127,7 @@ class QuietWatch:
             self._before[rank] = activity._replace(printed_bytes=self._printed(rank))
         return (
             f"{still}: no metrics, no output, next to no CPU time, and the same place in the code"
-            f"{places(answers)}. The Python stack of each rank is in its log"
+            f"{describe_positions(answers)}. The Python stack of each rank is in its log"
         )
 
     def _activity(self) -> dict[int, Activity]:
@@ -145,7 +143,7 @@ class QuietWatch:
 
 
 def _place(answer: str) -> Sequence[object]:
-    return main_thread(answer) or answer
+    return parse_main_thread(answer) or answer
 
 
 def _cpu_seconds(pid: int) -> float:

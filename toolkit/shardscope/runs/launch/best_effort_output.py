@@ -11,7 +11,7 @@ import io
 import sys
 from typing import Any
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
 
 
@@ -22,12 +22,12 @@ class _Patient(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
             return memoryview(data).nbytes
 
 
-def print_patiently(stdout: int = 1, stderr: int = 2) -> None:
+def redirect_streams(stdout: int = 1, stderr: int = 2) -> None:
     """Redirect ``sys.stdout`` and ``sys.stderr``, line-buffered, to these descriptors.
 
     Unencodable characters (surrogates in a path) are escaped: they must not end a training run either.
@@ -54,7 +54,7 @@ def restore_output(log: int) -> None:
     """
     flush_output()
     _REPLACED.extend((sys.stdout, sys.stderr))
-    print_patiently(log, log)
+    redirect_streams(log, log)
 
 
 _REPLACED: list[Any] = []

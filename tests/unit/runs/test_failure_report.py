@@ -14,14 +14,14 @@ import shardscope as ss
 from shardscope.machine.host import memory_limit
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.runs.explain.failure import all_failures
-from shardscope.runs.explain.failure_story import tell
-from shardscope.runs.explain.oom_kills import OomKills, count_oom_kills, sender_in_words
-from shardscope.runs.explain.out_of_memory import Shortage, read_shortage
-from shardscope.runs.explain.prevention import numbers, prevention
+from shardscope.runs.explain.failure import find_failures
+from shardscope.runs.explain.failure_report import explain_failures
+from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills
+from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
+from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
 from shardscope.runs.run import Run
 from shardscope.runs.watch import host_monitor as host_watch
-from shardscope.runs.watch.host_monitor import HostWatch, Seen, used_bytes
+from shardscope.runs.watch.host_monitor import HostMemoryMonitor, HostSample, used_bytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -52,7 +52,7 @@ TORCH_2_5 = (
 
 @pytest.mark.parametrize("text", [TORCH_1, TORCH_2_0, TORCH_2_1, TORCH_2_5])
 def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
-    found = read_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
+    found = parse_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
     assert found is not None
     others = round(12.5 * GIB) + 512 * MIB if text is TORCH_2_5 else 0
     assert found == Shortage(
@@ -92,7 +92,7 @@ def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
     ],
 )
 def test_other_libraries_words(text: str, place: str, asked: int | None) -> None:
-    found = read_shortage(text)
+    found = parse_shortage(text)
     assert found is not None and (found.place, found.asked_bytes, found.free_bytes) == (place, asked, None)
 
 
@@ -103,7 +103,7 @@ def test_what_is_no_shortage() -> None:
         "RuntimeError: shapes (2, 3) and (4, 5)",
         "class MemoryErrors: pass",
     ):
-        assert read_shortage(text) is None
+        assert parse_shortage(text) is None
 
 
 def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
@@ -111,26 +111,26 @@ def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
 
 
 def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
-    plan, shortage = plan_of(ss.Layout.ddp()), read_shortage(TORCH_2_1)
+    plan, shortage = plan_of(ss.Layout.ddp()), parse_shortage(TORCH_2_1)
     assert shortage is not None
-    told = numbers(shortage, plan)
+    told = format_memory_numbers(shortage, plan)
     assert all(fact in told for fact in ("2.10 GiB", "0.40 free of 79.1", "predicted peak 202"))
-    words = prevention(shortage, plan, trains_the_plan=True)
+    words = suggest_prevention(shortage, plan, trains_the_plan=True)
     assert "202 of 79.1" in words
     assert plan.repairs()[0][0] in words and "saves" in words
 
 
 def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing() -> None:
-    plan, shortage = plan_of(ss.Layout.fsdp2()), read_shortage(TORCH_2_1)
+    plan, shortage = plan_of(ss.Layout.fsdp2()), parse_shortage(TORCH_2_1)
     assert shortage is not None and plan.memory().fits and plan.repairs() == []
-    assert "saves" in prevention(shortage, plan, trains_the_plan=True)
+    assert "saves" in suggest_prevention(shortage, plan, trains_the_plan=True)
     # Nothing wins as much as the whole peak.
     absurd = dataclasses.replace(shortage, asked_bytes=2**50)
-    assert prevention(absurd, plan, trains_the_plan=True) == ""
+    assert suggest_prevention(absurd, plan, trains_the_plan=True) == ""
     # Other people's processes, if they and the plan are more than the card.
     held = dataclasses.replace(shortage, others_bytes=60 * GIB)
-    assert "60.0 GiB" in prevention(held, plan, trains_the_plan=True)
-    assert "memory the plan does not know" in prevention(shortage, plan, trains_the_plan=False)
+    assert "60.0 GiB" in suggest_prevention(held, plan, trains_the_plan=True)
+    assert "memory the plan does not know" in suggest_prevention(shortage, plan, trains_the_plan=False)
 
 
 def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
@@ -160,37 +160,39 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
     assert all(fact in run.error for fact in facts) and "What would have prevented it" in run.error
     assert run.error.endswith("rank 0 raised DistBackendError: NCCL error")
     description = read_json(folder.run_json) or {}
-    assert all(fact in tell(all_failures(folder, 2), description).reason for fact in facts)
+    assert all(fact in explain_failures(find_failures(folder, 2), description).reason for fact in facts)
     # Of a rank that torch elastic was quicker to bury, nobody knows the exit code.
     folder.error(0).unlink()
     append_line(folder.exits, {"time": 3.0, "rank": 0, "code": None})
-    unseen = tell(all_failures(folder, 2), description).text
+    unseen = explain_failures(find_failures(folder, 2), description).text
     assert "rank 0 ended before its task returned" in unseen and "not known" in unseen
     # A function's memory is not the plan's, and a damaged plan has no prediction at all.
     for damage in ({"trains_the_plan": False}, {"plan": {"version": -1}}):
-        assert "predicted peak" not in tell(all_failures(folder, 2), {**description, **damage}).text
+        assert (
+            "predicted peak" not in explain_failures(find_failures(folder, 2), {**description, **damage}).text
+        )
 
 
 def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shortage = Shortage(place="host memory")
-    assert prevention(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
+    assert suggest_prevention(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
     on_cpus = plan_of(ss.Layout.ddp(), "2xcpu")
-    words = prevention(shortage, on_cpus, trains_the_plan=True)
+    words = suggest_prevention(shortage, on_cpus, trains_the_plan=True)
     assert words.startswith("What would have prevented it")
     # None at all where somebody else sent the signal.
     folder = run_folder(tmp_path, on_cpus, trains_the_plan=True)
     append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9})
     counted = [OomKills(0, 0)]
-    monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
-    host, failures = HostWatch(folder, 2), all_failures(folder, 2)
+    monkeypatch.setattr(host_watch, "read_oom_kills", lambda: counted[-1])
+    host, failures = HostMemoryMonitor(folder, 2), find_failures(folder, 2)
     description = read_json(folder.run_json) or {}
     for number in (1, 0):
         counted.append(OomKills(number, number))
-        assert (words in tell(failures, description, host).text) == bool(number)
+        assert (words in explain_failures(failures, description, host).text) == bool(number)
     # After the supervisor's own death nobody knows: then nothing is said of memory.
-    unwatched = tell(failures, description)
+    unwatched = explain_failures(failures, description)
     assert unwatched.reason == "rank 0 was killed by SIGKILL" and "prevented" not in unwatched.text
 
 
@@ -203,7 +205,7 @@ def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
     def reason(code: int | None) -> str:
         folder.exits.unlink(missing_ok=True)
         append_line(folder.exits, {"time": 2.0, "rank": 0, "code": code})
-        return tell(all_failures(folder, 2), {}).reason
+        return explain_failures(find_failures(folder, 2), {}).reason
 
     assert reason(7) == reason(None)
     assert reason(7).startswith("rank 0 ran out of GPU memory") and "2.10 GiB, 0.40 free of 79.1" in reason(7)
@@ -236,9 +238,9 @@ def test_what_a_cgroup_holds_is_read_where_its_limit_is(
     limit = memory_limit(membership, tmp_path)
     assert limit == (4 * GIB, job) and used_bytes(job) == 2 * GIB and used_bytes(job / "step") == 0
     monkeypatch.setattr(host_watch, "memory_limit", lambda: limit)
-    watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
+    watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
     watch.pids[0] = os.getpid()
-    watch.look()
+    watch.sample()
     assert watch.seen[0].total_bytes == 4 * GIB and watch.seen[0].free_bytes <= 2 * GIB
 
 
@@ -246,14 +248,14 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = [OomKills(3, 8)]
-    monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
-    watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
+    monkeypatch.setattr(host_watch, "read_oom_kills", lambda: counted[-1])
+    watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
     still = "counter stood still"
     assert watch.words(None) == watch.words(0) and still in watch.words(0)
-    watch.seen[0] = Seen(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
+    watch.seen[0] = HostSample(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
     assert still in watch.words(0) and "21.0 GiB, 20.0 free of 24.0" in watch.words(0)
     assert not watch.ran_out(0) and not watch.ran_out(1)
-    watch.seen[1] = Seen(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
+    watch.seen[1] = HostSample(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
     assert watch.ran_out(1), "a daemon may be quicker than the kernel"
     assert still in watch.words(1) and "little memory was free" in watch.words(1)
     counted.append(OomKills(4, 9))
@@ -263,7 +265,7 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     )
     assert watch.ran_out(0) and watch.ran_out(1)
     write_json(watch.folder.rank(1), {"pid": 1})
-    watch.look()
+    watch.sample()
     assert watch.seen[1].rank_bytes > 0 and 0 <= watch.seen[1].free_bytes <= watch.seen[1].total_bytes
 
 
@@ -291,8 +293,8 @@ def test_fault_10_who_killed_is_said_as_far_as_it_is_counted(
     kills: tuple[int | None, int | None], struck: bool | None, words: str
 ) -> None:
     assert OomKills(*kills).struck is struck
-    assert words in sender_in_words(OomKills(*kills), is_full=False)
-    full = sender_in_words(OomKills(*kills), is_full=True)
+    assert words in describe_kill_sender(OomKills(*kills), is_full=False)
+    full = describe_kill_sender(OomKills(*kills), is_full=True)
     assert ("little" in full) == (struck is not True)
 
 
@@ -303,7 +305,7 @@ def test_fault_10_the_counter_of_this_processs_own_group_is_read(tmp_path: Path)
     machine.write_text("nr_free_pages 7\noom_kill 12\n")
 
     def count() -> OomKills:
-        return count_oom_kills(membership, tmp_path, machine)
+        return read_oom_kills(membership, tmp_path, machine)
 
     membership.write_text("0::/slurm/job\n")
     assert count() == (None, 12)
@@ -320,4 +322,4 @@ def test_fault_10_the_counter_of_this_processs_own_group_is_read(tmp_path: Path)
     (own / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert count() == (1, 12)
     assert OomKills(3, None).since(OomKills(1, 7)) == (2, None)
-    assert count_oom_kills(tmp_path / "none", tmp_path, tmp_path / "none") == (None, None)
+    assert read_oom_kills(tmp_path / "none", tmp_path, tmp_path / "none") == (None, None)

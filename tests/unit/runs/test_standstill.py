@@ -14,13 +14,13 @@ from shardscope.machine.processes import start_of
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch.hang import BUSY_FACTOR
-from shardscope.runs.watch.standstill import Activity, QuietWatch
+from shardscope.runs.watch.standstill import Activity, StandstillDetector
 
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from shardscope.runs.watch.stacks import answer_with_stacks
-answer_with_stacks(Path(sys.argv[1]))
+from shardscope.runs.watch.stacks import install_stack_handler
+install_stack_handler(Path(sys.argv[1]))
 go_on = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()
 def wait():
@@ -50,19 +50,19 @@ def rank(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[subproce
     process.stdout.close()
 
 
-def wait(watch: QuietWatch, seconds: int, new: Any = (), *, has_steps: bool = False) -> list[str]:
+def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: bool = False) -> list[str]:
     """What is said in so many looks, a second apart by the watch; processes answer within each look."""
     said = []
     for _ in range(seconds):
         size = _answered(watch)
-        said.append(watch.look(dict(new), 1.0, has_steps=has_steps))
+        said.append(watch.check(dict(new), 1.0, has_steps=has_steps))
         deadline = time.monotonic() + 5
         while watch._asked_since == 0.0 and _answered(watch) == size and time.monotonic() < deadline:
             time.sleep(0.01)
     return [words for words in said if words]
 
 
-def _answered(watch: QuietWatch) -> int:
+def _answered(watch: StandstillDetector) -> int:
     """Stacks of this file's ranks end in the module."""
     path = watch.folder.stacks(0)
     return path.read_bytes().count(b" in <module>\n") if path.exists() else 0
@@ -71,7 +71,7 @@ def _answered(watch: QuietWatch) -> int:
 def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
     folder: RunFolder, rank: subprocess.Popen[str]
 ) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 60) == []
     (words,) = wait(watch, 100)
     assert words.startswith("nothing moves for 60 s: ") and "rank 0: " in words
@@ -85,12 +85,12 @@ def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
 
 def test_a_rank_that_has_ended_is_not_asked(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
-    (words,) = wait(QuietWatch(folder, 2, quiet_seconds=60), 100)
+    (words,) = wait(StandstillDetector(folder, 2, quiet_seconds=60), 100)
     assert "rank 0: " in words and "rank 1" not in words
 
 
 def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 50) == []
     assert rank.stdin is not None
     rank.stdin.write("\n")
@@ -103,7 +103,7 @@ def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: su
 
 @pytest.mark.parametrize("rank", ["save_checkpoint"], indirect=True)
 def test_what_explains_itself_gets_more_time(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=30)
+    watch = StandstillDetector(folder, 1, quiet_seconds=30)
     assert wait(watch, int(30 * BUSY_FACTOR) - 1) == []
     assert len(wait(watch, 40)) == 1
 
@@ -114,7 +114,7 @@ def test_what_explains_itself_gets_more_time(folder: RunFolder, rank: subprocess
 def test_whatever_moves_is_a_sign_of_life(
     sign: Activity, folder: RunFolder, rank: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
     now = [Activity(7.0, 0, 0)]
 
     def moves() -> dict[int, Activity]:
@@ -128,14 +128,14 @@ def test_whatever_moves_is_a_sign_of_life(
 
 
 def test_where_steps_are_logged_others_judge(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 300, has_steps=True) == []
     assert wait(watch, 300, {0: [{"loss": 1.0}]}) == []
     assert len(wait(watch, 100)) == 1
 
 
 def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
-    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
     idle = watch._activity()[0]
     assert idle.cpu_seconds > 0 and idle.file_bytes > 0 and idle.printed_bytes == 0
     code = (

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.runs.explain.out_of_memory import Shortage, read_shortage
+from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.explain.failure import Failure
-    from shardscope.runs.watch.host_monitor import HostWatch
+    from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 
-MAX_TOLD = 8
+MAX_NAMED_FAILURES = 8
 KILLED = "was killed by SIGKILL"
 
 
-class Story(NamedTuple):
+class FailureReport(NamedTuple):
     """Explanation of a failed run."""
 
     reason: str
@@ -25,11 +25,11 @@ class Story(NamedTuple):
     """The traceback of the rank that failed first, followed by the suggested fix and the other failures."""
 
 
-def tell(
+def explain_failures(
     failures: Sequence[Failure],
     description: Mapping[str, Any],
-    host: HostWatch | None = None,
-) -> Story:
+    host: HostMemoryMonitor | None = None,
+) -> FailureReport:
     """Return the explanation of a failed run.
 
     ``failures`` start with the root cause, ``description`` is the content of ``run.json``, ``host`` has the
@@ -38,7 +38,7 @@ def tell(
     first = failures[0]
     reason, below = first.reason, []
     was_killed = KILLED in first.reason
-    shortage = Shortage(place="host memory") if was_killed else read_shortage(first.raised)
+    shortage = Shortage(place="host memory") if was_killed else parse_shortage(first.raised)
     if shortage is not None:
         told, prevented = _memory_words(
             shortage, _plan(description), trains_the_plan=description.get("trains_the_plan") is True
@@ -54,7 +54,7 @@ def tell(
         reason = f"{reason}: {told}" if told else reason
         below += [f"{reason}.", prevented]
     below += _others(failures[1:])
-    return Story(reason, "\n\n".join(filter(None, (first.text.rstrip(), *below))))
+    return FailureReport(reason, "\n\n".join(filter(None, (first.text.rstrip(), *below))))
 
 
 def _others(failures: Sequence[Failure]) -> list[str]:
@@ -70,8 +70,8 @@ def _others(failures: Sequence[Failure]) -> list[str]:
             if (failure.is_consequence or failure.is_unexplained) == is_consequence
         ]
         if lines:
-            more = [f"and {len(lines) - MAX_TOLD} more"] * (len(lines) > MAX_TOLD)
-            told.append("\n  ".join([title, *lines[:MAX_TOLD], *more]))
+            more = [f"and {len(lines) - MAX_NAMED_FAILURES} more"] * (len(lines) > MAX_NAMED_FAILURES)
+            told.append("\n  ".join([title, *lines[:MAX_NAMED_FAILURES], *more]))
     return told
 
 
@@ -80,13 +80,13 @@ def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: boo
 
     If the plan's memory cannot be predicted, there is no prediction among the numbers and no fix.
     """
-    from shardscope.runs.explain.prevention import numbers, prevention
+    from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
 
     try:
-        told = numbers(shortage, plan if trains_the_plan else None)
-        return told, prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
+        told = format_memory_numbers(shortage, plan if trains_the_plan else None)
+        return told, suggest_prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
     except (ValueError, ArithmeticError):
-        return numbers(shortage, None), ""
+        return format_memory_numbers(shortage, None), ""
 
 
 def _plan(description: Mapping[str, Any]) -> Plan | None:

@@ -17,8 +17,8 @@ import pytest
 from shardscope.records.files import append_line, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch import gpu_monitor as card_watch
-from shardscope.runs.watch.gpu_monitor import CardWatch, card_samples
-from shardscope.runs.watch.periodic_checks import Beside
+from shardscope.runs.watch.gpu_monitor import GpuSampler, read_gpu_samples
+from shardscope.runs.watch.periodic_checks import PeriodicChecks
 
 
 class NvmlError(Exception):
@@ -61,20 +61,20 @@ def until(holds: Callable[[], Any], seconds: float = 10) -> Any:
     return holds()
 
 
-def look(watch: CardWatch, times: int) -> None:
+def look(watch: GpuSampler, times: int) -> None:
     for count in range(times):
-        watch.look()
+        watch.request_sample()
         assert until(lambda count=count: len(list(read_lines(watch.folder.cards))) > count)
 
 
 def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = pretend(monkeypatch)
     folder = folder_with(tmp_path, [5, 3])
-    watch = CardWatch(folder)
+    watch = GpuSampler(folder)
     look(watch, 2)
     watch.finish()
     assert until(lambda: told == ["init", "shutdown"]), "asked once, and given back"
-    records = card_samples(folder, [5, 3])
+    records = read_gpu_samples(folder, [5, 3])
     assert [(r["rank"], r["gpu"], r["utilisation_percent"]) for r in records] == [(0, 5, 95), (1, 3, 93)] * 2
     assert {r["temperature_celsius"] for r in records} == {65, 63}
     assert {r["power_watts"] for r in records} == {412.5}
@@ -91,9 +91,9 @@ def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
     pretend(monkeypatch, nvmlDeviceGetPowerUsage=slow)
     folder = folder_with(tmp_path, [0])
-    beside = Beside(folder, 2, print)
+    beside = PeriodicChecks(folder, 2, print)
     for _ in range(20):
-        beside.look(1.0, is_running=False)
+        beside.check(1.0, is_running=False)
     assert not folder.cards.exists(), "all looks are over, and the card has said nothing yet"
     answers.set()
     list(beside.finish())
@@ -105,11 +105,11 @@ def test_a_run_on_cpu_ranks_asks_no_driver(tmp_path: Path) -> None:
     code = f"""
 import sys
 import threading
-from shardscope.runs.watch.gpu_monitor import CardWatch
+from shardscope.runs.watch.gpu_monitor import GpuSampler
 from shardscope.records.folder import RunFolder
 folder = RunFolder({str(folder.path)!r})
-watch = CardWatch(folder)
-watch.look()
+watch = GpuSampler(folder)
+watch.request_sample()
 watch.finish()
 assert "pynvml" not in sys.modules and not folder.cards.exists()
 """
@@ -118,7 +118,7 @@ assert "pynvml" not in sys.modules and not folder.cards.exists()
 
 @pytest.mark.parametrize("gpus", [None, "0", {"0": 1}, [None, "x"], 7])
 def test_damaged_lists_of_cards_are_none(tmp_path: Path, gpus: object) -> None:
-    assert CardWatch(folder_with(tmp_path, gpus)).cards == []
+    assert GpuSampler(folder_with(tmp_path, gpus)).cards == []
 
 
 def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
 
     pretend(monkeypatch, nvmlInit=fail)
     folder = folder_with(tmp_path, [0])
-    watch = CardWatch(folder)
+    watch = GpuSampler(folder)
     threads = set(threading.enumerate())
-    watch.look()
+    watch.request_sample()
     assert until(lambda: threads.issuperset(threading.enumerate()))
-    watch.look()
+    watch.request_sample()
     assert not folder.cards.exists()
 
 
@@ -142,9 +142,9 @@ def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPa
     now = map(float, itertools.count())
     monkeypatch.setattr(card_watch, "sample", lambda *_: {"time": next(now), "power_watts": [100.0]})
     folder = folder_with(tmp_path, [0])
-    watch = CardWatch(folder)
+    watch = GpuSampler(folder)
     for second in range(300):
-        watch.look()
+        watch.request_sample()
         assert until(lambda second=second: times_of(folder)[-1:] == [second])
     times = times_of(folder)
     assert len(times) <= 40 and times == sorted(times)
@@ -167,4 +167,4 @@ def test_odd_lines_are_left_out(tmp_path: Path) -> None:
         {"time": 2.0, "power_watts": ["NaN", 7.5], "color": [1, 2]},
     ):
         append_line(folder.cards, line)
-    assert card_samples(folder, [0, 1]) == [{"time": 2.0, "rank": 1, "gpu": 1, "power_watts": 7.5}]
+    assert read_gpu_samples(folder, [0, 1]) == [{"time": 2.0, "rank": 1, "gpu": 1, "power_watts": 7.5}]

@@ -10,15 +10,15 @@ from shardscope.machine.processes import signal_process, start_of
 from shardscope.records.files import read_json, read_tail_text
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_to_append, size_of
-from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, place_in_words, process_state
+from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, describe_position, read_process_state
 
 ANSWER_SECONDS = 1.0
 """Time that ranks get to write their stacks."""
 NO_ANSWER = "it did not answer\n"
-TOLD_RANKS = 4
+MAX_NAMED_RANKS = 4
 
 
-class StackCalls:
+class StackRequests:
     """Stack requests of one run: call ``ask``, and ``answers`` after ``ANSWER_SECONDS``."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
@@ -65,14 +65,14 @@ class StackCalls:
         if grown > 0:
             return read_tail_text(path, min(grown, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
-        if isinstance(pid, int) and process_state(pid) in ("T", "t"):
+        if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
             return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
         return NO_ANSWER
 
 
-def places(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
+def describe_positions(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
     """Format the ranks' positions, those of ``first`` first: ``; rank 1: wait (task.py:7); rank 0: ...``."""
-    told = [*first, *(rank for rank in answers if rank not in first)][:TOLD_RANKS]
+    told = [*first, *(rank for rank in answers if rank not in first)][:MAX_NAMED_RANKS]
     return "".join(
-        f"; rank {rank}: {place_in_words(answers[rank]) or answers[rank].strip()}" for rank in told
+        f"; rank {rank}: {describe_position(answers[rank]) or answers[rank].strip()}" for rank in told
     )
