@@ -27,7 +27,7 @@ from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.watch.free_memory import read_free_memory
-from shardscope_widgets.kit.static_picture import WORDS
+from shardscope_widgets.kit.static_picture import TEXT_WIDGETS
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 
@@ -347,7 +347,7 @@ def parts_of(view: Widget) -> list[Widget]:
 
 def html_of_widget(name: str, view: Any) -> Iterator[tuple[str, object]]:
     for part in parts_of(view):
-        if isinstance(part, WORDS):
+        if isinstance(part, TEXT_WIDGETS):
             yield f"{name}, {type(part).__name__}", part.value
     yield f"{name}, static picture", view._repr_mimebundle_()["text/html"]
 

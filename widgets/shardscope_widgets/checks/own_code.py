@@ -70,7 +70,7 @@ def imports_behind(function: Any) -> str:
         if inspect.ismodule(value):
             lines.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
         elif (home := _home_of(value)) is not None:
-            own = value.__name__  # type: ignore[union-attr]
+            own = value.__name__
             lines.append(f"from {home} import {own}" + ("" if own == name else f" as {name}"))
     return "".join(f"\n{line}" for line in lines) + "\n" if lines else ""
 

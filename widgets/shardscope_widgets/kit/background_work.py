@@ -76,9 +76,9 @@ class WorkPanel(widgets.HBox):
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
 
-    def offer(self, offered: bool) -> None:
-        """Show the button if ``offered``, else hide it."""
-        self.button.layout.display = "" if offered else "none"
+    def show_button(self, is_shown: bool) -> None:
+        """Show the button, or hide it."""
+        self.button.layout.display = "" if is_shown else "none"
 
     def start(
         self,

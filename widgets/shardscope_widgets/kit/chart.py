@@ -50,7 +50,7 @@ class PlotlySource(anywidget.AnyWidget):
 
 @cache
 def _source() -> PlotlySource:
-    return controls.keep(PlotlySource())
+    return controls.mark_as_shared(PlotlySource())
 
 
 def _current_figure(_: object, chart: Chart) -> Any:
@@ -83,7 +83,9 @@ class Chart(go.FigureWidget):
     )
     clickable = traitlets.Bool(False, help="Whether clicks are reported, and marks look so.").tag(sync=True)
     revision = traitlets.Int(0, help="Counts what was sent; observe it to follow the figure.")
-    _drawn = traitlets.List(help="Properties as redraw last set them: the layout's, then each trace's.")
+    _drawn: traitlets.List[dict[str, Any]] = traitlets.List(
+        help="Properties as redraw last set them: the layout's, then each trace's."
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._listeners: list[ClickListener] = []

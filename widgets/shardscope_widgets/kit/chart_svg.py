@@ -95,8 +95,8 @@ class _Drawing:
         self.layout, self.width = layout, width
         self.height = int(layout.get("height") or DEFAULT_HEIGHT)
         margin = {**DEFAULT_MARGIN, **(layout.get("margin") or {})}
-        self.left, self.right = margin["l"], width - margin["r"]
-        self.top, self.bottom = margin["t"], self.height - margin["b"]
+        self.left, self.right = float(margin["l"]), width - float(margin["r"])
+        self.top, self.bottom = float(margin["t"]), self.height - float(margin["b"])
         self.axes: dict[str, Axis] = {}
         for trace in self.traces:
             for letter in "xy":
@@ -277,7 +277,8 @@ class _Drawing:
                 line = shape.get("line") or {}
                 dash = DASHES.get(line.get("dash") or "", "")
                 opacity = float(shape.get("opacity") or 1)
-                yield _line(*ends, INK, float(line.get("width") or 1), dash, opacity)
+                x0, y0, x1, y1 = ends
+                yield _line(x0, y0, x1, y1, INK, float(line.get("width") or 1), dash, opacity)
 
     def _annotations(self) -> Iterator[str]:
         anchors = {"left": "start", "right": "end"}

@@ -6,42 +6,42 @@ reduces a Studio from 700 models to 200. Widgets whose layout changes later get 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import ipywidgets as widgets
 
 Shared = TypeVar("Shared", bound=widgets.Widget)
+_by_traits: dict[tuple[type[widgets.Widget], tuple[tuple[str, str], ...]], widgets.Widget] = {}
+"""The shared layouts and styles by class and traits."""
+# By id: plotly's figures are not hashable.
+_shared_by_id: WeakValueDictionary[int, widgets.Widget] = WeakValueDictionary()
 
 
-@cache
-def _made(kind: type[Shared], traits: tuple[tuple[str, str], ...]) -> Shared:
-    return keep(kind(**dict(traits)))
-
-
-def keep(widget: Shared) -> Shared:
-    """Mark ``widget`` as shared by several views, so that none of them closes it, and return it."""
-    widget.belongs_to_several = True
+def mark_as_shared(widget: Shared) -> Shared:
+    """Mark ``widget`` as used by several views, so that none of them closes it, and return it."""
+    _shared_by_id[id(widget)] = widget
     return widget
 
 
 def is_shared(widget: widgets.Widget) -> bool:
     """Return whether other views may use ``widget`` as well."""
-    # Not a set: plotly's figures are not hashable.
-    return getattr(widget, "belongs_to_several", False)
+    return _shared_by_id.get(id(widget)) is widget
 
 
-def _shared(kind: type[Shared], **traits: str) -> Shared:
-    found = _made(kind, tuple(sorted(traits.items())))
-    if found.comm is None:  # closed with all other widgets by Widget.close_all()
-        _made.cache_clear()
-        found = _made(kind, tuple(sorted(traits.items())))
-    return found
+def _reuse(kind: type[Shared], **traits: str) -> Shared:
+    key = (kind, tuple(sorted(traits.items())))
+    widget = _by_traits.get(key)
+    # It has no comm if Widget.close_all() closed it.
+    if not isinstance(widget, kind) or widget.comm is None:
+        widget = mark_as_shared(kind(**traits))
+        _by_traits[key] = widget
+    return widget
 
 
 def layout(**traits: str) -> widgets.Layout:
     """Return the shared layout with these traits, which must not be modified."""
-    return _shared(widgets.Layout, **traits)
+    return _reuse(widgets.Layout, **traits)
 
 
 def fixed(width: str = "auto") -> widgets.Layout:
@@ -57,7 +57,8 @@ def filling() -> widgets.Layout:
 def html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
     """Return an HTML widget, on a shared layout unless one is given."""
     words = widgets.HTML(
-        value, **{"layout": layout(), "style": _shared(widgets.widgets.widget_string.HTMLStyle), **traits}
+        value,
+        **{"layout": layout(), "style": _reuse(widgets.widgets.widget_string.HTMLStyle), **traits},
     )
     for name in classes:
         words.add_class(name)
@@ -71,19 +72,19 @@ def vertical(*children: widgets.Widget) -> widgets.VBox:
 
 def label(text: str, width: str = "auto") -> widgets.Label:
     """Return a plain-text label for an input."""
-    style = _shared(widgets.widgets.widget_string.LabelStyle)
+    style = _reuse(widgets.widgets.widget_string.LabelStyle)
     return widgets.Label(text, layout=fixed(width), style=style)
 
 
 def dropdown(**traits: Any) -> widgets.Dropdown:
     """Return a dropdown list with one choice."""
-    style = _shared(widgets.widgets.widget_description.DescriptionStyle)
+    style = _reuse(widgets.widgets.widget_description.DescriptionStyle)
     return widgets.Dropdown(**{"layout": filling(), "style": style, **traits})
 
 
 def text(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
     """Return a text box that reports on Enter or on losing focus, with a name for screen readers."""
-    style = _shared(widgets.widgets.widget_string.TextStyle)
+    style = _reuse(widgets.widgets.widget_string.TextStyle)
     place = filling() if width is None else fixed(width)
     given = {"continuous_update": False, "layout": place, "style": style, "tooltip": tooltip, **traits}
     return widgets.Text(str(value), **given)
@@ -95,7 +96,7 @@ def segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons
         options=options,
         tooltips=[f"{name}: {words}" for words, _ in options],
         layout=filling(),
-        style=_shared(widgets.ToggleButtonsStyle, button_width="auto"),
+        style=_reuse(widgets.ToggleButtonsStyle, button_width="auto"),
     )
     buttons.add_class("ss-seg")
     return buttons
@@ -105,7 +106,7 @@ def button(description: str, *classes: str, **traits: Any) -> widgets.Button:
     """Return a button with these CSS classes, on a shared layout unless one is given."""
     made = widgets.Button(
         description=description,
-        **{"layout": layout(), "style": _shared(widgets.ButtonStyle), **traits},
+        **{"layout": layout(), "style": _reuse(widgets.ButtonStyle), **traits},
     )
     for name in classes:
         made.add_class(name)

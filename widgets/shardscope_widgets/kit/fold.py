@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import anywidget
 import ipywidgets as widgets
@@ -23,6 +24,13 @@ class FoldHead(anywidget.AnyWidget):
     answer = traitlets.Unicode(help="The current answer, shown while the fold is closed.").tag(sync=True)
     expanded = traitlets.Bool(False, help="Whether the inputs are shown.").tag(sync=True)
     wrong = traitlets.Bool(False, help="Whether an input inside carries an error message.").tag(sync=True)
+
+
+class HeadChange(TypedDict):
+    """The change of a boolean trait of a fold's header, as traitlets reports it."""
+
+    owner: FoldHead
+    new: bool
 
 
 class Fold(widgets.VBox):
@@ -59,7 +67,7 @@ class Folds(widgets.VBox):
         for fold in folds:
             fold.head.observe(self._keep_few_open, "expanded")
 
-    def _keep_few_open(self, change: dict[str, object]) -> None:
+    def _keep_few_open(self, change: HeadChange) -> None:
         head = change["owner"]
         self._opened = [other for other in self._opened if other is not head]
         if change["new"]:

@@ -19,7 +19,7 @@ import ipywidgets as widgets
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.sheet import Sheet
-from shardscope_widgets.kit.static_picture import WORDS, draw_picture
+from shardscope_widgets.kit.static_picture import TEXT_WIDGETS, draw_picture
 
 if TYPE_CHECKING:
     from shardscope_widgets.kit.view import View
@@ -99,7 +99,7 @@ class SavedOutput:
             return
         if isinstance(widget, Chart):
             self._observe(widget, "revision")
-        elif isinstance(widget, WORDS):
+        elif isinstance(widget, TEXT_WIDGETS):
             self._observe(widget, "value")
         elif isinstance(widget, widgets.Box):
             self._observe(widget, "children")

@@ -19,7 +19,7 @@ from shardscope_widgets.kit.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.run.log_pane import LogPane
 
-WORDS = (widgets.HTML, Clickable, LogPane)
+TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
 LEFT_OUT = {"ss-side", "ss-words", "ss-strip", "ss-repairs"}
 """Classes of boxes that are left out: inputs (summarized by the headline), progress, notices, and changes
@@ -57,26 +57,27 @@ def draw_picture(view: widgets.Widget) -> str:
     return f"<div style='{FRAME}'>{parts}</div>"
 
 
-def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
+def find_texts_and_charts(
+    widget: widgets.Widget,
+) -> Iterator[Chart | widgets.HTML | Clickable | LogPane]:
     """Yield the visible widgets that the picture includes, from top to bottom."""
-    layout = getattr(widget, "layout", None)  # A chart's layout is plotly's.
+    # A chart's layout is plotly's: it cannot be hidden.
     if isinstance(widget, Chart):
         yield widget
-    elif (
-        not isinstance(widget, (widgets.Box, *WORDS))
-        or layout.display == "none"
-        or LEFT_OUT & set(widget._dom_classes)
-    ):
-        return
-    elif not isinstance(widget, widgets.Box):
-        yield widget
-    else:
+    elif isinstance(widget, TEXT_WIDGETS):
+        if _is_visible(widget):
+            yield widget
+    elif isinstance(widget, widgets.Box) and _is_visible(widget):
         for child in widget.children:
-            yield from words_and_charts(child)
+            yield from find_texts_and_charts(child)
+
+
+def _is_visible(widget: widgets.DOMWidget) -> bool:
+    return widget.layout.display != "none" and not LEFT_OUT & set(widget._dom_classes)
 
 
 def _parts(view: widgets.Widget) -> Iterator[str]:
-    for widget in words_and_charts(view):
+    for widget in find_texts_and_charts(view):
         if isinstance(widget, Chart):
             try:
                 svg = widget.to_svg()

@@ -112,7 +112,9 @@ class MemoryView(View):
         plan = self.plan
         if plan is None or self.report is None:
             return None
-        known = {report.tier: report for other, report in self._remembered if other == plan}
+        known: dict[str, MemoryReport] = {
+            report.tier: report for other, report in self._remembered if other == plan
+        }
         return Shown(plan, {"predicted": self.report, **known}, pin_plans(self.pins, plan))
 
     def _offer_modes(self, has_stages: bool) -> None:

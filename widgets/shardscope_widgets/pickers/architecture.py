@@ -51,7 +51,7 @@ class ArchitecturePicker(Picker):
         self.read()
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"model": self.name, "name": self.name}
 

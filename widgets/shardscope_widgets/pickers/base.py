@@ -93,7 +93,7 @@ class Picker(widgets.VBox):
         raise TypeError(f"{type(self).__name__} does not say what it makes")
 
     @property
-    def boxes(self) -> Mapping[str, widgets.Widget]:
+    def boxes(self) -> Mapping[str, widgets.ValueWidget]:
         """The input of each field."""
         return {}
 

@@ -124,7 +124,7 @@ class ClusterPicker(Picker):
         self.read()
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"gpu": self.type, "gpus_per_node": self.count, "num_nodes": self.nodes, **self._node}
 

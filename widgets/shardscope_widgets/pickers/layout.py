@@ -72,7 +72,7 @@ class LayoutPicker(Picker):
         self.read()
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"framework": self.framework, **self._controls[self.framework.value]}
 
@@ -162,7 +162,8 @@ class LayoutPicker(Picker):
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
-        if self._taken is not None and self._running(self._taken, {}) is not None:
+        situation = self._situation
+        if self._taken is not None and _change_layout(self._taken, {}, situation) is not None:
             return self._taken
         own = self._controls[name]
         shown = {field: None if c.value is NOTHING else c.value for field, c in own.items()}
@@ -171,20 +172,11 @@ class LayoutPicker(Picker):
         last = self._layouts[name]
         unshown = {field: getattr(last, field) for field in _unshown(last)}
         for values in (chosen, shown):
-            wanted = self._running(type(last)(), {**unshown, **values})
+            wanted = _change_layout(type(last)(), {**unshown, **values}, situation)
             if wanted is not None:
                 return wanted
-        fitted = last.fitted(chosen, *self._situation)
-        return self._running(fitted, unshown) or fitted
-
-    def _running(self, layout: ss.Layout, values: dict[str, Any]) -> ss.Layout | None:
-        """Return the layout with these values if it can run here."""
-        try:
-            changed = replace(layout, **values)
-            changed.degrees(*self._situation)
-        except ValueError:
-            return None
-        return changed
+        fitted = last.fitted(chosen, *situation)
+        return _change_layout(fitted, unshown, situation) or fitted
 
     def read(self, change: object = None) -> None:
         """Read the inputs and update the choices."""
@@ -254,6 +246,18 @@ class LayoutPicker(Picker):
         control.observe(self.read, "value")
         self._controls[name][field] = control
         self._rows[name][field] = Row(label, control)
+
+
+def _change_layout(
+    layout: ss.Layout, values: dict[str, Any], situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe]
+) -> ss.Layout | None:
+    """Return the layout with these values, or None if it cannot run."""
+    try:
+        changed = replace(layout, **values)
+        changed.degrees(*situation)
+    except ValueError:
+        return None
+    return changed
 
 
 def _options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -8,9 +8,10 @@ import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import ipywidgets as widgets
 
@@ -36,6 +37,14 @@ DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_si
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
 
 
+class Defaults(TypedDict, total=False):
+    """The parts of a plan that complete a file without them."""
+
+    architecture: ss.Architecture
+    cluster: ss.Cluster
+    recipe: ss.Recipe
+
+
 def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
     """Return the plan in ``path``, completed from ``current`` where the file has no value.
 
@@ -52,17 +61,21 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         refuse("OpenPlan.path", str(path), ALLOWED, "another file", "The file is no text")
-    given = {"architecture": current.architecture, "cluster": current.cluster, "recipe": current.recipe}
+    defaults: Defaults = {
+        "architecture": current.architecture,
+        "cluster": current.cluster,
+        "recipe": current.recipe,
+    }
     if (path.parent / "plan.json").is_file():
-        given = {}  # Exported files: values that they lack are read from the plan.json exported with them.
+        defaults = {}  # Exported files: values that they lack are read from the plan.json exported with them.
     if text.lstrip().startswith("{"):
-        return _read_json(path, text, given)
+        return _read_json(path, text, defaults)
     is_yaml = path.suffix.lower() in (".yaml", ".yml") or MAPPING.search(text) is not None
     if path.suffix.lower() in (".sh", ".sbatch"):
-        return ss.Plan.from_megatron(read_script_arguments(text), **given)
+        return ss.Plan.from_megatron(read_script_arguments(text), **defaults)
     if "--" in text and not is_yaml:
-        return ss.Plan.from_megatron(path, **given)
-    return ss.Plan.from_accelerate(path, **given)
+        return ss.Plan.from_megatron(path, **defaults)
+    return ss.Plan.from_accelerate(path, **defaults)
 
 
 def read_script_arguments(text: str) -> list[str]:
@@ -95,7 +108,7 @@ def read_script_arguments(text: str) -> list[str]:
         refuse("OpenPlan.path", words[:60], "words of a shell", f"balanced quotes ({error})")
 
 
-def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:
+def _read_json(path: Path, text: str, defaults: Defaults) -> ss.Plan:
     try:
         keys = set(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -103,8 +116,8 @@ def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:
     if keys & NOUNS or "plan" in keys:
         return ss.Plan.from_json(text)
     if keys & DEEPSPEED_KEYS and "distributed_type" not in keys:
-        return ss.Plan.from_deepspeed(path, **given)
-    return ss.Plan.from_accelerate(path, **given)
+        return ss.Plan.from_deepspeed(path, **defaults)
+    return ss.Plan.from_accelerate(path, **defaults)
 
 
 def _expanded(text: str) -> Path:
@@ -158,7 +171,7 @@ class OpenPlan(widgets.VBox):
                 path = Path(folder) / "uploaded" / (Path(uploaded["name"]).name or "plan")
                 path.parent.mkdir()
                 path.write_bytes(bytes(content))
-                self._open(lambda path=path: path)
+                self._open(partial(Path, path))
         self.upload.value = ()
 
     def _save(self, _: object) -> None:

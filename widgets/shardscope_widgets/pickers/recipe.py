@@ -72,7 +72,7 @@ class RecipePicker(Picker):
         self.read()
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {
             "method": self.method,
@@ -90,7 +90,7 @@ class RecipePicker(Picker):
         self._taking = True
         try:
             super().set_fields(values)
-            hidden = {name: value for name, value in values.items() if name not in self.boxes}
+            hidden: dict[str, Any] = {name: value for name, value in values.items() if name not in self.boxes}
             self._base = replace(self._base, **hidden)
         finally:
             self._taking = False

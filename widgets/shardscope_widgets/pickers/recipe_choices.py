@@ -104,7 +104,7 @@ class Advanced:
         self.open(False)
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """The input of each field."""
         return {**self.dropdowns, "recompute_interval": self.interval, "dropout": self.dropout}
 

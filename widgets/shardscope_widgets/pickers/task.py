@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as widgets
 import traitlets
@@ -18,6 +18,9 @@ from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.own_code import functions_here
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate
+
+if TYPE_CHECKING:
+    from shardscope.runs.launch.context import Context
 
 Kind = Literal["pretrain", "finetune", "own"]
 WORDS: dict[Kind, str] = {
@@ -59,7 +62,7 @@ class RunOptions(Picker):
         self.read()
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"num_steps": self.steps, "learning_rate": self.rate}
 
@@ -88,7 +91,7 @@ class RunOptions(Picker):
             "learning_rate": typed_rate(typed) if typed else None,
         }
 
-    def take(self, task: ss.Pretrain, usual_rate: float) -> None:
+    def take(self, task: ss.Pretrain | ss.Finetune, usual_rate: float) -> None:
         """Set the inputs to those of ``task``; a default learning rate is left empty."""
         self.steps.value = str(task.num_steps)
         self.profile.value = task.profile
@@ -102,7 +105,7 @@ class TaskPicker(Picker):
     default until the user chooses something else.
     """
 
-    kind = traitlets.Unicode("pretrain", help="pretrain, finetune or own.")
+    kind = traitlets.Enum(list(WORDS), "pretrain", help="The kind of task.")
 
     def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Create the picker. ``functions`` returns the functions defined in the notebook's cells."""
@@ -188,7 +191,7 @@ class TaskPicker(Picker):
         """The folder whose weights are fine-tuned; None for another kind of task."""
         return self._weights if self.kind == "finetune" else None
 
-    def task(self, plan: ss.Plan, *, as_trial: bool = False) -> Any:
+    def task(self, plan: ss.Plan, *, as_trial: bool = False) -> Callable[[Context], object]:
         """Return the task given by the inputs. Raises ``ValueError`` naming the field.
 
         ``as_trial``: ``plan`` is of a tiny model that replaces the user's and has no weights folder.
@@ -199,14 +202,14 @@ class TaskPicker(Picker):
         text = self.text.value.strip()
         if text:
             fields["text"] = Path(text).expanduser()
-        if self.kind == "finetune" and not as_trial:
+        if self.kind == "finetune" and self._weights is not None and not as_trial:
             return ss.Finetune(weights=self._weights, **fields)
         if fields["learning_rate"] is None:
             fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
         return ss.Pretrain(**fields)
 
     @property
-    def boxes(self) -> dict[str, widgets.Widget]:
+    def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""
         return {"text": self.text, "code": self.code}
 
@@ -233,7 +236,7 @@ class TaskPicker(Picker):
     def _offer_kinds(self) -> None:
         kinds = [kind for kind in WORDS if kind != "finetune" or self._weights is not None]
         default: Kind = "finetune" if self._weights is not None else "pretrain"
-        wanted = self._chosen if self._chosen in kinds else default
+        wanted = self._chosen if self._chosen is not None and self._chosen in kinds else default
         self._offering = True
         try:
             options = [(WORDS[kind], kind) for kind in kinds]
@@ -255,7 +258,7 @@ class TaskPicker(Picker):
         self._chosen = self.kind if self.kind == "own" or could_finetune else None
         self.read()
 
-    def _own_code(self) -> Any:
+    def _own_code(self) -> Callable[[Context], object]:
         name = self.code.value.strip()
         functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
         if name in functions:

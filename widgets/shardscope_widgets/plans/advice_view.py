@@ -43,7 +43,7 @@ class AdviceView(View):
         self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press)
         own = [] if work else [self.work, self.work.words]
         if own:
-            self.work.offer(False)  # Hidden until advice is requested.
+            self.work.show_button(False)  # Hidden until advice is requested.
         self.words = Clickable(self._act)
         super().__init__([Sheet("plans"), *own, self.words])
         for name in ("ss-root", "ss-view", "ss-advice"):
@@ -82,7 +82,7 @@ class AdviceView(View):
         self._ask_again = partial(
             self.ask, arch, cluster, recipe, familiar_with, current=current, on_found=on_found
         )
-        self.work.offer(True)
+        self.work.show_button(True)
         self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, advice: Advice) -> None:

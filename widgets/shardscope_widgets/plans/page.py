@@ -140,7 +140,7 @@ class PlansPage(View):
         is_next = self._is_next and mode == "advice"
         is_on_its_way = panel.button.disabled and (is_next or self._asked.get(mode) == asked)
         # Also after an error or Cancel, when there is no result yet.
-        panel.offer(asked is not None and not is_fresh and not panel.button.disabled)
+        panel.show_button(asked is not None and not is_fresh and not panel.button.disabled)
         self.about.value = ""
         if asked is not None and answered is not None and not is_fresh and not is_on_its_way:
             self.about.value = f"This was found {answered.outdated_by(asked)}."

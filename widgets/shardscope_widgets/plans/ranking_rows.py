@@ -76,7 +76,7 @@ def marks(
     across = _place(memory, x_range, GRID[0])
     upwards = _place(speed, y_range, GRID[1])
     _, first = np.unique((codes * GRID[1] + upwards) * GRID[0] + across, return_index=True)
-    return rows[np.sort(first)]
+    return rows[np.sort(np.asarray(first, dtype=np.int64))]
 
 
 def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:

@@ -57,7 +57,7 @@ class RankingView(View):
         self.work = work or WorkPanel("Search again", "Ask the same once more", self._press)
         own = [] if work else [self.work, self.work.words]
         if own:
-            self.work.offer(False)  # Hidden until a search is requested.
+            self.work.show_button(False)  # Hidden until a search is requested.
         self._place = widgets.VBox(layout=controls.layout())
         self.key, self.caption = controls.html(), controls.html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
@@ -97,7 +97,7 @@ class RankingView(View):
                 on_found()
 
         self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
-        self.work.offer(True)
+        self.work.show_button(True)
         self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, ranking: Ranking) -> None:

@@ -7,6 +7,8 @@ from html import escape
 from math import isfinite, isnan
 from typing import Any
 
+import ipywidgets as widgets
+
 from shardscope.runs.explain.compare import Comparison, Curve
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
@@ -31,7 +33,7 @@ class ComparisonView(View):
     def __init__(self) -> None:
         self.table = controls.html("", "ss-compared")
         self.chart = _empty_chart()
-        super().__init__([self.table, self.chart], layout=controls.widgets.Layout(display="none"))
+        super().__init__([self.table, self.chart], layout=widgets.Layout(display="none"))
         self.add_class("ss-compare")
 
     def show(self, comparison: Comparison) -> None:

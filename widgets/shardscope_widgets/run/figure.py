@@ -198,7 +198,7 @@ class RunFigure:
 
         plotly clips a line at the border of the plot, where it would overlap the title.
         """
-        changed = {}
+        changed: dict[tuple[int, int], Line] = {}
         for panel in self.panels:
             if not panel.is_bounded:
                 continue

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from html import escape
+from typing import TYPE_CHECKING
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
@@ -14,6 +15,9 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.free_memory import FreePlaces, first_look
 from shardscope_widgets.run.offer import Offer, offer_for
+
+if TYPE_CHECKING:
+    from shardscope.runs.launch.context import Context
 
 IS_BUSY = "A run is under way: see the Runs tab."
 
@@ -66,9 +70,11 @@ class LaunchButton:
         self.note.value = escape(words)
 
     @property
-    def task(self) -> object:
+    def task(self) -> Callable[[Context], object]:
         """The task that the button would launch. Raises ``ValueError``."""
-        return self._task.task(self.current.plan or self._plan, as_trial=self.current.is_trial)
+        plan = self.current.plan or self._plan
+        assert plan is not None  # Nothing can be launched before a plan was offered.
+        return self._task.task(plan, as_trial=self.current.is_trial)
 
     @property
     def busy(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardscope_widgets.kit.numbers import Scale, Unit, short, three
 
@@ -99,7 +99,7 @@ def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether ``value`` can be drawn: a number, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -131,7 +131,7 @@ class Studio(View):
         self.questions.add_class("ss-side")
 
     @property
-    def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
+    def _pickers(self) -> tuple[Picker, ...]:
         """The pickers that define the plan."""
         return self.architecture, self.cluster, self.recipe, self.layout_picker
 
@@ -280,7 +280,7 @@ class Studio(View):
         try:
             for name, value in changes.items():
                 owner, _, field = name.rpartition(".")
-                if name == "Layout":
+                if isinstance(value, ss.Layout):
                     self.layout_picker.take(value)
                 else:
                     self._picker_of(owner, field, owners).set_fields({field: value})
@@ -470,8 +470,9 @@ class Studio(View):
         self._draw_shown()
         self._pause.ask()
 
-    def _apply_task(self, task: ss.Pretrain) -> None:
-        self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
+    def _apply_task(self, task: object) -> None:
+        if isinstance(task, ss.Pretrain | ss.Finetune):
+            self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
         worst = worst_first(self.findings)[0].severity if self.findings else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from shardscope.trace import Trace
 from shardscope.trace.tiles import MAX_WIDTH
@@ -39,7 +40,7 @@ _FIELDS = {
 }
 
 
-def read_request(content: Any, trace: Trace, span_ns: int) -> Request:
+def read_request(content: object, trace: Trace, span_ns: int) -> Request:
     """Return the request in ``content``. Raises :class:`RequestError` naming the invalid field."""
     if not isinstance(content, dict):
         raise RequestError(f"A message was {type(content).__name__}; allowed: an object.")
@@ -49,42 +50,45 @@ def read_request(content: Any, trace: Trace, span_ns: int) -> Request:
     wanted = _FIELDS[kind] | {"type", "id"}
     if set(content) != wanted:
         raise RequestError(f"A {kind} message needs exactly {', '.join(sorted(wanted))}.")
-    values = {"id": _whole(content, "id", 0, 2**53)}
+    request = Request(type=kind, id=_read_whole_number(content, "id", 0, 2**53))
     if "t0_ns" in wanted:
-        values |= _stretch(content, span_ns)
+        t0_ns, t1_ns = _read_interval(content, span_ns)
+        request = replace(request, t0_ns=t0_ns, t1_ns=t1_ns)
     if "width" in wanted:
-        values["width"] = _whole(content, "width", 1, MAX_WIDTH)
+        request = replace(request, width=_read_whole_number(content, "width", 1, MAX_WIDTH))
     if "index" in wanted and content["index"] is not None:
-        values["index"] = _whole(content, "index", 0, len(trace) - 1)
+        request = replace(request, index=_read_whole_number(content, "index", 0, len(trace) - 1))
     if "indices" in wanted:
-        values["indices"] = _indices(content["indices"], len(trace.names))
+        request = replace(request, indices=_read_indices(content["indices"], len(trace.names)))
     if "direction" in wanted:
-        values["direction"] = 1 if _whole(content, "direction", -1, 1) >= 0 else -1
-    return Request(type=kind, **values)
+        is_forward = _read_whole_number(content, "direction", -1, 1) >= 0
+        request = replace(request, direction=1 if is_forward else -1)
+    return request
 
 
-def _stretch(content: dict[str, Any], span_ns: int) -> dict[str, Any]:
+def _read_interval(content: Mapping[str, object], span_ns: int) -> tuple[float, float]:
     t0, t1 = content["t0_ns"], content["t1_ns"]
-    numbers = all(
-        isinstance(t, int | float) and not isinstance(t, bool) and math.isfinite(t) for t in (t0, t1)
+    if _is_finite(t0) and _is_finite(t1) and -10 * span_ns <= t0 < t1 <= 11 * span_ns:
+        return float(t0), float(t1)
+    raise RequestError(
+        f"An interval was {str(t0)[:40]} to {str(t1)[:40]} ns; allowed: around 0 to {span_ns:,}."
     )
-    if not numbers or not -10 * span_ns <= t0 < t1 <= 11 * span_ns:
-        raise RequestError(
-            f"A stretch was {str(t0)[:40]} to {str(t1)[:40]} ns; allowed: around 0 to {span_ns:,}."
-        )
-    return {"t0_ns": float(t0), "t1_ns": float(t1)}
 
 
-def _whole(content: dict[str, Any], key: str, low: int, high: int) -> int:
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_whole_number(content: Mapping[str, object], key: str, low: int, high: int) -> int:
     value = content[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{key} was {str(value)[:40]}; allowed: a whole number from {low:,} to {high:,}.")
     return value
 
 
-def _indices(value: Any, size: int) -> list[int]:
+def _read_indices(value: object, size: int) -> list[int]:
     if not isinstance(value, list) or len(value) > MAX_NAMES:
         raise RequestError(f"indices was not a list of at most {MAX_NAMES:,} numbers.")
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in value):
-        raise RequestError(f"indices held something else than whole numbers from 0 to {size - 1:,}.")
+        raise RequestError(f"indices has other values than whole numbers from 0 to {size - 1:,}.")
     return value

@@ -81,7 +81,7 @@ class TraceView(anywidget.AnyWidget):
     """Visible interval, (from, to), in seconds from the trace's first slice."""
     search = traitlets.Unicode("").tag(sync=True)
     """Text that highlighted names contain, ignoring case."""
-    selected = traitlets.Dict(default_value=None, allow_none=True).tag(sync=True)
+    selected = traitlets.Instance(dict, allow_none=True).tag(sync=True)
     """The clicked slice: name, category, rank, track, start_seconds, duration_seconds, args; or None."""
     num_matches = traitlets.Int(0).tag(sync=True)
     """Number of slices that match the search."""
