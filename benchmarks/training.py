@@ -20,7 +20,7 @@ from pathlib import Path
 
 import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
-from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, written_config
+from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, build_config
 from shardscope.machine.processes import free_port, num_cores
 from shardscope.records.files import read_json, read_lines
 from shardscope.records.folder import FINAL, RunFolder
@@ -155,7 +155,7 @@ def export_script(plan: ss.Plan, folder: Path) -> Path:
     plan.export(folder)
     script = folder / SCRIPT_FILE
     if not script.exists():
-        (folder / MODEL_FILE).write_text(json.dumps(written_config(plan)), encoding="utf-8")
+        (folder / MODEL_FILE).write_text(json.dumps(build_config(plan)), encoding="utf-8")
         files = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
         script.write_text((files / SCRIPT_FILE).read_text(encoding="utf-8"), encoding="utf-8")
     return script

@@ -14,7 +14,7 @@ from two_ranks import tiny_llama, tiny_plan
 
 import shardscope as ss
 from shardscope.core.layer_parts import MixtureOfExperts
-from shardscope.frameworks.formats.train_file import written_config
+from shardscope.frameworks.formats.train_file import build_config
 
 
 def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
@@ -112,7 +112,7 @@ def export_with_script(plan: ss.Plan, folder: Path) -> None:
     plan.export(folder)
     if not (folder / "train.py").exists():
         assert "Megatron-core calls CUDA" in (folder / "FILES.md").read_text()
-        (folder / "config.json").write_text(json.dumps(written_config(plan)))
+        (folder / "config.json").write_text(json.dumps(build_config(plan)))
         for name in ("train.py", "megatron_model.py"):
             shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files" / name, folder)
 

@@ -10,7 +10,7 @@ import torch
 from two_ranks import StandInContext
 
 from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
-from shardscope.frameworks.engines import engine_for
+from shardscope.frameworks.engines import get_engine_class
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
 
 ROWS, SEQ_LEN, RATE, NUM_STEPS = 4, 32, 1e-3, 2
@@ -99,7 +99,7 @@ def begun(ctx: StandInContext, folder: Path, plan: Plan) -> StandInContext:
     )
     task = Finetune(weights=folder)
     task.check(plan)
-    own.engine = engine_for(plan)(own)
+    own.engine = get_engine_class(plan)(own)
     own.engine.learning_rate = RATE
     own.engine.setup(task.begin(own.engine, plan))
     return own

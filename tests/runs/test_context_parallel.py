@@ -122,11 +122,11 @@ def compare(family: str, mesh: Any) -> dict[str, float]:
 
 def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
     """What keeps ``plan`` from a first step."""
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
     from shardscope.training.model.model import build_model
 
     try:
-        engine = engine_for(plan)(moved(ctx, plan))
+        engine = get_engine_class(plan)(moved(ctx, plan))
         engine.setup(build or (lambda: build_model(plan.architecture)))
         engine.step(batch or batch_of(engine, 0))
     except (ValueError, RuntimeError) as error:

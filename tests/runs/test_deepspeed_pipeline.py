@@ -18,7 +18,7 @@ from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa:
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Layout  # noqa: E402
-from shardscope.frameworks.engines import before_fork, engine_for  # noqa: E402
+from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
@@ -61,7 +61,7 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
-    engine = ctx.engine = engine_for(plan)(ctx)
+    engine = ctx.engine = get_engine_class(plan)(ctx)
     engine.learning_rate, engine.seed = RATE, seed
     engine.setup(lambda: build_model(plan.architecture))
     return engine

@@ -18,7 +18,7 @@ from host_bytes import asks_linux, most_anonymous  # noqa: E402
 from one_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope.frameworks.engines import engine_for  # noqa: E402
+from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def set_up(ctx: StandInContext, plan: Any) -> Any:
     from shardscope.training.model.model import build_model
 
     ctx.plan = plan
-    engine = ctx.engine = engine_for(plan)(ctx)
+    engine = ctx.engine = get_engine_class(plan)(ctx)
     engine.learning_rate, engine.seed, engine.fresh_weights = RATE, 3, True
     engine.setup(lambda: build_model(plan.architecture))
     return engine

@@ -18,13 +18,13 @@ from shardscope.training.model.recompute import apply_recompute, check_recompute
 
 def set_up(ctx: StandInContext, plan: Any, **replaced: Any) -> str | dict[str, Any]:
     """The record of a fresh engine of ``plan``, or why it fails; ``replaced``: names of its module."""
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
     from shardscope.frameworks.fsdp2.engine import engine
     from shardscope.training import micro_batch_engine
     from shardscope.training.model.model import build_model
 
     own = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
-    own.engine = engine_for(plan)(own)
+    own.engine = get_engine_class(plan)(own)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in replaced.items():
             patched.setattr(engine if hasattr(engine, name) else micro_batch_engine, name, value)

@@ -28,7 +28,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.engine.launching import connect  # noqa: E402
-from shardscope.frameworks.engines import engine_for  # noqa: E402
+from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.frameworks.megatron.engine.model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
@@ -46,7 +46,7 @@ def run_made(
 ) -> dict[str, Any]:
     """The losses that the task logs, and the weights that its engine trains on this rank and exports."""
     own = replace(ctx, plan=plan, folder=folder, lines=[], records={})
-    own.engine = engine_for(plan)(own)
+    own.engine = get_engine_class(plan)(own)
     task: Any = ss.Pretrain(num_steps=NUM_STEPS, text=text, export=True)
     if model is not None:
         task = ss.Finetune(num_steps=NUM_STEPS, text=text, export=True, weights=model)

@@ -15,7 +15,7 @@ needs("transformers")
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Plan  # noqa: E402
-from shardscope.frameworks.engines import engine_for  # noqa: E402
+from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.frameworks.limits import STAGED_FAMILIES  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
@@ -65,7 +65,7 @@ def batch_of(engine: Any, step: int, seq_len: int = SEQ_LEN) -> dict[str, Any]:
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
     from shardscope.training.model.model import build_model
 
-    engine = ctx.engine = engine_for(plan)(ctx)
+    engine = ctx.engine = get_engine_class(plan)(ctx)
     engine.learning_rate, engine.seed = 1e-2, seed
     engine.setup(lambda: build_model(plan.architecture))
     return engine

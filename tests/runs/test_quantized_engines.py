@@ -49,11 +49,11 @@ def plan_of(name: str, **recipe: Any) -> ss.Plan:
 
 
 def new_context(ctx: StandInContext, plan: ss.Plan, name: str) -> StandInContext:
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
 
     folder = ctx.folder / name.replace(" ", "-")
     made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device)
-    made.engine = engine_for(plan)(made)
+    made.engine = get_engine_class(plan)(made)
     return made
 
 

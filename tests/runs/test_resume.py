@@ -114,11 +114,11 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
 
 
 def new_context(ctx: StandInContext, plan: Any, name: str, **more: Any) -> StandInContext:
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
 
     folder = ctx.folder / name
     made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device, **more)
-    made.engine = engine_for(plan)(made)
+    made.engine = get_engine_class(plan)(made)
     return made
 
 

@@ -139,11 +139,11 @@ def loaded_as_a_stranger(ctx: StandInContext, framework: str, attacks: list[Any]
     """Save, load without the manifest, and load again after each attack."""
     import torch.distributed as dist
 
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
     from shardscope.training.model.model import build_model
 
     def new_engine() -> Any:
-        engine = engine_for(ctx.plan)(ctx)
+        engine = get_engine_class(ctx.plan)(ctx)
         engine.setup(lambda: build_model(ctx.plan.architecture))
         return engine
 
@@ -193,7 +193,7 @@ class Note:
 
 
 def with_a_note(ctx: StandInContext) -> str:
-    from shardscope.frameworks.engines import engine_for
+    from shardscope.frameworks.engines import get_engine_class
     from shardscope.training.model.model import build_model
 
     def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -202,7 +202,7 @@ def with_a_note(ctx: StandInContext) -> str:
         return optimizer
 
     tokens = torch.arange(128).reshape(2, 64) % 50
-    engine = engine_for(ctx.plan)(ctx)
+    engine = get_engine_class(ctx.plan)(ctx)
     engine.setup(lambda: build_model(ctx.plan.architecture), build_optimizer)
     engine.step({"input_ids": tokens, "labels": tokens.clone()})
     engine.save("one")

@@ -146,12 +146,12 @@ def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         # A rank that refuses at once must not leave while another is still connecting to it.
         dist.barrier()
-        from shardscope.frameworks.engines import engine_for
+        from shardscope.frameworks.engines import get_engine_class
 
         ctx = StandInContext(
             rank=rank, world_size=world_size, plan=plan, folder=folder, device=torch.device("cpu")
         )
-        ctx.engine = engine_for(plan)(ctx)
+        ctx.engine = get_engine_class(plan)(ctx)
         result = body(ctx)
         (folder / f"rank-{rank}.json").write_text(json.dumps(result))
         dist.barrier()

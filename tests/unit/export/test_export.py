@@ -127,7 +127,7 @@ def test_what_a_caller_gives_holds_over_the_comment(tmp_path: Path) -> None:
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
     full = replace(plan.recipe, method="full")
     assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
-    for broken, why in (("method=lora", "fix it"), ("methd='lora'", "methd"), ("method='x'", "method")):
+    for broken, why in (("method=lora", "correct it"), ("methd='lora'", "methd"), ("method='x'", "method")):
         (tmp_path / "a.yaml").write_text(text.replace("method='lora'", broken))
         with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
             ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)
@@ -242,7 +242,7 @@ def test_commands_on_several_nodes(tmp_path: Path) -> None:
     assert words[words.index("--machine_rank") + 1] == "2"
     assert words[words.index("--main_process_ip") + 1] == "node-0"
     assert words[-2:] == [str(mine), "--fast"], "a script is found from where the person stands"
-    with pytest.raises(RuntimeError, match="name a script"):
+    with pytest.raises(RuntimeError, match="the path of a script"):
         words_of(tmp_path, "accelerate_launch.sh", **where)
 
 
@@ -252,13 +252,13 @@ def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     plan.export(tmp_path)
     words_of(tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b")  # makes the fakes that it calls
-    started = {file.name: file for file in contents(plan) if file.start}
+    started = {file.name: file for file in contents(plan) if file.start_command}
     assert {"torchrun.sh", "job.sbatch"} <= set(started) and "train.py" not in started
     for file in started.values():
-        assert f"- `{file.name}`: {file.what}: `{file.start}`" in (tmp_path / "FILES.md").read_text()
-        assert file.start.count("<...>") == len(file.asks)
+        assert f"- `{file.name}`: {file.what}: `{file.start_command}`" in (tmp_path / "FILES.md").read_text()
+        assert file.start_command.count("<...>") == len(file.inputs)
         if file.is_command:
-            line = file.start.replace("<...>", "train.py")
+            line = file.start_command.replace("<...>", "train.py")
             done = subprocess.run(
                 ["bash", "-c", line],
                 cwd=tmp_path,
@@ -380,7 +380,10 @@ def test_default_rates_are_those_of_the_tasks(framework: str) -> None:
     script = import_script(framework)
     assert script.choose_peak_rate(2_000_000, None) == ss.Pretrain.learning_rate
     assert script.choose_peak_rate(2_000_000, "folder") == FULL_RATE
-    if "lora" in importlib.import_module(f"shardscope.frameworks.{framework}.files").COVERED["Recipe.method"]:
+    if (
+        "lora"
+        in importlib.import_module(f"shardscope.frameworks.{framework}.files").TRAINED_VALUES["Recipe.method"]
+    ):
         assert script.choose_peak_rate(2_000_000, "folder", True) == ADAPTER_RATE
 
 
@@ -411,7 +414,7 @@ def test_what_there_is_none_of_says_why() -> None:
     assert "pp=2" in texts(pipeline)["FILES.md"]
     only = "Only Shardscope's engine trains this: "
     none = {
-        f"{only}Recipe.optimizer is 'paged_adamw', and train.py has 'adamw' or": small(
+        f"{only}Recipe.optimizer is 'paged_adamw', and train.py supports 'adamw' or": small(
             ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
         ),
         f"{only}Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
@@ -422,9 +425,9 @@ def test_what_there_is_none_of_says_why() -> None:
             ss.Recipe(),
             ss.Layout.zero(1, ep=2),
         ),
-        f"{only}Layout.pp is 2, and train.py has 1": small(ss.Layout.fsdp2(pp=2)),
+        f"{only}Layout.pp is 2, and train.py supports 1": small(ss.Layout.fsdp2(pp=2)),
         f"{only}Layout.cp is 2": small(ss.Layout.megatron(cp=2), "8xh100-sxm-80gb"),
-        f"{only}Recipe.attention is 'eager', and train.py has None": small(
+        f"{only}Recipe.attention is 'eager', and train.py supports None": small(
             ss.Layout.megatron(tp=2), "8xh100-sxm-80gb", attention="eager"
         ),
         f"{only}train.py does not pad a vocabulary, and 2,047 tokens are not divisible by tp=2": ss.Plan(

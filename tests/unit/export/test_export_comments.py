@@ -34,6 +34,6 @@ def test_a_comment_that_names_no_field_is_refused_by_name(tmp_path: Path) -> Non
     file = arguments_alone(ss.Plan(MIXTRAL, CLUSTER, recipe, ss.Layout.megatron(ep=8)), tmp_path)
     file.write_text(re.sub("expert_imbalance=", "expert_balance=", file.read_text()))
     with pytest.raises(
-        ValueError, match=r"its comment of what is not said here: this field is 'expert_balance'"
+        ValueError, match=r"the comment of fields that the format lacks: this field is 'expert_balance'"
     ):
         ss.Plan.from_megatron(file, architecture=MIXTRAL, cluster=CLUSTER)

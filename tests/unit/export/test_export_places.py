@@ -226,7 +226,7 @@ def test_a_broken_plan_names_line_and_key(
         ss.Plan.from_json(broken)
     assert f"line {line}, {key}" in str(caught.value) and refused in str(caught.value)
     (tmp_path / "plan.json").write_text(broken)
-    with pytest.raises(ValueError, match=rf"plan\.json, beside the file, is no plan: .*line {line}, {key}"):
+    with pytest.raises(ValueError, match=rf"plan\.json is not a valid plan: .*line {line}, {key}"):
         ss.Plan.from_megatron(tmp_path / "megatron_arguments.txt")
 
 

@@ -482,12 +482,12 @@ def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> No
 
 
 def test_what_no_file_holds_has_to_come_from_somewhere(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"architecture is None.*zero.json does not hold one"):
+    with pytest.raises(ValueError, match=r"architecture is None.*zero.json has none"):
         from_zero(tmp_path, {}, architecture=None)
     with pytest.raises(ValueError, match="cluster is None"):
         from_fsdp(tmp_path, cluster=None)
     with pytest.raises(ValueError, match="cluster is '8xh100'; allowed: a Cluster or None"):
         from_fsdp(tmp_path, cluster="8xh100")
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"plan.json, beside the file, is no plan"):
+    with pytest.raises(ValueError, match=r"plan.json is not a valid plan"):
         from_zero(tmp_path, {}, architecture=None)

@@ -11,7 +11,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.frameworks.accelerate.carried import CARRIED
+from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.abilities import COLUMNS, Cell, abilities, code
 
@@ -132,7 +132,7 @@ def test_accelerate_has_nothing_that_what_it_starts_has_not() -> None:
     table = abilities()
     for key in COLUMNS:
         if table.cell("accelerate", key).supported:
-            assert any(table.cell(name, key).supported for name in CARRIED), key
+            assert any(table.cell(name, key).supported for name in PLUGIN_FIELDS), key
 
 
 def test_code_makes_the_layout() -> None:
@@ -153,7 +153,7 @@ def test_accelerate_has_the_fields_that_it_is_said_to_have() -> None:
             if isinstance(node, ast.ClassDef):
                 targets = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
                 fields |= {f"{node.name}.{target.id}" for target in targets if isinstance(target, ast.Name)}
-    for name, carried in CARRIED.items():
+    for name, carried in PLUGIN_FIELDS.items():
         assert set(carried.values()) <= fields, name
         assert carried.keys() <= frameworks[name].layout_class.__dataclass_fields__.keys(), name
 

@@ -498,11 +498,11 @@ def test_what_is_offloaded_stays_so_where_a_checkpoint_is_to_be_loose() -> None:
 
 def test_every_framework_tells_its_habits() -> None:
     for name, framework in frameworks.items():
-        habits = framework.habits()
+        defaults = framework.defaults()
         plan = plan_of("llama-3.2-1b", layout=framework.layout_class())
-        assert habits.reduces_in(plan) in ("fp32", "bf16", "fp16")
-        assert habits.padded_vocab_size(plan) >= plan.architecture.vocab_size
-        assert habits.checkpoint(plan).source, name
+        assert defaults.get_reduce_type(plan) in ("fp32", "bf16", "fp16")
+        assert defaults.pad_vocab_size(plan) >= plan.architecture.vocab_size
+        assert defaults.get_checkpoint_format(plan).source, name
 
 
 @pytest.mark.parametrize(

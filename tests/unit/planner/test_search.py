@@ -16,7 +16,7 @@ from shardscope.catalog import links
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Layout, divisors
 from shardscope.core.plan import Plan
-from shardscope.frameworks.grid import micro_batch_sizes
+from shardscope.frameworks.grid import list_micro_batch_sizes
 from shardscope.planner.capacity import fits, places
 from shardscope.planner.search.candidates import candidates_of
 from shardscope.planner.search.ranking import AS_FAST, Ranking
@@ -103,7 +103,9 @@ def test_the_grid_is_what_a_plan_takes(framework: str, arch: Any) -> None:
     taken = set()
     recipes = [
         replace(recipe, micro_batch_size=size, recompute=recompute)
-        for size, recompute in product(micro_batch_sizes(recipe), ("none", "selective", "full", "offload"))
+        for size, recompute in product(
+            list_micro_batch_sizes(recipe), ("none", "selective", "full", "offload")
+        )
     ]
     with as_it_is():  # nobody reads the fixes
         for layout, one in product(every_layout(framework, arch, cluster, recipe), recipes):

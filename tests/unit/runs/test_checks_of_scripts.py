@@ -9,7 +9,7 @@ import pytest
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.old_names import REPLACEMENTS, STRATEGIES
 from shardscope.planner.checks import SEVERITIES
 from shardscope.runs.checks.findings import check_script
 
@@ -133,7 +133,7 @@ def test_every_replacement_is_of_a_name_of_fsdp1_that_torch_has() -> None:
     known = set(inspect.signature(FullyShardedDataParallel.__init__).parameters)
     known |= set(dir(FullyShardedDataParallel)) | set(dir(fsdp)) | set(dir(wrap))
     known.add("ShardedGradScaler")
-    assert not set(REPLACED) - known
+    assert not set(REPLACEMENTS) - known
     assert set(STRATEGIES) == set(fsdp.ShardingStrategy.__members__)
     numbers = {strategy.name: strategy.value for strategy in fsdp.ShardingStrategy}
     assert [numbers[name] for name in STRATEGIES] == [1, 2, 3, 4, 5]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
-from shardscope.frameworks.engines import files_of
-from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
+from shardscope.frameworks.engines import render_files
+from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -40,7 +40,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
 
 def contents(plan: Plan) -> list[Exported]:
     """Return the files of ``plan``'s export: its JSON, its framework's own files, and a list of them."""
-    found: Sequence[Exported | Absent] = files_of(plan)
+    found: Sequence[Exported | Absent] = render_files(plan)
     plan_file = Exported(
         name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"
     )
@@ -50,7 +50,7 @@ def contents(plan: Plan) -> list[Exported]:
 
 
 def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> str:
-    lines = [f"# {described(plan)}", "", "Written by Shardscope.", ""]
+    lines = [f"# {describe_plan(plan)}", "", "Written by Shardscope.", ""]
     lines += [f"- `{file.name}`: {file.what}{_how_to_start(file)}" for file in files]
     if absent:
         lines += ["", "There is none of these:", ""]
@@ -59,7 +59,7 @@ def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> 
 
 
 def _how_to_start(file: Exported) -> str:
-    return f": `{file.start}`" if file.start else ""
+    return f": `{file.start_command}`" if file.start_command else ""
 
 
 def _is_as_left(home: Path, file: Exported) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ReduceType = Literal["fp32", "bf16", "fp16"]
 
 
-DEGREE_WORDS = {
+DEGREE_NAMES = {
     "data_parallel": "data-parallel ranks",
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
@@ -51,13 +51,13 @@ class CheckpointFormat:
     """Source of the rules: upstream file and version."""
 
 
-def tied_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
+def tie_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
     """Return a tie for each of the degrees ``names``, 1 included: one rank's file does not fit two ranks."""
     degrees = {name: int(getattr(plan.degrees, name)) for name in names}
     return {
         name: Tie(
             value=number,
-            words=f"{number} {DEGREE_WORDS[name] if number != 1 else DEGREE_WORDS[name].removesuffix('s')}",
+            words=f"{number} {DEGREE_NAMES[name] if number != 1 else DEGREE_NAMES[name].removesuffix('s')}",
             layout={} if name == "data_parallel" else {name: number},
             num_ranks=number,
         )
@@ -65,7 +65,7 @@ def tied_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
     }
 
 
-def torch_checkpoint(plan: Plan) -> CheckpointFormat:
+def describe_torch_checkpoint(plan: Plan) -> CheckpointFormat:
     """Return the checkpoint format of the plain PyTorch engines, under the model's own parameter names.
 
     With pipeline stages the optimizer state is saved by parameter, without them by parameter group.
@@ -81,26 +81,26 @@ def torch_checkpoint(plan: Plan) -> CheckpointFormat:
     )
 
 
-class Habits(Protocol):
+class FrameworkDefaults(Protocol):
     """Interface of every framework's ``defaults.py``."""
 
-    def reduces_in(self, plan: Plan) -> ReduceType:
+    def get_reduce_type(self, plan: Plan) -> ReduceType:
         """Return the type in which gradients are reduced over data-parallel ranks."""
 
     def keeps_fp32_weights(self, plan: Plan) -> bool:
         """Return whether the optimizer updates fp32 weights, whatever the compute type."""
 
-    def reduce_remedy(self, plan: Plan) -> tuple[str, Plan | None]:
+    def suggest_fp32_reduction(self, plan: Plan) -> tuple[str, Plan | None]:
         """Return the suggested fix for fp32 reduction, and the plan with it; None if no field sets it."""
 
-    def padded_vocab_size(self, plan: Plan) -> int:
+    def pad_vocab_size(self, plan: Plan) -> int:
         """Return the rows of the embedding after the framework's padding."""
 
-    def checkpoint(self, plan: Plan) -> CheckpointFormat:
+    def get_checkpoint_format(self, plan: Plan) -> CheckpointFormat:
         """Return the checkpoint format that its engine saves."""
 
-    def unused(self, plan: Plan) -> Mapping[str, str]:
+    def find_unused_options(self, plan: Plan) -> Mapping[str, str]:
         """Return layout fields that are set but have no effect, with where they would: "in stage 3"."""
 
-    def overlaps(self, plan: Plan) -> Mapping[str, object]:
+    def find_overlap_options(self, plan: Plan) -> Mapping[str, object]:
         """Return the options that are off and would overlap collectives of ``plan`` with compute."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "ddp": "ddp.engine.engine:DdpEngine",
-    "fsdp2": "fsdp2.engine.choice:engine_of",
-    "deepspeed": "deepspeed.engine.choice:engine_of",
+    "fsdp2": "fsdp2.engine.choice:create_engine",
+    "deepspeed": "deepspeed.engine.choice:create_engine",
     "megatron": "megatron.engine.engine:MegatronEngine",
 }
 """Training engines, as ``module:class`` below ``shardscope.frameworks``; imported on a rank only."""
@@ -26,9 +26,9 @@ BEFORE_FORK = {
 environment, import the modules that all ranks share and compile extensions, without initializing CUDA."""
 
 
-def engine_for(plan: Plan) -> Callable[[Any], Any]:
+def get_engine_class(plan: Plan) -> Callable[[Any], Any]:
     """Return the engine class that trains ``plan``."""
-    engine: Callable[[Any], Any] = _named(ENGINES[plan.layout.framework])
+    engine: Callable[[Any], Any] = _import_name(ENGINES[plan.layout.framework])
     return engine
 
 
@@ -36,21 +36,25 @@ def before_fork(plan: Plan, device_type: str) -> None:
     """Run the framework's setup in the process that ranks are forked from, if it has any."""
     place = BEFORE_FORK.get(plan.layout.framework)
     if place is not None:
-        _named(place)(plan, device_type)
+        _import_name(place)(plan, device_type)
 
 
 def rehearse(plan: Plan, say: Callable[[str, float], None]) -> list[RehearsedStage]:
     """Rehearse ``plan`` with its framework's own code on fake tensors. Returns one result per stage."""
-    stages: list[RehearsedStage] = _named(f"{plan.layout.framework}.rehearsal.rehearse:rehearse")(plan, say)
+    stages: list[RehearsedStage] = _import_name(f"{plan.layout.framework}.rehearsal.rehearse:rehearse")(
+        plan, say
+    )
     return stages
 
 
-def files_of(plan: Plan) -> Sequence[Exported | Absent]:
+def render_files(plan: Plan) -> Sequence[Exported | Absent]:
     """Return the files of other tools that ``plan`` is exported to, and the reasons for missing ones."""
-    found: Sequence[Exported | Absent] = _named(f"{plan.layout.framework}.files.export:files")(plan)
+    found: Sequence[Exported | Absent] = _import_name(f"{plan.layout.framework}.files.export:render_files")(
+        plan
+    )
     return found
 
 
-def _named(place: str) -> Any:
+def _import_name(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(f"shardscope.frameworks.{module}"), name)

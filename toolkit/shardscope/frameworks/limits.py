@@ -71,7 +71,7 @@ TRAINED = {
 run never differs from its plan. Expert imbalance is missing: a run measures it, it is not an option."""
 
 
-PACKED_TRAINED = {**TRAINED, "method": ("full", "lora", "qlora"), "quantization": (None, "nf4", "int8")}
+QUANTIZED_TRAINED = {**TRAINED, "method": ("full", "lora", "qlora"), "quantization": (None, "nf4", "int8")}
 """``TRAINED``, with a base quantized by bitsandbytes under adapters."""
 
 REHEARSED: Mapping[str, tuple[object, ...]] = {
@@ -86,7 +86,7 @@ REHEARSED: Mapping[str, tuple[object, ...]] = {
 }
 """Recipe values that can be rehearsed, by field: more than ``TRAINED``, for fake tensors need no kernels."""
 
-UNSEEN = {
+WHY_NOT_REHEARSED = {
     "precision": "torchao's casts to 8 bits read the numbers that they scale",
     "optimizer": "the driver moves pages between host and GPU, which no operator tells",
     "kernels": "Liger's and torch.compile's kernels are made for real tensors on a GPU",
@@ -105,7 +105,7 @@ def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> 
     for field, values in REHEARSED.items():
         value = getattr(recipe, field)
         if value not in values:
-            why = f"{_listed(values)} in a rehearsal: {UNSEEN[field]}"
+            why = f"{_join_values(values)} in a rehearsal: {WHY_NOT_REHEARSED[field]}"
             refuse(f"Recipe.{field}", value, why, {field: values[0]})
     if recipe.base_quantization:
         _check_installed("method", recipe.method, "'full' or 'lora' over an unquantised base", "bitsandbytes")
@@ -146,11 +146,11 @@ def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRA
             refuse(
                 f"Recipe.{field}",
                 value,
-                f"{_listed(values)} to train so: others can be planned, and this engine does not run them",
+                f"{_join_values(values)} for this engine: others can only be planned",
                 {field: values[0]},
             )
     check_adapters(recipe)
 
 
-def _listed(values: tuple[object, ...]) -> str:
+def _join_values(values: tuple[object, ...]) -> str:
     return ", ".join(map(repr, values))

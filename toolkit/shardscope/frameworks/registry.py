@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.frameworks.defaults import Habits
+    from shardscope.frameworks.defaults import FrameworkDefaults
     from shardscope.frameworks.grid import Grid
     from shardscope.memory.report import Term
     from shardscope.memory.state.stages import Shapes, Stage, StageShape
@@ -78,31 +78,31 @@ class Framework:
 
     def memory_model(self) -> MemoryModel:
         """Return the framework's memory formulas."""
-        return _part(self.name, "memory.training_state")  # type: ignore[no-any-return]
+        return _import_module(self.name, "memory.training_state")  # type: ignore[no-any-return]
 
     def building_model(self) -> BuildingModel:
         """Return the formulas of host memory while ranks build the model."""
-        return _part(self.name, "memory.building")  # type: ignore[no-any-return]
+        return _import_module(self.name, "memory.building")  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:
         """Return the framework's formulas of the step time."""
-        return _part(self.name, "timing")  # type: ignore[no-any-return]
+        return _import_module(self.name, "timing")  # type: ignore[no-any-return]
 
     def limits(self) -> Limits:
         """Return the checks of what the framework's engine can run."""
-        return _part(self.name, "limits")  # type: ignore[no-any-return]
+        return _import_module(self.name, "limits")  # type: ignore[no-any-return]
 
-    def grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+    def build_grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         """Return the framework's layouts that a search evaluates."""
-        return _part(self.name, "grid").grids(architecture, cluster, recipe)  # type: ignore[no-any-return]
+        return _import_module(self.name, "grid").build_grids(architecture, cluster, recipe)  # type: ignore[no-any-return]
 
-    def habits(self) -> Habits:
+    def defaults(self) -> FrameworkDefaults:
         """Return the framework's defaults that the preflight checks depend on."""
-        return _part(self.name, "defaults")  # type: ignore[no-any-return]
+        return _import_module(self.name, "defaults")  # type: ignore[no-any-return]
 
 
 @cache
-def _part(framework: str, module: str) -> Any:
+def _import_module(framework: str, module: str) -> Any:
     """Import a module of a framework's package; cached, since every formula needs it."""
     return import_module(f"shardscope.frameworks.{framework}.{module}")
 
@@ -142,7 +142,7 @@ def check_trained(plan: Plan) -> None:
     try:
         frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
-        raise refusal.with_fix(_fix_with_others(refusal.fix, plan)) from None
+        raise refusal.with_fix(_add_other_frameworks(refusal.fix, plan)) from None
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
@@ -173,17 +173,17 @@ def is_trained(plan: Plan) -> bool:
     return True
 
 
-def _fix_with_others(fix: str, plan: Plan) -> str:
+def _add_other_frameworks(fix: str, plan: Plan) -> str:
     """Return ``fix``, followed by the frameworks not named in it that train ``plan`` unchanged."""
     named = fix.lower()
-    titles = [layout.title for layout in others_that_train(plan) if layout.framework not in named]
+    titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in named]
     if not titles:
         return fix
     listed = " or ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
     return f"{fix}, or {listed}, which {'trains' if len(titles) == 1 else 'train'} it"
 
 
-def others_that_train(plan: Plan) -> list[Layout]:
+def find_other_layouts(plan: Plan) -> list[Layout]:
     """Return default layouts of other frameworks, with the same degrees, that train this model and recipe.
 
     They may not fit in memory: that is not checked here.

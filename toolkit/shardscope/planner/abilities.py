@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.errors import one_of
 from shardscope.core.layout import Layout
-from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.support import supported
 
@@ -184,7 +184,7 @@ def _as_code(layout: Layout, column: Column) -> str:
 
 def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
     """Return the framework through which Accelerate supports an ability, with Accelerate's own options."""
-    for name, fields in CARRIED.items():
+    for name, fields in PLUGIN_FIELDS.items():
         layout = _layout_with(frameworks[name], ability)
         if layout is None:
             continue
@@ -212,5 +212,5 @@ def _ergonomics(framework: Framework) -> str:
 
 
 def _accelerate_ergonomics() -> str:
-    started = ", ".join(frameworks[name].title for name in CARRIED)
+    started = ", ".join(frameworks[name].title for name in PLUGIN_FIELDS)
     return f"one script for {started}; a configuration file chooses"

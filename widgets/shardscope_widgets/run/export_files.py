@@ -20,7 +20,7 @@ def listed(files: Sequence[Exported], folder: Path) -> str:
 
 
 def _start_order(file: Exported) -> tuple[bool, int]:
-    return not file.start, len(file.asks)
+    return not file.start_command, len(file.inputs)
 
 
 def _row(file: Exported, folder: Path) -> str:
@@ -28,14 +28,14 @@ def _row(file: Exported, folder: Path) -> str:
 
 
 def _command(file: Exported, folder: Path) -> str:
-    if not file.start:
+    if not file.start_command:
         return ""
     # The copied command includes the folder, because a terminal may be in any directory.
-    whole = escape(f"cd {quote(str(folder.absolute()))} && {file.start}", quote=True)
+    whole = escape(f"cd {quote(str(folder.absolute()))} && {file.start_command}", quote=True)
     told = escape(f"Copy the command that starts {file.name}", quote=True)
-    asked = [f"{'<...>' if name.isdigit() else name}: {words}" for name, words in file.asks]
+    asked = [f"{'<...>' if name.isdigit() else name}: {words}" for name, words in file.inputs]
     return (
-        f"<div class='ss-command'><code title='{whole}'>{escape(file.start)}</code><button type='button' "
-        f"class='ss-act' data-copy='{whole}' aria-label='{told}'>Copy</button></div>"
+        f"<div class='ss-command'><code title='{whole}'>{escape(file.start_command)}</code>"
+        f"<button type='button' class='ss-act' data-copy='{whole}' aria-label='{told}'>Copy</button></div>"
         + "".join(f"<div>{escape(words)}</div>" for words in asked)
     )

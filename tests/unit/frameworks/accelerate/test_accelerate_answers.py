@@ -73,7 +73,7 @@ def test_scripts_advice_and_files_agree(
         assert starts
     assert (" starts this plan through " in advised(plan)) == starts
     assert ("does not start this plan" in advised(plan)) != starts
-    (file,) = [f for f in exported(layout.framework).files(plan) if f.name == "accelerate_config.yaml"]
+    (file,) = [f for f in exported(layout.framework).render_files(plan) if f.name == "accelerate_config.yaml"]
     if layout.framework != "megatron":
         assert isinstance(file, Exported) == starts
     else:

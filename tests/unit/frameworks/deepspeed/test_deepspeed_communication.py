@@ -14,7 +14,7 @@ from tests.unit.planning import LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.frameworks.deepspeed.defaults import reduce_remedy, reduces_in
+from shardscope.frameworks.deepspeed.defaults import get_reduce_type, suggest_fp32_reduction
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.memory.buckets import Cut, Piece, all_reduce_bucket, copied
 from shardscope.prediction.batch.memory import peak_bytes
@@ -124,13 +124,14 @@ def read(folder: Path, said: Any, section: str | None) -> ss.Plan:
 def test_a_habit_and_its_remedy() -> None:
     for stage in range(4):
         before = plan(stage)
-        assert reduces_in(before) == "bf16"
-        words, mended = reduce_remedy(before)
+        assert get_reduce_type(before) == "bf16"
+        words, mended = suggest_fp32_reduction(before)
         assert mended is not None and words == "communication_data_type='fp32'"
         assert (
-            mended == replace(before, layout=replace(before.layout, **FP32)) and reduces_in(mended) == "fp32"
+            mended == replace(before, layout=replace(before.layout, **FP32))
+            and get_reduce_type(mended) == "fp32"
         )
-    words, mended = reduce_remedy(plan(2, MOE, ep=2))
+    words, mended = suggest_fp32_reduction(plan(2, MOE, ep=2))
     assert mended is None and words == '"communication_data_type": "fp32" in the DeepSpeed configuration'
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 TITLE = "Accelerate"
 
-CARRIED: Mapping[str, Mapping[str, str]] = MappingProxyType({
+PLUGIN_FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     "ddp": MappingProxyType({}),
     "fsdp2": MappingProxyType({
         "shard": "ParallelismConfig.dp_shard_size",

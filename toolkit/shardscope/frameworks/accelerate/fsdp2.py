@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.number_format import count
 from shardscope.frameworks.accelerate.plugins import contradicts
-from shardscope.frameworks.fsdp2.layout import resharding
+from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -32,7 +32,7 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
     return {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": _said(resharding(plan)),
+        "FSDP_RESHARD_AFTER_FORWARD": _said(get_reshard_after_forward(plan)),
         "FSDP_OFFLOAD_PARAMS": _said(layout.offload == "cpu"),
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
@@ -86,7 +86,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
         raise contradicts(f"shards on {home}", f"shards on {' and '.join(sorted(homes))}")
     reshards = _reshards(model)
     # The root, and the head with its norm, are used again at once and never resharded.
-    found, planned_so = reshards[True] > 0, bool(resharding(plan))
+    found, planned_so = reshards[True] > 0, bool(get_reshard_after_forward(plan))
     if found != planned_so and reshards.total() > 1:
         raise contradicts(f"reshard_after_forward={planned_so}", f"reshard_after_forward={found}")
     policy = model._get_fsdp_state()._mp_policy

@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, refuse
-from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
-from shardscope.frameworks.fsdp2.layout import resharding
+from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
+from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
 from shardscope.frameworks.registry import why_not_trained
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ def why_not_started(plan: Plan) -> str | None:
     return None
 
 
-def why_not_accelerate(plan: Plan) -> str | None:
+def why_not_accelerate_fsdp(plan: Plan) -> str | None:
     """Return why Accelerate's FSDP cannot reproduce the plan, or None if it can."""
     degrees = plan.degrees
     if not plan.on_gpu:
         return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
     if degrees.pp > 1:
         return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
-    if not isinstance(resharding(plan), bool):
+    if not isinstance(get_reshard_after_forward(plan), bool):
         return (
             f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
-            f"{resharding(plan)} ranks."
+            f"{get_reshard_after_forward(plan)} ranks."
         )
     if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
         return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
@@ -63,7 +63,7 @@ def why_not_accelerate(plan: Plan) -> str | None:
 def _check_fsdp2(plan: Plan) -> None:
     """Raise ``ValueError`` on CPU ranks, and for layouts that Accelerate's FSDP cannot express."""
     _check_on_gpu(plan, "FSDP plugin")
-    why = why_not_accelerate(plan)
+    why = why_not_accelerate_fsdp(plan)
     if why is not None and plan.world_size > 1:
         refuse(
             "Layout",
@@ -125,7 +125,7 @@ def _check_on_gpu(plan: Plan, plugin: str) -> None:
 
 def _check_carried(plan: Plan) -> None:
     """Raise ``ValueError`` for the first layout field that Accelerate cannot express."""
-    carried = CARRIED[plan.layout.framework]
+    carried = PLUGIN_FIELDS[plan.layout.framework]
     for field in fields(plan.layout):
         value = getattr(plan.layout, field.name)
         if field.name not in carried and value != field.default:

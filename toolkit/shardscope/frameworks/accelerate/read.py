@@ -15,9 +15,14 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
-from shardscope.frameworks.formats.documents import Document, read_json, read_yaml, text_of
-from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
-from shardscope.frameworks.formats.unsupported_fields import noted
+from shardscope.frameworks.formats.documents import Document, read_json, read_text, read_yaml
+from shardscope.frameworks.formats.sidecar_files import (
+    PlanParts,
+    apply_to_recipe,
+    build_plan,
+    load_plan_parts,
+)
+from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 
 if TYPE_CHECKING:
@@ -117,41 +122,43 @@ def read(
 ) -> Plan:
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
-    document.known((), TOP_LEVEL, OTHERS)
+    document.check_keys((), TOP_LEVEL, OTHERS)
     if document.get("distributed_type") is None:
         refuse(f"{document.name}, distributed_type", None, ", ".join(TYPES), "distributed_type: FSDP")
-    kind = document.choice("distributed_type", among=TYPES)
-    rest = rest_of(file, architecture, cluster, recipe)
+    kind = document.read_choice("distributed_type", among=TYPES)
+    rest = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, rest)
     if kind == "DEEPSPEED":
         path = _deepspeed_file(document, Path(file).expanduser())
         return deepspeed.read(path, architecture, cluster, recipe) if path else _inline(document, rest)
-    recipe_noted, layout_noted = noted(document, text_of(file), Fsdp2Layout if kind == "FSDP" else DdpLayout)
+    recipe_noted, layout_noted = read_noted_fields(
+        document, read_text(file), Fsdp2Layout if kind == "FSDP" else DdpLayout
+    )
     if rest.is_recipe_open:
-        rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
+        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
     said: dict[str, tuple[Keys, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe))
     }
     if kind != "FSDP":
-        return planned(rest, document, changed(rest.recipe, document, said), said, DdpLayout)
+        return build_plan(rest, document, apply_to_recipe(rest.recipe, document, said), said, DdpLayout)
     start, layout_says = _fsdp(document, rest)
     if rest.layout is None:
         layout_says = {**layout_noted, **layout_says}
     said |= _recomputation(document, rest.recipe)
     values = {field: value for field, (_, value) in layout_says.items()}
-    return planned(
+    return build_plan(
         rest,
         document,
-        changed(rest.recipe, document, said),
+        apply_to_recipe(rest.recipe, document, said),
         {**said, **layout_says},
         lambda: replace(start, **values),
     )
 
 
-def _check_ranks(document: Document, rest: Rest) -> None:
+def _check_ranks(document: Document, rest: PlanParts) -> None:
     """What the file says of machines and processes has to be what the cluster has, once there is one."""
-    said = {key: document.number(key, low=-1) for key in ("num_processes", "num_machines")}
-    use_cpu = document.flag("use_cpu")
+    said = {key: document.read_number(key, low=-1) for key in ("num_processes", "num_machines")}
+    use_cpu = document.read_flag("use_cpu")
     cluster = rest.cluster
     if cluster is None:
         return
@@ -175,12 +182,12 @@ def _precision(document: Document, recipe: Recipe) -> str | None:
     return names[value]
 
 
-def _fsdp(document: Document, rest: Rest) -> tuple[Fsdp2Layout, dict[str, tuple[Keys, Any]]]:
+def _fsdp(document: Document, rest: PlanParts) -> tuple[Fsdp2Layout, dict[str, tuple[Keys, Any]]]:
     """The layout to begin with, and field -> (key, value) of what the file says of it."""
     part = "fsdp_config"
-    document.known((part,), [f"fsdp_{name}" for name in FSDP], OTHER_FSDP)
-    document.known(("parallelism_config",), PARALLEL.values(), OTHER_PARALLEL)
-    version = document.number(part, "fsdp_version", low=1, high=2)
+    document.check_keys((part,), [f"fsdp_{name}" for name in FSDP], OTHER_FSDP)
+    document.check_keys(("parallelism_config",), PARALLEL.values(), OTHER_PARALLEL)
+    version = document.read_number(part, "fsdp_version", low=1, high=2)
     strategy = document.get(part, "fsdp_sharding_strategy")
     if version != 2 or strategy is not None:
         instead = STRATEGIES.get(str(strategy), STRATEGIES["FULL_SHARD"])
@@ -189,12 +196,12 @@ def _fsdp(document: Document, rest: Rest) -> tuple[Fsdp2Layout, dict[str, tuple[
         document.refuse((part, key), allowed, instead)
     before = rest.layout if isinstance(rest.layout, Fsdp2Layout) else None
     says = _parallel(document, before, rest.cluster)
-    reshard = document.flag(part, "fsdp_reshard_after_forward")
+    reshard = document.read_flag(part, "fsdp_reshard_after_forward")
     says["reshard_after_forward"] = (
         (part, "fsdp_reshard_after_forward"),
         True if reshard is None else reshard,
     )
-    offload = "cpu" if document.flag(part, "fsdp_offload_params") else None
+    offload = "cpu" if document.read_flag(part, "fsdp_offload_params") else None
     says["offload"] = ((part, "fsdp_offload_params"), offload)
     if before is not None and not isinstance(before.reshard_after_forward, bool) and reshard is not False:
         # A group as large as the whole one, which an export writes as true.
@@ -205,7 +212,7 @@ def _fsdp(document: Document, rest: Rest) -> tuple[Fsdp2Layout, dict[str, tuple[
 def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value): the format knows whole layers, all of them, or nothing."""
     keys = ("fsdp_config", "fsdp_activation_checkpointing")
-    wanted = bool(document.flag(*keys))
+    wanted = bool(document.read_flag(*keys))
     if wanted == (recipe.recompute == "full" and recipe.recompute_interval == 1):
         return {}
     return {"recompute": (keys, "full" if wanted else "none"), "recompute_interval": (keys, 1)}
@@ -216,7 +223,7 @@ def _parallel(
 ) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value) of the degrees; ``shard`` stays open where it takes what the others leave."""
     part = "parallelism_config"
-    sizes = {field: document.number(part, key, low=1, high=2**20) for field, key in PARALLEL.items()}
+    sizes = {field: document.read_number(part, key, low=1, high=2**20) for field, key in PARALLEL.items()}
     says: dict[str, tuple[Keys, Any]] = {
         field: ((part, PARALLEL[field]), sizes[field] or 1) for field in ("replicate", "tp", "cp")
     }
@@ -234,7 +241,7 @@ def _deepspeed_file(document: Document, file: Path) -> Path | None:
     """The JSON that the configuration names; None where it says a few options itself."""
     part = "deepspeed_config"
     keys = (part, "deepspeed_config_file")
-    document.known((part,), (keys[1], "gradient_accumulation_steps", *INLINE), OTHER_DEEPSPEED)
+    document.check_keys((part,), (keys[1], "gradient_accumulation_steps", *INLINE), OTHER_DEEPSPEED)
     named = document.get(*keys)
     if named is None:
         return None
@@ -246,20 +253,20 @@ def _deepspeed_file(document: Document, file: Path) -> Path | None:
     return path
 
 
-def _inline(document: Document, rest: Rest) -> Plan:
+def _inline(document: Document, rest: PlanParts) -> Plan:
     """Read the few inline DeepSpeed options; the others have DeepSpeed's defaults."""
     part = "deepspeed_config"
     layout = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
-    stage = document.number(part, "zero_stage", low=0, high=3)
+    stage = document.read_number(part, "zero_stage", low=0, high=3)
     says: dict[str, tuple[Keys, Any]] = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
     for field, key in (
         ("offload_optimizer", "offload_optimizer_device"),
         ("offload_params", "offload_param_device"),
     ):
-        device = document.choice(part, key, among=("none", "cpu", "nvme"))
+        device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
         says[field] = ((part, key), None if device == "none" else device)
     values = {field: value for field, (_, value) in says.items()}
-    steps = document.number(part, "gradient_accumulation_steps", low=1, high=2**24)
+    steps = document.read_number(part, "gradient_accumulation_steps", low=1, high=2**24)
     total = None
     if steps is not None and rest.cluster is not None:
         total = rest.recipe.micro_batch_size * steps * (rest.cluster.num_gpus // (layout.tp * layout.pp))
@@ -267,5 +274,5 @@ def _inline(document: Document, rest: Rest) -> Plan:
         "precision": (("mixed_precision",), _precision(document, rest.recipe)),
         "global_batch_size": ((part, "gradient_accumulation_steps"), total),
     }
-    recipe = changed(rest.recipe, document, said)
-    return planned(rest, document, recipe, {**said, **says}, lambda: replace(layout, **values))
+    recipe = apply_to_recipe(rest.recipe, document, said)
+    return build_plan(rest, document, recipe, {**said, **says}, lambda: replace(layout, **values))

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, torch_checkpoint
+from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, describe_torch_checkpoint
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def reduces_in(plan: Plan) -> ReduceType:
+def get_reduce_type(plan: Plan) -> ReduceType:
     """Return the gradient reduction type: that of the weights, which autocast leaves in fp32."""
     return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
 
@@ -23,7 +23,7 @@ def keeps_fp32_weights(plan: Plan) -> bool:
     return widths[plan.recipe.precision].original == FP32
 
 
-def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
     """Return the suggested fix, fp32 weights with autocast, and the plan with it; None if it is invalid."""
     try:
         mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
@@ -32,21 +32,21 @@ def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
     return "Mixed precision (bf16)", mended
 
 
-def padded_vocab_size(plan: Plan) -> int:
+def pad_vocab_size(plan: Plan) -> int:
     """Return the vocabulary size: DDP does not pad it."""
     return plan.architecture.vocab_size
 
 
-def checkpoint(plan: Plan) -> CheckpointFormat:
+def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     """Return the checkpoint format: torch.distributed.checkpoint, under the model's own parameter names."""
-    return torch_checkpoint(plan)
+    return describe_torch_checkpoint(plan)
 
 
-def unused(plan: Plan) -> Mapping[str, str]:
+def find_unused_options(plan: Plan) -> Mapping[str, str]:
     """Return the options that have no effect: none."""
     return {}
 
 
-def overlaps(plan: Plan) -> Mapping[str, object]:
+def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return the overlap options that are off by default: none."""
     return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.ddp.layout import DdpLayout
-from shardscope.frameworks.grid import Grid, crossed
+from shardscope.frameworks.grid import Grid, combine_degrees
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     """Return the one grid: every rank is a replica."""
-    return [Grid(layout=DdpLayout(), columns=crossed(cluster, recipe, {}))]
+    return [Grid(layout=DdpLayout(), columns=combine_degrees(cluster, recipe, {}))]

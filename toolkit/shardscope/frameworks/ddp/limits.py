@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import PACKED_TRAINED, check_compiler, check_recipe
+from shardscope.frameworks.limits import QUANTIZED_TRAINED, check_compiler, check_recipe
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-DDP_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
+DDP_TRAINED = {**QUANTIZED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """Supported recipe values by field."""
 
 

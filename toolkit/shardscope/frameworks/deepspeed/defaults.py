@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
-from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tied_degrees
+from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tie_degrees
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def reduces_in(plan: Plan) -> ReduceType:
+def get_reduce_type(plan: Plan) -> ReduceType:
     """Return ``communication_data_type``, by default the compute type (deepspeed/runtime/engine.py, 0.19)."""
     if plan.recipe.precision == "fp32" or casts(plan.layout, plan.recipe):
         return "fp32"
@@ -26,7 +26,7 @@ def keeps_fp32_weights(plan: Plan) -> bool:
     return True
 
 
-def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
     """Return the suggested fix, ``communication_data_type``, and the plan with it; None if it is invalid."""
     layout: Any = plan.layout
     try:
@@ -36,12 +36,12 @@ def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
     return "communication_data_type='fp32'", mended
 
 
-def padded_vocab_size(plan: Plan) -> int:
+def pad_vocab_size(plan: Plan) -> int:
     """Return the vocabulary size: DeepSpeed does not pad it."""
     return plan.architecture.vocab_size
 
 
-def checkpoint(plan: Plan) -> CheckpointFormat:
+def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     """Return the checkpoint format: one file per rank, with its partitions.
 
     It loads only with the same degrees, ZeRO stage and type of weights (``engine/checkpointing.py``; "The
@@ -54,14 +54,14 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
     weights = Tie(value=kind, words=f"weights of {kind}", recipe={"precision": precision})
     return CheckpointFormat(
         name="DeepSpeed's ZeRO checkpoint",
-        ties={**tied_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage, "weights": weights},
+        ties={**tie_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage, "weights": weights},
         remedy="Convert it with DeepSpeed's ds_to_universal.py, which a script of one's own loads with "
         "load_universal",
         source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",
     )
 
 
-def unused(plan: Plan) -> Mapping[str, str]:
+def find_unused_options(plan: Plan) -> Mapping[str, str]:
     """Return set fields that :func:`deepspeed_config` leaves out: they are for another stage or device."""
     read = written(plan)
     found = {}
@@ -81,7 +81,7 @@ def _where(name: str) -> str:
     return "with offloading" if name == "pin_memory" else "in stage 3"
 
 
-def overlaps(plan: Plan) -> Mapping[str, object]:
+def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return ``overlap_comm`` if it is off in stages 1 and 2; only stage 3 enables it by default."""
     layout: Any = plan.layout
     is_off = layout.stage in (1, 2) and layout.pp == 1 and not layout.overlap_comm

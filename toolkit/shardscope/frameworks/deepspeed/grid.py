@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.layout import check_experts, check_heads, check_layers, divisors
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.frameworks.grid import DATA_PARALLEL, Columns, Grid, allowed, crossed, passing
+from shardscope.frameworks.grid import (
+    DATA_PARALLEL,
+    Columns,
+    Grid,
+    combine_degrees,
+    filter_rows,
+    filter_valid,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     """Return the grids of every ZeRO stage and offload target, with all tp, pp and ep that they support.
 
     Buckets and thresholds keep DeepSpeed's defaults; NVMe is included if the cluster has an NVMe bandwidth.
@@ -33,7 +40,7 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         found.append(
             Grid(
                 layout=layout,
-                columns=allowed(columns, ("tp", "pp", "ep"), check_fields),
+                columns=filter_rows(columns, ("tp", "pp", "ep"), check_fields),
                 check=lambda layout, recipe: layout.degrees(arch, cluster, recipe),
             )
         )
@@ -48,7 +55,7 @@ def _options(cluster: Cluster) -> Iterator[ZeroLayout]:
         places.append("nvme")
     for stage, optimizer, params in product(range(4), places, places):
         options = {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
-        if passing(lambda options: ZeroLayout(**options), [options]):
+        if filter_valid(lambda options: ZeroLayout(**options), [options]):
             yield ZeroLayout(**options)
 
 
@@ -59,14 +66,14 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         check_heads(arch, tp)
         ZeroLayout(stage=0, tp=tp).check_auto_tp(arch, recipe)
 
-    found = crossed(
+    found = combine_degrees(
         cluster,
         recipe,
         {
-            ("tp",): passing(check_tp, [(tp,) for tp in ranks]),
-            ("pp",): passing(lambda pp: check_layers(arch, pp), [(pp,) for pp in ranks]),
-            ("ep",): passing(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+            ("tp",): filter_valid(check_tp, [(tp,) for tp in ranks]),
+            ("pp",): filter_valid(lambda pp: check_layers(arch, pp), [(pp,) for pp in ranks]),
+            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
         },
         beside=("ep",),
     )
-    return allowed(found, ("ep", DATA_PARALLEL), lambda ep, ranks: check_experts(arch, ep, ranks))
+    return filter_rows(found, ("ep", DATA_PARALLEL), lambda ep, ranks: check_experts(arch, ep, ranks))

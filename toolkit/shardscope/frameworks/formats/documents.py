@@ -22,16 +22,16 @@ class Document(Places):
 
     _unread: list[str] = field(default_factory=list)
 
-    def section(self, *keys: str) -> Mapping[str, Any]:
+    def read_section(self, *keys: str) -> Mapping[str, object]:
         """Return the mapping at ``keys``, empty if missing or null. Raises ``ValueError`` otherwise."""
-        found = self.get(*keys)
-        if found is None:
+        section = self.get(*keys)
+        if section is None:
             return {}
-        if not isinstance(found, Mapping):
-            self.refuse(keys, "keys with values of their own", "leave it out")
-        return found
+        if not isinstance(section, Mapping):
+            self.refuse(keys, "a mapping of keys to values", "leave it out")
+        return section
 
-    def number(self, *keys: str, low: int, high: int = 2**53) -> int | None:
+    def read_number(self, *keys: str, low: int, high: int = 2**53) -> int | None:
         """Return an integer from ``low`` to ``high``, written 500000000 or 5e8; None if it is missing."""
         value = self.get(*keys)
         if value is None:
@@ -40,7 +40,7 @@ class Document(Places):
             value = int(value)  # DeepSpeed's own examples write 5e8
         return whole_number(self.where(*keys), value, low=low, high=high)
 
-    def flag(self, *keys: str) -> bool | None:
+    def read_flag(self, *keys: str) -> bool | None:
         """Return a boolean, in any spelling of YAML readers and accelerate's environment; None if missing."""
         value = self.get(*keys)
         if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -49,7 +49,7 @@ class Document(Places):
             return value
         return self.refuse(keys, "true or false", "true" if value else "false")
 
-    def choice(self, *keys: str, among: Iterable[Any]) -> Any:
+    def read_choice(self, *keys: str, among: Iterable[Any]) -> Any:
         """Return one of ``among``; None if it is missing."""
         value = self.get(*keys)
         return None if value is None else one_of(self.where(*keys), value, among)
@@ -58,27 +58,30 @@ class Document(Places):
         """Raise ``ValueError`` for the value at ``keys``."""
         refuse(self.where(*keys), self.get(*keys), allowed, fix)
 
-    def known(self, keys: Keys, read: Iterable[str], others: Mapping[str, Any] | Iterable[str]) -> None:
+    def check_keys(
+        self, keys: Keys, planned: Iterable[str], ignored: Mapping[str, object] | Iterable[str]
+    ) -> None:
         """Raise ``ValueError`` for unknown keys under ``keys``, with the nearest known key.
 
-        ``read`` are the keys that become part of a plan, ``others`` the format's other keys. The latter are
-        listed in :meth:`unread`, unless their value is the default given in ``others``.
+        ``planned`` are the keys that become part of a plan, ``ignored`` the format's other keys. The latter
+        are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``.
         """
-        read, defaults = list(read), others if isinstance(others, Mapping) else {}
-        every = [*read, *others]
-        for key, value in self.section(*keys).items():
-            if key not in every:
-                allowed = f"{nearest(key, every)!r} and {len(every) - 1} other keys"
-                refuse(f"{self.where(*keys, key)}: this key", key, allowed, Value(nearest(key, every)))
-            if key not in read and not (key in defaults and value == defaults[key]):
+        planned = list(planned)
+        defaults = ignored if isinstance(ignored, Mapping) else {}
+        known = [*planned, *ignored]
+        for key, value in self.read_section(*keys).items():
+            if key not in known:
+                allowed = f"{nearest(key, known)!r} and {len(known) - 1} other keys"
+                refuse(f"{self.where(*keys, key)}: this key", key, allowed, Value(nearest(key, known)))
+            if key not in planned and not (key in defaults and value == defaults[key]):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 
-    def unread(self) -> tuple[str, ...]:
+    def list_unread_keys(self) -> tuple[str, ...]:
         """Return the file's valid keys that a plan cannot represent."""
         return tuple(self._unread)
 
 
-def text_of(file: str | Path) -> str:
+def read_text(file: str | Path) -> str:
     """Return the text of ``file``. Raises ``ValueError`` unless it is a readable UTF-8 file of up to 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
         refuse("file", file, "the path of a file", Value("exported/plan.json"))
@@ -98,7 +101,7 @@ def text_of(file: str | Path) -> str:
 
 def read_json(file: str | Path) -> Document:
     """Read a JSON file with one object. Raises ``ValueError`` for anything else."""
-    text, name = text_of(file), Path(file).name
+    text, name = read_text(file), Path(file).name
     check_depth(name, text)
     values = parse_json(name, text)
     if not isinstance(values, dict):
@@ -111,7 +114,7 @@ def read_yaml(file: str | Path) -> Document:
 
     Raises ``ValueError`` for anything else, and ``ModuleNotFoundError`` without PyYAML.
     """
-    text, name = text_of(file), Path(file).name
+    text, name = read_text(file), Path(file).name
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ModuleNotFoundError as error:

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.formats.text import comments
+from shardscope.frameworks.formats.text import format_comment
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-_ASKED = re.compile(r"\$\{(\w+):\?([^}]*)\}")
+_REQUIRED_VARIABLE = re.compile(r"\$\{(\w+):\?([^}]*)\}")
 """Required shell variable ``${NAME:?message}``."""
 PLAN_FILE = "plan.json"
 
@@ -28,18 +28,19 @@ class Exported:
     """Whether it is an executable shell script."""
 
     @property
-    def asks(self) -> list[tuple[str, str]]:
+    def inputs(self) -> list[tuple[str, str]]:
         """Required variables (by name) and arguments (by number) of the script, with their descriptions."""
-        return [found for found in _ASKED.findall(self.text) if not found[0].startswith("SLURM_")]
+        variables: list[tuple[str, str]] = _REQUIRED_VARIABLE.findall(self.text)
+        return [(name, text) for name, text in variables if not name.startswith("SLURM_")]
 
     @property
-    def start(self) -> str:
+    def start_command(self) -> str:
         """Command that starts it in its folder, ``<...>`` for required inputs; empty if not executable."""
         sbatch = self.name.endswith(".sbatch")
         if not (self.is_command or sbatch):
             return ""
-        before = [f"{name}=<...>" for name, _ in self.asks if not name.isdigit()]
-        after = ["<...>" for name, _ in self.asks if name.isdigit()]
+        before = [f"{name}=<...>" for name, _ in self.inputs if not name.isdigit()]
+        after = ["<...>" for name, _ in self.inputs if name.isdigit()]
         return " ".join([*before, f"sbatch {self.name}" if sbatch else f"./{self.name}", *after])
 
 
@@ -51,11 +52,13 @@ class Absent:
     why: str
 
 
-def header(plan: Plan, *sentences: str) -> str:
+def render_header(plan: Plan, *sentences: str) -> str:
     """Return the comment at the top of a file: the plan, then ``sentences``."""
-    return comments((f"{described(plan)}. Written by Shardscope from the {PLAN_FILE} beside it.", *sentences))
+    return format_comment(
+        (f"{describe_plan(plan)}. Written by Shardscope from the {PLAN_FILE} in this folder.", *sentences)
+    )
 
 
-def described(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """Return a description of the plan in one line."""
     return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}"

@@ -6,7 +6,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 WIDTH = 100
 
@@ -15,7 +14,7 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n",
 """Strings that some YAML reader parses as another type."""
 
 
-def comments(sentences: Iterable[str]) -> str:
+def format_comment(sentences: Iterable[str]) -> str:
     """Return sentences as lines with "# "; continuation lines are indented (see :func:`uncommented`)."""
     lines: list[str] = []
     for sentence in sentences:
@@ -26,36 +25,36 @@ def comments(sentences: Iterable[str]) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
-def uncommented(text: str) -> list[str]:
+def parse_comment(text: str) -> list[str]:
     """Return the sentences in lines written by :func:`comments`."""
-    found: list[str] = []
+    sentences: list[str] = []
     for line in text.splitlines():
-        if line.startswith("#   ") and found:
-            found[-1] += f" {line[1:].strip()}"
+        if line.startswith("#   ") and sentences:
+            sentences[-1] += f" {line[1:].strip()}"
         elif line.startswith("# "):
-            found.append(line[1:].strip())
-    return found
+            sentences.append(line[1:].strip())
+    return sentences
 
 
-def yaml_text(values: Mapping[str, Any], indent: int = 0) -> str:
+def render_yaml(values: Mapping[str, object], indent: int = 0) -> str:
     """Return nested mappings of scalars and lists of scalars as YAML, in their own order."""
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
-            lines.append(f"{' ' * indent}{key}:\n{yaml_text(value, indent + 2)}")
+            lines.append(f"{' ' * indent}{key}:\n{render_yaml(value, indent + 2)}")
         else:
-            lines.append(f"{' ' * indent}{key}: {_scalar(value)}\n")
+            lines.append(f"{' ' * indent}{key}: {_render_scalar(value)}\n")
     return "".join(lines)
 
 
-def _scalar(value: Any) -> str:
+def _render_scalar(value: object) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_scalar(item) for item in value)}]"
+        return f"[{', '.join(_render_scalar(item) for item in value)}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
         return value
     return json.dumps(value)
 
 
-def word(text: str) -> str:
+def make_shell_safe(text: str) -> str:
     """Return ``text`` as a name that is safe in a shell, a file name and a Slurm job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:64] or "plan"

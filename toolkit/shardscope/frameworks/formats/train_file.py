@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.families.registry import family_of
 from shardscope.frameworks.formats.exported import Absent, Exported
@@ -25,10 +25,10 @@ METADATA = frozenset(
 WITHOUT_ROUTER_LOSS = {"output_router_logits": False, "router_jitter_noise": 0.0}
 """Config values of experts as all engines train them: pipelines and Megatron-core have no auxiliary loss."""
 
-Covered = Mapping[str, tuple[object, ...]]
+TrainedValues = Mapping[str, tuple[object, ...]]
 """The field of a recipe or a layout, ``Recipe.method``, and its values that a ``train.py`` trains."""
 
-FULL_TRAINING: Covered = {
+FULL_TRAINING: TrainedValues = {
     "Recipe.method": ("full",),
     "Recipe.quantization": (None,),
     "Recipe.precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
@@ -42,29 +42,30 @@ FULL_TRAINING: Covered = {
 """Recipe values that every framework's ``train.py`` supports."""
 
 
-def why_none(plan: Plan, covered: Covered) -> str | None:
-    """Return a sentence that names the first field of ``plan`` outside of ``covered``, or None."""
-    in_force = {"Recipe.kernels": plan.kernels, "Recipe.loss": loss_in_force(plan)}
-    for field, values in covered.items():
+def why_no_train_file(plan: Plan, trained: TrainedValues) -> str | None:
+    """Return a sentence that names the first field of ``plan`` outside of ``trained``, or None."""
+    effective = {"Recipe.kernels": plan.kernels, "Recipe.loss": loss_in_force(plan)}
+    for field, values in trained.items():
         noun, _, name = field.partition(".")
-        value = in_force[field] if field in in_force else getattr(getattr(plan, noun.lower()), name)
+        value = effective[field] if field in effective else getattr(getattr(plan, noun.lower()), name)
         if value not in values:
             listed = " or ".join(map(repr, values))
             return (
-                f"Only Shardscope's engine trains this: {field} is {value!r}, and {SCRIPT_FILE} has {listed}."
+                f"Only Shardscope's engine trains this: {field} is {value!r}, and {SCRIPT_FILE} supports "
+                f"{listed}."
             )
     return None
 
 
-def train_files(plan: Plan, covered: Covered) -> list[Exported | Absent]:
+def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Absent]:
     """Return the framework's ``train.py`` and the ``config.json`` that it reads, or why there are none."""
-    why = why_none(plan, covered)
+    why = why_no_train_file(plan, trained)
     if why is not None:
         return [Absent(name=SCRIPT_FILE, why=why)]
     try:
-        config = written_config(plan)
+        config = build_config(plan)
     except ModuleNotFoundError as missing:
-        why = f'transformers spells the config of the model: pip install "shardscope[train]" ({missing})'
+        why = f'The model config needs transformers: pip install "shardscope[train]" ({missing}).'
         return [Absent(name=SCRIPT_FILE, why=why)]
     folder = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
     return [
@@ -81,10 +82,10 @@ def train_files(plan: Plan, covered: Covered) -> list[Exported | Absent]:
     ]
 
 
-def written_config(plan: Plan) -> dict[str, Any]:
+def build_config(plan: Plan) -> dict[str, object]:
     """Return keyword arguments of ``AutoConfig.for_model``, as ``config.json`` holds them.
 
-    Raises ``ModuleNotFoundError`` without transformers, which spells them.
+    Raises ``ModuleNotFoundError`` without transformers, whose config class lists the supported fields.
     """
     from shardscope.families.unknown import UnknownFamily
     from shardscope.training.model.model import DROPOUTS, config_values
@@ -96,9 +97,9 @@ def written_config(plan: Plan) -> dict[str, Any]:
         from transformers import AutoConfig
 
         known = AutoConfig.for_model(arch.model_type)
-        own = dict.fromkeys(DROPOUTS, recipe.dropout) | WITHOUT_ROUTER_LOSS
+        fixed = dict.fromkeys(DROPOUTS, recipe.dropout) | WITHOUT_ROUTER_LOSS
         config = {"model_type": arch.model_type, **config_values(arch)}
-        config |= {name: value for name, value in own.items() if hasattr(known, name)}
+        config |= {name: value for name, value in fixed.items() if hasattr(known, name)}
     attention = ATTENTION.get(recipe.attention or "")
     if attention is None and not family_of(arch).has_sdpa:
         attention = "eager"

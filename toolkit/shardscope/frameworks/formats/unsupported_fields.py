@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Collection
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.formats.text import uncommented
+from shardscope.frameworks.formats.text import parse_comment
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardscope.core.text_positions import Keys
     from shardscope.frameworks.formats.documents import Document
 
-    Says = dict[str, tuple[Keys, Any]]
+    FileFields = dict[str, tuple[Keys, object]]
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Recipe fields that are listed even if they have their default value: every run needs them."""
@@ -26,72 +26,77 @@ COMMENT = "# Not said here"
 OPENING = "Not said here, for this format has no words for it, and up to"
 
 
-def unsaid(plan: Plan, recipe: Collection[str], layout: Collection[str] = ()) -> list[tuple[str, object]]:
+def find_unsupported_fields(
+    plan: Plan, recipe_fields: Collection[str], layout_fields: Collection[str] = ()
+) -> list[tuple[str, object]]:
     """Return fields and values of the plan that a file does not contain.
 
-    ``recipe`` and ``layout`` are the names of fields that it does contain. Fields with their default value
-    are left out, except those in :data:`ALWAYS`.
+    ``recipe_fields`` and ``layout_fields`` are the names of fields that it does contain. Fields with their
+    default value are left out, except those in :data:`ALWAYS`.
     """
-    found: list[tuple[str, object]] = []
-    for noun, said, always in ((plan.recipe, recipe, ALWAYS), (plan.layout, layout, frozenset())):
+    missing: list[tuple[str, object]] = []
+    for noun, contained, always in (
+        (plan.recipe, recipe_fields, ALWAYS),
+        (plan.layout, layout_fields, frozenset()),
+    ):
         for field in fields(noun):
             value = getattr(noun, field.name)
-            if field.name not in said and (field.name in always or value != field.default):
-                found.append((field.name, value))
-    return found
+            if field.name not in contained and (field.name in always or value != field.default):
+                missing.append((field.name, value))
+    return missing
 
 
-def sentences(found: list[tuple[str, object]], who: str) -> list[str]:
-    """Return ``found`` as sentences of a comment, which leaves these fields to ``who``."""
-    if not found:
+def describe_fields(missing: list[tuple[str, object]], owner: str) -> list[str]:
+    """Return ``missing`` as sentences of a comment, which leaves these fields to ``owner``."""
+    if not missing:
         return []
-    listed = ", ".join(f"{name}={value!r}" for name, value in found)
-    return [f"{OPENING} {who}: {listed}."]
+    listed = ", ".join(f"{name}={value!r}" for name, value in missing)
+    return [f"{OPENING} {owner}: {listed}."]
 
 
-def stated(text: str, name: str) -> dict[str, Any]:
+def parse_fields(text: str, name: str) -> dict[str, object]:
     """Return fields and values that :func:`sentences` wrote into a comment of ``text``, the file ``name``.
 
     Raises ``ValueError`` if the comment cannot be parsed after an edit.
     """
-    found: dict[str, Any] = {}
-    for sentence in uncommented(text):
+    values: dict[str, object] = {}
+    for sentence in parse_comment(text):
         if not sentence.startswith(OPENING):
             continue
         listed = sentence.partition(": ")[2].removesuffix(".")
         try:
             call = ast.parse(f"dict({listed})", mode="eval").body
             assert isinstance(call, ast.Call)
-            found |= {str(pair.arg): ast.literal_eval(pair.value) for pair in call.keywords}
+            values |= {str(pair.arg): ast.literal_eval(pair.value) for pair in call.keywords}
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, AssertionError) as error:
-            line = _comment_line(text, COMMENT)
+            line = _find_comment_line(text, COMMENT)
             raise ValueError(
-                f'{name}, line {line}, the comment "{OPENING} ...": it is to list field=value, and cannot be '
-                "read; fix it, or delete it and give recipe=."
+                f'{name}, line {line}, the comment "{OPENING} ...": allowed: a list of field=value. Nearest '
+                "fix: correct it, or delete it and pass recipe=."
             ) from error
-    return found
+    return values
 
 
-def noted(document: Document, text: str, layout: type[Layout]) -> tuple[Says, Says]:
+def read_noted_fields(document: Document, text: str, layout: type[Layout]) -> tuple[FileFields, FileFields]:
     """Return the recipe's and the layout's fields in an export's comment, and record their lines.
 
     Raises ``ValueError`` for a field that neither recipe nor ``layout`` has.
     """
-    of_recipe = {field.name for field in fields(Recipe)}
-    known = of_recipe | {field.name for field in fields(layout)}
-    recipe_says: Says = {}
-    layout_says: Says = {}
-    for name, value in stated(text, document.name).items():
-        line = _comment_line(text, rf"\b{name}=")
+    recipe_names = {field.name for field in fields(Recipe)}
+    known = recipe_names | {field.name for field in fields(layout)}
+    recipe_values: FileFields = {}
+    layout_values: FileFields = {}
+    for name, value in parse_fields(text, document.name).items():
+        line = _find_comment_line(text, rf"\b{name}=")
         if name not in known:
-            where = f"{document.name}, line {line}, its comment of what is not said here: this field"
+            where = f"{document.name}, line {line}, the comment of fields that the format lacks: this field"
             refuse(where, name, ", ".join(sorted(known)), "leave it out")
-        says = recipe_says if name in of_recipe else layout_says
-        says[name] = ((COMMENT, name), value)
+        target = recipe_values if name in recipe_names else layout_values
+        target[name] = ((COMMENT, name), value)
         document.lines[(COMMENT, name)] = line
-    return recipe_says, layout_says
+    return recipe_values, layout_values
 
 
-def _comment_line(text: str, pattern: str) -> int:
+def _find_comment_line(text: str, pattern: str) -> int:
     lines = enumerate(text.splitlines(), start=1)
     return next((number for number, line in lines if line.startswith("#") and re.search(pattern, line)), 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.frameworks.grid import PER_STEP, Grid, allowed, crossed, passing
+from shardscope.frameworks.grid import SEQUENCES_AT_ONCE, Grid, combine_degrees, filter_rows, filter_valid
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     """Return the grids of all valid layouts for ``cluster``.
 
     The degrees tp, pp, cp and replicate are divisors of the number of GPUs, vpp is a power of two. There is
@@ -25,21 +25,21 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     ranks, plain = divisors(cluster.num_gpus), Fsdp2Layout()
     chunks = [1 << power for power in range(arch.num_hidden_layers.bit_length())]
     pipelines = [(pp, vpp) for pp in ranks for vpp in (chunks if pp > 1 else (1,))]
-    columns = crossed(
+    columns = combine_degrees(
         cluster,
         recipe,
         {
-            ("tp",): passing(lambda tp: check_heads(arch, tp), [(tp,) for tp in ranks]),
-            ("cp",): passing(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
-            ("pp", "vpp"): passing(lambda pp, vpp: check_layers(arch, pp, vpp), pipelines),
+            ("tp",): filter_valid(lambda tp: check_heads(arch, tp), [(tp,) for tp in ranks]),
+            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
+            ("pp", "vpp"): filter_valid(lambda pp, vpp: check_layers(arch, pp, vpp), pipelines),
             ("replicate",): [(copies,) for copies in ranks],
         },
     )
     single = replace(recipe, micro_batch_size=1)
 
-    columns = allowed(
+    columns = filter_rows(
         columns,
-        ("pp", "vpp", PER_STEP),
+        ("pp", "vpp", SEQUENCES_AT_ONCE),
         lambda pp, vpp, per_step: plain.check_schedule(
             single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
         ),

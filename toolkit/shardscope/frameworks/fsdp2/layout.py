@@ -227,7 +227,7 @@ class Fsdp2Layout(Layout):
         return "FSDP2" + (f" ({', '.join(told)})" if told else "")
 
 
-def resharding(plan: Plan) -> bool | int:
+def get_reshard_after_forward(plan: Plan) -> bool | int:
     """Return the ``reshard_after_forward`` argument of ``fully_shard``: True if the int is the whole mesh."""
     layout: Any = plan.layout
     reshard = layout.reshard_after_forward

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.families.registry import families_with, family_named
 from shardscope.frameworks.limits import (
-    PACKED_TRAINED,
+    QUANTIZED_TRAINED,
     TRAINED,
     check_compiler,
     check_recipe,
@@ -28,7 +28,7 @@ RING_FAMILIES = families_with("fsdp2_context_parallel")
 MOVING_ROPES = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the largest position."""
 
-WHOLE_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
+WHOLE_TRAINED = {**QUANTIZED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """Supported recipe values by field, with tp = pp = cp = 1."""
 
 PART_TRAINED = {**TRAINED, "loss": (None, "full")}

@@ -47,7 +47,7 @@ STRATEGIES: dict[str, Strategy] = {
 """Strategies by FSDP1's name. Accelerate numbers them from 1 in this order, and spells
 _HYBRID_SHARD_ZERO2 without the leading underscore."""
 
-REPLACED: dict[str, str] = {
+REPLACEMENTS: dict[str, str] = {
     "auto_wrap_policy": "fully_shard(layer) for each decoder layer, then fully_shard(model)",
     "transformer_auto_wrap_policy": "fully_shard(layer) for each decoder layer",
     "ModuleWrapPolicy": "fully_shard(layer) for each decoder layer",
@@ -78,7 +78,7 @@ REPLACED: dict[str, str] = {
 }
 """Arguments, methods and classes of FSDP1, with the FSDP2 replacement of each."""
 
-CONFIG: dict[str, str] = {
+CONFIG_REPLACEMENTS: dict[str, str] = {
     "fsdp_backward_prefetch": "nothing: leave it out",
     "fsdp_forward_prefetch": "nothing: FSDP2's plugin refuses it",
     "fsdp_use_orig_params": "nothing: leave it out",

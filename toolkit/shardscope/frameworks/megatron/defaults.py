@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def reduces_in(plan: Plan) -> ReduceType:
+def get_reduce_type(plan: Plan) -> ReduceType:
     """Return the dtype of gradient reduction: fp32 with ``grad_reduce_in_fp32``, else the weights' dtype."""
     if plan.recipe.precision == "fp32" or reduces_in_fp32(plan.layout, plan.recipe):
         return "fp32"
@@ -27,19 +27,19 @@ def keeps_fp32_weights(plan: Plan) -> bool:
     return True
 
 
-def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
     """Return the option that reduces gradients in fp32, and the plan with it."""
     assert isinstance(plan.layout, MegatronLayout)
     layout = replace(plan.layout, grad_reduce_in_fp32=True)
     return "grad_reduce_in_fp32=True", replace(plan, layout=layout)
 
 
-def padded_vocab_size(plan: Plan) -> int:
+def pad_vocab_size(plan: Plan) -> int:
     """Return the vocabulary size, padded to a multiple of 128 x tp."""
     return int(core_config.padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp))
 
 
-def checkpoint(plan: Plan) -> CheckpointFormat:
+def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     """Return the ``torch_dist`` format, which reshards between any degrees.
 
     The engine requests "fully_reshardable" (``engine/checkpointing.py``). In Megatron-LM's training loop this
@@ -61,7 +61,7 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
     )
 
 
-def unused(plan: Plan) -> Mapping[str, str]:
+def find_unused_options(plan: Plan) -> Mapping[str, str]:
     """Return the options without effect: ``cross_entropy_fusion_impl`` unless the loss is fused."""
     layout: Any = plan.layout
     if plan.recipe.loss != "fused" and layout.cross_entropy_fusion_impl != "native":
@@ -69,7 +69,7 @@ def unused(plan: Plan) -> Mapping[str, str]:
     return {}
 
 
-def overlaps(plan: Plan) -> Mapping[str, object]:
+def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return the overlap options that are off, for gradient reduction and the parameter all-gather."""
     layout: Any = plan.layout
     names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]

@@ -10,13 +10,13 @@ from shardscope.core.layout import Degrees, check_context, check_experts, check_
 from shardscope.frameworks.grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
-    PER_STEP,
+    SEQUENCES_AT_ONCE,
     Columns,
     Grid,
-    allowed,
-    crossed,
-    kept,
-    passing,
+    combine_degrees,
+    filter_rows,
+    filter_valid,
+    select_rows,
 )
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout, splits
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
     """Return the grids of all valid tp, pp, cp and ep, with every vpp that splits the layers evenly.
 
     There is one grid for each combination of sequence parallelism, distributed optimizer, and experts sharded
@@ -42,7 +42,9 @@ def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         layout = MegatronLayout(sequence_parallel=sequence, etp=expert_tp)
         # With tp 1 these options equal their default, None.
         is_plain = sequence is None and expert_tp is None
-        columns = _cut(arch, cluster, recipe, layout, every if is_plain else kept(every, every["tp"] > 1))
+        columns = _cut(
+            arch, cluster, recipe, layout, every if is_plain else select_rows(every, every["tp"] > 1)
+        )
         for distributed in (True, False):
             found.append(Grid(layout=replace(layout, distributed_optimizer=distributed), columns=columns))
     return found
@@ -57,21 +59,21 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         for vpp in range(1, (layers + 2) // pp + 1 if pp > 1 else 2)
         if pp == 1 or splits(layers, pp, vpp)
     ]
-    found = crossed(
+    found = combine_degrees(
         cluster,
         recipe,
         {
-            ("tp",): passing(lambda tp: check_heads(arch, tp, True), [(tp,) for tp in ranks]),
-            ("cp",): passing(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
+            ("tp",): filter_valid(lambda tp: check_heads(arch, tp, True), [(tp,) for tp in ranks]),
+            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
             ("pp", "vpp"): pipelines,
-            ("ep",): passing(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
         },
         beside=("ep",),
     )
     plain, single = MegatronLayout(), replace(recipe, micro_batch_size=1)
-    return allowed(
+    return filter_rows(
         found,
-        ("pp", "vpp", PER_STEP),
+        ("pp", "vpp", SEQUENCES_AT_ONCE),
         lambda pp, vpp, per_step: plain.check_micro_batches(
             single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
         ),
@@ -81,18 +83,18 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
 def _cut(
     arch: Architecture, cluster: Cluster, recipe: Recipe, layout: MegatronLayout, columns: Columns
 ) -> Columns:
-    found = allowed(
+    found = filter_rows(
         columns, ("tp", "cp"), lambda tp, cp: replace(layout, tp=tp, cp=cp).check_sequence(arch, recipe)
     )
     if recipe.precision == "fp8-mixed":
-        found = allowed(
+        found = filter_rows(
             found,
             ("tp", "cp", MICRO_BATCH_SIZE),
             lambda tp, cp, size: replace(layout, tp=tp, cp=cp).check_fp8(
                 arch, cluster, replace(recipe, micro_batch_size=size)
             ),
         )
-    return allowed(
+    return filter_rows(
         found,
         ("ep", DATA_PARALLEL, "cp", "tp"),
         lambda ep, ranks, cp, tp: check_experts(arch, ep, ranks * cp * tp // (layout.etp or tp)),

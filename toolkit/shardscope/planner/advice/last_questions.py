@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
-from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import words
@@ -143,7 +143,7 @@ def one_script(path: Path) -> None:
     if current is None:
         return
     layout = current.plan.layout
-    number = f"{TITLE} starts {', '.join(frameworks[name].title for name in CARRIED)}"
+    number = f"{TITLE} starts {', '.join(frameworks[name].title for name in PLUGIN_FIELDS)}"
     refusal = why_not_started(current.plan)
     knows = "accelerate" in path.familiar
     if refusal is not None:

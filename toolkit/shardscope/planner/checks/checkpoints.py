@@ -112,7 +112,7 @@ def _or(saved: CheckpointFormat) -> str:
 
 
 def _format_of(plan: Plan) -> CheckpointFormat:
-    return frameworks[plan.layout.framework].habits().checkpoint(plan)
+    return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan)
 
 
 def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:

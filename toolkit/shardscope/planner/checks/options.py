@@ -13,7 +13,7 @@ from shardscope.planner.checks.words import percent
 def without_use(case: Case) -> Iterator[Finding]:
     """Report layout fields that differ from their defaults and have no effect."""
     plan = case.plan
-    unused = frameworks[plan.layout.framework].habits().unused(plan)
+    unused = frameworks[plan.layout.framework].defaults().find_unused_options(plan)
     if not unused:
         return
     said = ", ".join(f"{name}={getattr(plan.layout, name)!r}" for name in unused)
@@ -42,7 +42,7 @@ def overlap_off(case: Case) -> Iterator[Finding]:
     """Report options that overlap collectives and are off. A search keeps the framework's defaults for them,
     so that plans that it ranks may gain from this."""
     plan = case.plan
-    options = frameworks[plan.layout.framework].habits().overlaps(plan)
+    options = frameworks[plan.layout.framework].defaults().find_overlap_options(plan)
     mended = fastest(variants(plan, [({}, options)])) if options else None
     if mended is None or case.gain(mended) < WORTH:
         return

@@ -53,7 +53,7 @@ def _kept(plan: Plan, found: Plan | None) -> Plan | None:
 
 
 def _keeps_fp32(plan: Plan) -> bool:
-    return frameworks[plan.layout.framework].habits().keeps_fp32_weights(plan)
+    return frameworks[plan.layout.framework].defaults().keeps_fp32_weights(plan)
 
 
 def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:

@@ -72,12 +72,12 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
     ranks has n additions.
     """
     plan = case.plan
-    habits = frameworks[plan.layout.framework].habits()
-    kind, ranks = habits.reduces_in(plan), plan.degrees.data_parallel * plan.degrees.cp
+    defaults = frameworks[plan.layout.framework].defaults()
+    kind, ranks = defaults.get_reduce_type(plan), plan.degrees.data_parallel * plan.degrees.cp
     if kind == "fp32" or ranks == 1 or plan.recipe.has_adapters:
         return
     error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
-    words, mended = habits.reduce_remedy(plan)
+    words, mended = defaults.suggest_fp32_reduction(plan)
     other = elsewhere(plan, _reduces_in_fp32) if mended is None else None
     yield Finding(
         name="reductions-in-half-precision",
@@ -103,7 +103,7 @@ def _lacking(case: Case, mended: Plan | None) -> str:
 
 
 def _reduces_in_fp32(plan: Plan) -> bool:
-    return frameworks[plan.layout.framework].habits().reduces_in(plan) == "fp32"
+    return frameworks[plan.layout.framework].defaults().get_reduce_type(plan) == "fp32"
 
 
 def lost_updates(case: Case) -> Iterator[Finding]:
@@ -113,8 +113,8 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     AdamW moves a weight by about the learning rate, whatever its gradient (Kingma & Ba 2015, section 2.1).
     """
     plan = case.plan
-    habits = frameworks[plan.layout.framework].habits()
-    if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or habits.keeps_fp32_weights(plan):
+    defaults = frameworks[plan.layout.framework].defaults()
+    if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or defaults.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]
     mended = changed_plan(plan, recipe={"precision": "bf16-mixed"})

@@ -144,7 +144,7 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
 
 
 def _padded(plan: Plan) -> int:
-    return frameworks[plan.layout.framework].habits().padded_vocab_size(plan)
+    return frameworks[plan.layout.framework].defaults().pad_vocab_size(plan)
 
 
 def _cut(width: int, ranks: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from shardscope.core.fixes import as_it_is
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
-from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
+from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.batch.deduplicate import distinct
 from shardscope.prediction.batch.object_batch import ObjectBatch
@@ -65,7 +65,7 @@ def candidates_of(
     Raises ``ValueError`` for an architecture that the framework does not support.
     """
     framework = frameworks[name]
-    grids = framework.grids(arch, cluster, recipe)
+    grids = framework.build_grids(arch, cluster, recipe)
     tables: dict[tuple[int, ...], list[Table]] = {}
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)
@@ -103,7 +103,7 @@ def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
     for grid in grids:
         if id(grid.columns) not in columns:
             wanted = np.isin(grid.columns[MICRO_BATCH_SIZE], sizes)
-            columns[id(grid.columns)] = kept(grid.columns, wanted)
+            columns[id(grid.columns)] = select_rows(grid.columns, wanted)
     return [replace(grid, columns=columns[id(grid.columns)]) for grid in grids]
 
 
@@ -134,7 +134,7 @@ class _Supported:
             return columns
         key = id(columns), told.tobytes()
         if key not in self._parts:
-            self._parts[key] = kept(columns, told[kind_of])
+            self._parts[key] = select_rows(columns, told[kind_of])
         return self._parts[key]
 
     def _runs(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:

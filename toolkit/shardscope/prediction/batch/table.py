@@ -11,7 +11,7 @@ import numpy as np
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
+from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.state.stages import Shapes, StageShape
 from shardscope.prediction.batch.deduplicate import Distinct, rows_alike, value_codes
@@ -193,6 +193,6 @@ def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:
     views = np.broadcast_to(broadcasts_views(arch, columns[MICRO_BATCH_SIZE]), number)
     for has_stages in (False, True):
         for has_views in (False, True):
-            found = kept(columns, (stages == has_stages) & (views == has_views))
+            found = select_rows(columns, (stages == has_stages) & (views == has_views))
             for start in range(0, len(found[MICRO_BATCH_SIZE]), CHUNK):
                 yield {name: column[start : start + CHUNK] for name, column in found.items()}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.frameworks.fsdp2.old_names import CONFIG, REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.old_names import CONFIG_REPLACEMENTS, REPLACEMENTS, STRATEGIES
 from shardscope.runs.checks.script import Script, flag_line, is_constant, read_keywords
 
 OLD_CLASS, PLUGIN = "FullyShardedDataParallel", "FullyShardedDataParallelPlugin"
@@ -89,8 +89,8 @@ def _in_calls(script: Script) -> Iterator[Finding]:
             why = "without fsdp_version=2 Accelerate's plugin is PyTorch's first FSDP."
             yield flag_line(call.lineno, "fsdp1", "hint", why, f"{PLUGIN}(fsdp_version=2, ...)")
         for name, value in read_keywords(call).items():
-            if name in REPLACED and name != "mixed_precision" and (is_class or name not in PLUGIN_KEEPS):
-                yield _replace(name, value.lineno, REPLACED[name])
+            if name in REPLACEMENTS and name != "mixed_precision" and (is_class or name not in PLUGIN_KEEPS):
+                yield _replace(name, value.lineno, REPLACEMENTS[name])
 
 
 def _in_names(script: Script) -> Iterator[Finding]:
@@ -100,8 +100,8 @@ def _in_names(script: Script) -> Iterator[Finding]:
         # Skip variables with the name of an argument, and torch.nn.utils.clip_grad_norm_.
         is_variable = isinstance(node, ast.Name) and node.id not in script.aliases
         is_torchs = isinstance(node, ast.Attribute) and "nn.utils" in ast.unparse(node.value)
-        if name in REPLACED and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
-            yield _replace(name, node.lineno, REPLACED[name])  # type: ignore[attr-defined]
+        if name in REPLACEMENTS and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
+            yield _replace(name, node.lineno, REPLACEMENTS[name])  # type: ignore[attr-defined]
     for line in script.uses.get("BACKWARD_POST", ()):
         why = "FSDP2 has no BACKWARD_POST, which gathered later and held less."
         change = "module.set_modules_to_backward_prefetch([]) where memory is short"
@@ -146,7 +146,7 @@ def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
         ):
             name = BY_CONFIG_VALUE[value.upper()]
             yield _replace(name, line, STRATEGIES[name].words)
-        elif key in CONFIG:
-            yield _replace(key, line, CONFIG[key])
+        elif key in CONFIG_REPLACEMENTS:
+            yield _replace(key, line, CONFIG_REPLACEMENTS[key])
         elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
             yield _replace(key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT, which no rank gathers whole")

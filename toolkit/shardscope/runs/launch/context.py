@@ -65,9 +65,9 @@ class Context:
     @cached_property
     def engine(self) -> Any:
         """The training engine of the plan's framework, with ``setup``, ``step``, ``save`` and ``load``."""
-        from shardscope.frameworks.engines import engine_for
+        from shardscope.frameworks.engines import get_engine_class
 
-        return engine_for(self.plan)(self)
+        return get_engine_class(self.plan)(self)
 
     def log(self, step: int | None = None, **metrics: Any) -> None:
         """Append metrics of one step; ``step`` defaults to the one after the last logged (from 0).

@@ -76,4 +76,4 @@ def read_position(path: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _format(plan: Plan) -> str:
-    return frameworks[plan.layout.framework].habits().checkpoint(plan).name
+    return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan).name

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
+from shardscope.frameworks.formats.train_file import FULL_TRAINING, TrainedValues
 
-COVERED: Covered = {**FULL_TRAINING, "Recipe.method": ("full", "lora")}
+TRAINED_VALUES: TrainedValues = {**FULL_TRAINING, "Recipe.method": ("full", "lora")}

@@ -9,7 +9,7 @@ from shardscope.frameworks.deepspeed.engine.tensor_engine import TensorEngine
 from shardscope.training.engine import Context
 
 
-def engine_of(ctx: Context) -> DeepSpeedEngine:
+def create_engine(ctx: Context) -> DeepSpeedEngine:
     """Return the engine that runs ``ctx.plan`` on this rank."""
     degrees = ctx.plan.degrees
     if degrees.pp > 1:

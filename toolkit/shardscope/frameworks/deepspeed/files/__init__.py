@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
+from shardscope.frameworks.formats.train_file import FULL_TRAINING, TrainedValues
 
-COVERED: Covered = {
+TRAINED_VALUES: TrainedValues = {
     **FULL_TRAINING,
     "Recipe.optimizer": ("adamw",),
     "Recipe.precision": ("bf16-mixed", "bf16", "fp32"),

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
-from shardscope.frameworks.deepspeed.files import COVERED
+from shardscope.frameworks.deepspeed.files import TRAINED_VALUES
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
-from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
-from shardscope.frameworks.formats.commands import started
-from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, described
-from shardscope.frameworks.formats.train_file import train_files
-from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
-from shardscope.frameworks.formats.unsupported_fields import unsaid
+from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
+from shardscope.frameworks.formats.commands import add_commands
+from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
+from shardscope.frameworks.formats.train_file import render_train_files
+from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
+from shardscope.frameworks.formats.unsupported_fields import find_unsupported_fields
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -28,9 +28,14 @@ CLIPPED_TO = 1.0
 the key DeepSpeed clips nothing, whatever that argument says (transformers/integrations/deepspeed.py)."""
 
 
-def files(plan: Plan) -> list[Exported | Absent]:
+def render_files(plan: Plan) -> list[Exported | Absent]:
     """Return the files that an export of a DeepSpeed plan writes in addition to its JSON."""
-    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, *train_files(plan, COVERED))]
+    return [
+        _config(plan),
+        *_accelerate(plan),
+        _trainer(plan),
+        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
+    ]
 
 
 def _elsewhere(plan: Plan) -> set[str]:
@@ -45,12 +50,14 @@ def _config(plan: Plan) -> Exported:
         said.add("precision")
     everything = {field.name for field in fields(plan.layout)}
     own = {
-        "what": f"{described(plan)}. Written from the {PLAN_FILE} beside it.",
+        "what": f"{describe_plan(plan)}. Written from the {PLAN_FILE} beside it.",
         "layout": {
             **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
-            **dict(unsaid(plan, {field.name for field in fields(plan.recipe)}, written(plan))),
+            **dict(
+                find_unsupported_fields(plan, {field.name for field in fields(plan.recipe)}, written(plan))
+            ),
         },
-        "not_said_here": dict(unsaid(plan, said, everything)),
+        "not_said_here": dict(find_unsupported_fields(plan, said, everything)),
     }
     values = {OWN_KEY: own, **deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
     what = "deepspeed.initialize(config=...)"
@@ -65,7 +72,7 @@ ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP in
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
     why = why_not_started(plan)
     if why is not None:
-        return [*none_of_it(why)]
+        return [*list_absent_files(why)]
     layout: Any = plan.layout
     section: dict[str, Any] = {
         "deepspeed_config_file": CONFIG_FILE,
@@ -74,12 +81,12 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
     if plan.cluster.num_nodes > 1:
         section["deepspeed_multinode_launcher"] = "standard"
     return [
-        *launched(
+        *render_accelerate_files(
             plan,
             "DEEPSPEED",
             {"deepspeed_config": section},
-            said=("micro_batch_size", "global_batch_size", "precision"),
-            layout=_elsewhere(plan),
+            recipe_fields=("micro_batch_size", "global_batch_size", "precision"),
+            layout_fields=_elsewhere(plan),
             notes=(f"Stage, offloading, batches and precision are in {CONFIG_FILE}.",),
             mixed_precision=False,
         )
@@ -94,4 +101,6 @@ def _trainer(plan: Plan) -> Exported | Absent:
         return Absent(name=ARGUMENTS_FILE, why=why)
     # Has to agree with ds_config.json (transformers/integrations/deepspeed.py, trainer_config_process).
     sections = {"deepspeed": CONFIG_FILE, "bf16": plan.recipe.precision in ("bf16", "bf16-mixed")}
-    return training_arguments(plan, sections, said=("precision",), layout=_elsewhere(plan))
+    return render_training_arguments(
+        plan, sections, recipe_fields=("precision",), layout_fields=_elsewhere(plan)
+    )

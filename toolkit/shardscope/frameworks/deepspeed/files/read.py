@@ -14,7 +14,12 @@ from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.formats.documents import Document, read_json
-from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
+from shardscope.frameworks.formats.sidecar_files import (
+    PlanParts,
+    apply_to_recipe,
+    build_plan,
+    load_plan_parts,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -139,21 +144,21 @@ def read(
     """See :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
     document = read_json(file)
     for keys, known, others in SECTIONS:
-        document.known(keys, known, others)
+        document.check_keys(keys, known, others)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
-    rest = rest_of(file, architecture, cluster, recipe)
+    rest = load_plan_parts(file, architecture, cluster, recipe)
     if rest.is_recipe_open:
-        rest = replace(rest, recipe=changed(rest.recipe, document, _own_recipe(document)))
+        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, _own_recipe(document)))
     layout_says = _layout(document, rest)
     start = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
     values = {field: value for field, (_, value) in layout_says.items()}
     recipe_says = _recipe(document, rest, values.get("tp", start.tp) * values.get("pp", start.pp))
-    return planned(
+    return build_plan(
         rest,
         document,
-        changed(rest.recipe, document, recipe_says),
+        apply_to_recipe(rest.recipe, document, recipe_says),
         {**recipe_says, **layout_says},
         lambda: replace(start, **values),
     )
@@ -162,10 +167,10 @@ def read(
 def _own_recipe(document: Document) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value) of what an export wrote of the recipe, for which DeepSpeed has no words."""
     part: Keys = (OWN_KEY, "not_said_here")
-    return {field: ((*part, field), value) for field, value in document.section(*part).items()}
+    return {field: ((*part, field), value) for field, value in document.read_section(*part).items()}
 
 
-def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
+def _layout(document: Document, rest: PlanParts) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value) of what the file says otherwise than the plan beside it would be written."""
     before = _as_written(rest)
     plain = ZeroLayout()
@@ -183,20 +188,20 @@ def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
     if pinned is not None:
         found["pin_memory"] = pinned
     if before is None:
-        for field in document.section(OWN_KEY, "layout"):
+        for field in document.read_section(OWN_KEY, "layout"):
             found[field] = ((OWN_KEY, "layout", field), document.get(OWN_KEY, "layout", field))
     return found
 
 
-def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
+def _value(document: Document, rest: PlanParts, field: str, keys: Keys) -> Any:
     """What the file has for ``field``, as the layout spells it; None where it says nothing."""
     if field in FLAGS:
-        return document.flag(*keys)
+        return document.read_flag(*keys)
     if field in SUMMED:
         return _summed(document, rest)
     if field in DEVICES:
-        device = document.choice(*keys, among=("none", "cpu", "nvme"))
-        if _legacy(document, keys[:-1]) or (device is None and document.section(*keys[:-1])):
+        device = document.read_choice(*keys, among=("none", "cpu", "nvme"))
+        if _legacy(document, keys[:-1]) or (device is None and document.read_section(*keys[:-1])):
             return "cpu"  # what DeepSpeed takes where a section names none (offload_config.py)
         return None if device == "none" else device
     if document.get(*keys) == "auto":
@@ -210,10 +215,10 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
         if field not in sizes:
             document.refuse(keys, "a number: only the Trainer's own three keys can be 'auto'", "leave it out")
         return sizes[field] or None  # without an architecture, which is refused at the end
-    return document.number(*keys, low=0, high=MAX_ELEMENTS)
+    return document.read_number(*keys, low=0, high=MAX_ELEMENTS)
 
 
-def _summed(document: Document, rest: Rest) -> str | None:
+def _summed(document: Document, rest: PlanParts) -> str | None:
     """The type in which gradients are summed, where it is not that of products (runtime/config.py,
     ``get_communication_data_type``, which takes capitals too)."""
     keys = SUMMED["communication_data_type"]
@@ -228,7 +233,7 @@ def _summed(document: Document, rest: Rest) -> str | None:
 
 def _legacy(document: Document, section: Keys) -> bool:
     """Whether the file has the section's older flag; DeepSpeed refuses it beside the section itself."""
-    is_on = bool(document.flag(*LEGACY[section]))
+    is_on = bool(document.read_flag(*LEGACY[section]))
     if is_on and document.get(*section) is not None:
         document.refuse(LEGACY[section], f"nothing beside {'.'.join(section)}", "leave it out")
     return is_on
@@ -239,9 +244,9 @@ def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys,
     found: dict[Keys, bool] = {}
     for part in ("offload_optimizer", "offload_param"):
         place: Keys = (ZERO, part, "pin_memory")
-        used = _legacy(document, (ZERO, part)) or document.section(ZERO, part)
+        used = _legacy(document, (ZERO, part)) or document.read_section(ZERO, part)
         if used and document.get(ZERO, part, "device") != "none":
-            found[place] = bool(document.flag(*place))
+            found[place] = bool(document.read_flag(*place))
     if not found or (
         before is not None and all(_at(before, place) == value for place, value in found.items())
     ):
@@ -255,7 +260,7 @@ def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys,
     return keys, value
 
 
-def _recipe(document: Document, rest: Rest, model_parallel: int) -> dict[str, tuple[Keys, Any]]:
+def _recipe(document: Document, rest: PlanParts, model_parallel: int) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value) of the recipe that the file says: batches, precision, optimizer."""
     micro, total = _batches(document, rest, model_parallel)
     kind = document.get("optimizer", "type")
@@ -279,7 +284,7 @@ def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
     for section in ("fp16", "bf16"):
         if document.get(section, "enabled") == "auto":
             return (section, "enabled"), None
-        on[section] = bool(document.flag(section, "enabled"))
+        on[section] = bool(document.read_flag(section, "enabled"))
     if on["fp16"] and on["bf16"]:
         document.refuse(("bf16", "enabled"), "false while fp16.enabled is true", "false")
     if on["fp16"]:
@@ -290,10 +295,11 @@ def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
     return ("bf16", "enabled"), None if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
 
 
-def _batches(document: Document, rest: Rest, model_parallel: int) -> tuple[int | None, int | None]:
+def _batches(document: Document, rest: PlanParts, model_parallel: int) -> tuple[int | None, int | None]:
     """Micro-batch and global batch by DeepSpeed's rules (config.py, _set_batch_related_parameters)."""
     said = {
-        key: None if document.get(key) == "auto" else document.number(key, low=1, high=2**24) for key in BATCH
+        key: None if document.get(key) == "auto" else document.read_number(key, low=1, high=2**24)
+        for key in BATCH
     }
     total, micro, steps = (said[key] for key in BATCH)
     if rest.cluster is None or rest.cluster.num_gpus % model_parallel:
@@ -321,7 +327,7 @@ def _batches(document: Document, rest: Rest, model_parallel: int) -> tuple[int |
     return micro, total
 
 
-def _as_written(rest: Rest) -> Mapping[str, Any] | None:
+def _as_written(rest: PlanParts) -> Mapping[str, Any] | None:
     """How the plan beside the file would be written."""
     from shardscope.core.plan import Plan
 

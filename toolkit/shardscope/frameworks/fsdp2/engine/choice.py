@@ -7,7 +7,7 @@ from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
 from shardscope.training.engine import Context
 
 
-def engine_of(ctx: Context) -> Fsdp2Engine:
+def create_engine(ctx: Context) -> Fsdp2Engine:
     """Return the engine that runs ``ctx.plan`` on this rank."""
     degrees = ctx.plan.degrees
     if degrees.cp > 1:

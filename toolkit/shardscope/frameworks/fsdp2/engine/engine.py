@@ -23,7 +23,7 @@ from shardscope.core.number_format import count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
-from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, resharding
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_reshard_after_forward
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import build_on_meta, give_memory
@@ -125,7 +125,7 @@ class Fsdp2Engine(TorchEngine):
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         }
         self._home = torch.device("cpu") if offload else self.ctx.device
-        reshard = resharding(self.plan)
+        reshard = get_reshard_after_forward(self.plan)
         if self.tp_mesh is not None:
             parallelize(model, self.tp_mesh)
         self._num_groups = 0
@@ -166,7 +166,9 @@ class Fsdp2Engine(TorchEngine):
             "num_groups": self._num_groups,
             "placements": inspection.placements_of(parameters),
             "sharded_names": sorted(parameters),
-            "reshard_after_forward": inspection.check_resharding(layers, resharding(self.plan)),
+            "reshard_after_forward": inspection.check_resharding(
+                layers, get_reshard_after_forward(self.plan)
+            ),
             "offload": inspection.check_home(
                 self.called, parameters.values(), self.plan.layout.offload, device
             ),

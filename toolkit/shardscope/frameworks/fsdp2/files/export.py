@@ -6,27 +6,31 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.accelerate.limits import why_not_accelerate
-from shardscope.frameworks.formats.accelerate_config import launched, none_of_it
-from shardscope.frameworks.formats.commands import started
-from shardscope.frameworks.formats.exported import Absent, Exported, described
-from shardscope.frameworks.formats.train_file import train_files
-from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, training_arguments
-from shardscope.frameworks.formats.unsupported_fields import unsaid
-from shardscope.frameworks.fsdp2.files import COVERED
-from shardscope.frameworks.fsdp2.layout import resharding
+from shardscope.frameworks.accelerate.limits import why_not_accelerate_fsdp
+from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
+from shardscope.frameworks.formats.commands import add_commands
+from shardscope.frameworks.formats.exported import Absent, Exported, describe_plan
+from shardscope.frameworks.formats.train_file import render_train_files
+from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
+from shardscope.frameworks.formats.unsupported_fields import find_unsupported_fields
+from shardscope.frameworks.fsdp2.files import TRAINED_VALUES
+from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16", "fp8-mixed": "bfloat16"}
-LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
+LAYOUT_FIELDS = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
 """Layout fields that the exported files contain."""
 
 
-def files(plan: Plan) -> list[Exported | Absent]:
+def render_files(plan: Plan) -> list[Exported | Absent]:
     """Return the files that an export of an FSDP2 plan writes in addition to its JSON."""
-    return [_arguments(plan), *_accelerate(plan), *started(plan, *train_files(plan, COVERED))]
+    return [
+        _arguments(plan),
+        *_accelerate(plan),
+        *add_commands(plan, *render_train_files(plan, TRAINED_VALUES)),
+    ]
 
 
 def _arguments(plan: Plan) -> Exported:
@@ -35,18 +39,18 @@ def _arguments(plan: Plan) -> Exported:
     degrees = plan.degrees
     kind = MIXED.get(plan.recipe.precision)
     axes = {name: getattr(degrees, name) for name in ("pp", "replicate", "shard", "cp", "tp")}
-    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    mesh = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
     offload = layout.offload == "cpu"
-    said = {"shard", "replicate", "reshard_after_forward", "tp", "pp", "cp", "offload", "vpp"}
+    contained = {"shard", "replicate", "reshard_after_forward", "tp", "pp", "cp", "offload", "vpp"}
     values = {
         "shardscope": {
-            "what": described(plan),
-            "not_said_here": dict(unsaid(plan, (), said)),
+            "what": describe_plan(plan),
+            "not_said_here": dict(find_unsupported_fields(plan, (), contained)),
         },
-        "init_device_mesh": {"mesh_shape": list(kept.values()), "mesh_dim_names": list(kept)},
+        "init_device_mesh": {"mesh_shape": list(mesh.values()), "mesh_dim_names": list(mesh)},
         "fully_shard": {
             "units": "each decoder layer, then the root",
-            "reshard_after_forward": resharding(plan),
+            "reshard_after_forward": get_reshard_after_forward(plan),
             "root_reshard_after_forward": None,
         },
         "MixedPrecisionPolicy": {"param_dtype": kind, "reduce_dtype": "float32" if kind else None},
@@ -61,14 +65,14 @@ def _arguments(plan: Plan) -> Exported:
 
 
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
-    why = why_not_accelerate(plan)
+    why = why_not_accelerate_fsdp(plan)
     if why is not None:
-        return [*none_of_it(why), Absent(name=ARGUMENTS_FILE, why=why)]
+        return [*list_absent_files(why), Absent(name=ARGUMENTS_FILE, why=why)]
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
-    said = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
-    reshard, offload = bool(resharding(plan)), layout.offload == "cpu"
+    recipe_fields = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
+    reshard, offload = bool(get_reshard_after_forward(plan)), layout.offload == "cpu"
     fsdp = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": reshard,
@@ -104,20 +108,22 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
             "activation_checkpointing": checkpointing,
         },
     }
-    meshed = (
-        ["Replicas, tp and cp are in accelerate_config.yaml: launch this with accelerate_launch.sh."]
-        if "parallelism_config" in sections
-        else []
-    )
+    trainer_notes = list(notes)
+    if "parallelism_config" in sections:
+        trainer_notes.insert(
+            0, "Replicas, tp and cp are in accelerate_config.yaml: launch this with accelerate_launch.sh."
+        )
     return [
-        *launched(plan, "FSDP", sections, said=said, layout=LAYOUT, notes=notes),
-        training_arguments(
+        *render_accelerate_files(
+            plan, "FSDP", sections, recipe_fields=recipe_fields, layout_fields=LAYOUT_FIELDS, notes=notes
+        ),
+        render_training_arguments(
             plan,
             trainer,
             eight_bit="adamw_torch_8bit",
-            said=said,
-            layout=LAYOUT,
-            notes=[*meshed, *notes],
+            recipe_fields=recipe_fields,
+            layout_fields=LAYOUT_FIELDS,
+            notes=trainer_notes,
             checkpoints=False,
         ),
     ]

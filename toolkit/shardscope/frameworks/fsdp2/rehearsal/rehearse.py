@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
-from shardscope.frameworks.fsdp2.engine.choice import engine_of
+from shardscope.frameworks.fsdp2.engine.choice import create_engine
 from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
 from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_stage
@@ -53,7 +53,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
     away = getattr(plan.layout, "offload", None) == "cpu" or plan.recipe.recompute == "offload"
     apart = plan.on_gpu and away
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
-        engine = engine_of(FakeContext(plan, "cpu:0" if apart else "cpu"))
+        engine = create_engine(FakeContext(plan, "cpu:0" if apart else "cpu"))
         # The mesh needs real tensors, so it is created before fake tensor mode starts.
         engine.mesh = engine.make_mesh()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardscope.families.registry import families_with
-from shardscope.frameworks.formats.train_file import FULL_TRAINING, Covered
+from shardscope.frameworks.formats.train_file import FULL_TRAINING, TrainedValues
 
-COVERED: Covered = {
+TRAINED_VALUES: TrainedValues = {
     **FULL_TRAINING,
     "Recipe.kernels": ("megatron", "transformers"),
     "Recipe.attention": (None,),

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from shardscope.families.registry import family_of
 from shardscope.frameworks.accelerate.limits import why_not_started
-from shardscope.frameworks.formats.accelerate_config import none_of_it
-from shardscope.frameworks.formats.commands import commands, started
-from shardscope.frameworks.formats.exported import Absent, Exported, header
-from shardscope.frameworks.formats.train_file import SCRIPT_FILE, train_files
+from shardscope.frameworks.formats.accelerate_config import list_absent_files
+from shardscope.frameworks.formats.commands import add_commands, render_commands
+from shardscope.frameworks.formats.exported import Absent, Exported, render_header
+from shardscope.frameworks.formats.train_file import SCRIPT_FILE, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
-from shardscope.frameworks.formats.unsupported_fields import sentences, unsaid
+from shardscope.frameworks.formats.unsupported_fields import describe_fields, find_unsupported_fields
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.files import COVERED
+from shardscope.frameworks.megatron.files import TRAINED_VALUES
 from shardscope.frameworks.megatron.files.arguments import LAYOUT, RECIPE, megatron_arguments
 from shardscope.frameworks.megatron.limits import check_trainable
 
@@ -39,12 +39,12 @@ NEEDS = (
 )
 
 
-def files(plan: Plan) -> list[Exported | Absent]:
+def render_files(plan: Plan) -> list[Exported | Absent]:
     """Return the files that an export of a Megatron plan writes in addition to its JSON."""
     why = _why_not(plan)
     plain = _scripts(plan)
     none: list[Exported | Absent] = [
-        *none_of_it(
+        *list_absent_files(
             why_not_started(plan)
             or "Megatron-LM has arguments of its own here; ss.Script starts a script through Accelerate, "
             "where Megatron-LM is installed."
@@ -54,14 +54,14 @@ def files(plan: Plan) -> list[Exported | Absent]:
     # A value that the user has set is kept, as in a run.
     environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
     if why is not None:
-        return [Absent(name=FLAGS_FILE, why=why), *started(plan, *plain, environment=environment), *none]
+        return [Absent(name=FLAGS_FILE, why=why), *add_commands(plan, *plain, environment=environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
         name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
     )
     return [
         flags,
-        *commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
+        *render_commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
         *_beside(plan, plain, environment),
         *none,
     ]
@@ -84,7 +84,7 @@ def _scripts(plan: Plan) -> list[Exported | Absent]:
             f"{arch.vocab_size:,} tokens are not divisible by tp={tp}."
         )
         return [Absent(name=SCRIPT_FILE, why=why)]
-    script, *others = train_files(plan, COVERED)
+    script, *others = render_train_files(plan, TRAINED_VALUES)
     if isinstance(script, Absent):
         return [script]
     text = (resources.files(__package__) / MODEL_SCRIPT).read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> lis
         why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
         return [replace(script, why=why)]
     named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
-    found = commands(plan, script.name, environment=environment)
+    found = render_commands(plan, script.name, environment=environment)
     own = [replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in found]
     return [*own, script, *others]
 
@@ -127,7 +127,7 @@ def _text(plan: Plan) -> str:
     carried = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
     # Megatron does not distinguish bf16 and bf16-mixed: it always keeps fp32 main weights.
     said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
-    notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")
+    notes = describe_fields(find_unsupported_fields(plan, {*said, "kernels"}, carried), "whoever runs it")
     notes.append(
         "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
     )
@@ -150,4 +150,4 @@ def _text(plan: Plan) -> str:
         f"--{name}" if value is None else f"--{name} {value}"
         for name, value in megatron_arguments(plan).items()
     ]
-    return header(plan, *notes) + "\n".join(lines) + "\n"
+    return render_header(plan, *notes) + "\n".join(lines) + "\n"

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import Value, refuse
 from shardscope.core.recipe import Recipe
 from shardscope.core.text_positions import Keys
-from shardscope.frameworks.formats.documents import Document, text_of
-from shardscope.frameworks.formats.sidecar_files import Rest, changed, planned, rest_of
-from shardscope.frameworks.formats.unsupported_fields import noted
+from shardscope.frameworks.formats.documents import Document, read_text
+from shardscope.frameworks.formats.sidecar_files import (
+    PlanParts,
+    apply_to_recipe,
+    build_plan,
+    load_plan_parts,
+    replace_fields,
+)
+from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,
@@ -92,14 +98,14 @@ def read(
     for flag, why in REFUSED.items():
         if document.get(flag):
             document.refuse((flag,), f"nothing: {why}", "leave it out")
-    rest = rest_of(file, architecture, cluster, recipe)
-    recipe_noted, layout_noted = noted(document, text_of(file) if file else "", MegatronLayout)
+    rest = load_plan_parts(file, architecture, cluster, recipe)
+    recipe_noted, layout_noted = read_noted_fields(document, read_text(file) if file else "", MegatronLayout)
     if rest.is_recipe_open:
-        rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
+        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
     before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
     rest = replace(rest, recipe=_without_switches(document, rest))
     recipe_says = _recipe(document, rest)
-    made = changed(rest.recipe, document, recipe_says)
+    made = apply_to_recipe(rest.recipe, document, recipe_says)
     if document.get("global-batch-size") is None and rest.layout is None:
         where = document.name
         allowed = "a number: Megatron-LM's default depends on the cluster"
@@ -109,10 +115,12 @@ def read(
     check_positions(document, made, said)
     rest = replace(rest, architecture=the_architecture(document, rest, said))
     if document.get(CHUNK) is not None:
-        says["vpp"] = ((CHUNK,), chunks(document, rest.the_architecture(document.name), says["pp"][1]))
+        pp = says["pp"][1]
+        assert isinstance(pp, int)
+        says["vpp"] = ((CHUNK,), chunks(document, rest.require_architecture(document.name), pp))
     values = {name: value for name, (_, value) in says.items()}
     start = before or MegatronLayout()
-    plan = planned(rest, document, made, said | says, lambda: replace(start, **values))
+    plan = build_plan(rest, document, made, said | says, lambda: replace_fields(start, values))
     _check_split(document, plan)
     return plan
 
@@ -126,7 +134,7 @@ def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | N
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
     ):
         file = Path(arguments).expanduser()
-        text = text_of(arguments)
+        text = read_text(arguments)
         words = []
         for number, line in enumerate(text.splitlines(), start=1):
             try:
@@ -191,7 +199,7 @@ def _value(at: str, flag: str, given: list[str]) -> Any:
 # ------------------------------------------------------------------------------------------------ the nouns
 
 
-def _without_switches(document: Document, rest: Rest) -> Recipe:
+def _without_switches(document: Document, rest: PlanParts) -> Recipe:
     """Return the recipe, with options reset whose flag was removed from the file of an exported plan."""
     recipe = rest.recipe
     if rest.layout is None:
@@ -202,13 +210,15 @@ def _without_switches(document: Document, rest: Rest) -> Recipe:
     return replace(recipe, **open_fields)
 
 
-def _recipe(document: Document, rest: Rest) -> Says:
+def _recipe(document: Document, rest: PlanParts) -> Says:
     recipe = rest.recipe
-    says: Says = {field: ((flag,), document.number(flag, low=1, high=2**24)) for field, flag in SIZES.items()}
+    says: Says = {
+        field: ((flag,), document.read_number(flag, low=1, high=2**24)) for field, flag in SIZES.items()
+    }
     if says["micro_batch_size"][1] is None and rest.layout is None:
         refuse(f"{document.name}, --micro-batch-size", None, "a number", "--micro-batch-size 1")
     names = {value: key for key, value in OPTIMIZERS.items()}
-    optimizer = document.choice("optimizer", among=names) or "adam"
+    optimizer = document.read_choice("optimizer", among=names) or "adam"
     says["optimizer"] = (("optimizer",), names[optimizer])
     says["precision"] = _precision(document, recipe)
     dropouts = [document.get(flag) for flag in ("hidden-dropout", "attention-dropout")]
@@ -220,7 +230,7 @@ def _recipe(document: Document, rest: Rest) -> Says:
         )
     says["dropout"] = (("hidden-dropout",), float(hidden) if isinstance(hidden, int | float) else hidden)
     backends = {value: key for key, value in BACKENDS.items()}
-    backend = document.choice("attention-backend", among=("auto", "fused", *backends))
+    backend = document.read_choice("attention-backend", among=("auto", "fused", *backends))
     if backend == "fused":
         backend = "flash"  # cuDNN's own, of the same memory
     if backend in backends or document.get("use-flash-attn"):
@@ -242,7 +252,7 @@ def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
         if document.get("bf16"):
             document.refuse(("bf16",), "nothing beside --fp16", "leave it out")
         return ("fp16",), "fp16-mixed"
-    if document.choice("fp8-format", among=("hybrid", "e4m3")):
+    if document.read_choice("fp8-format", among=("hybrid", "e4m3")):
         return ("fp8-format",), "fp8-mixed"
     if document.get("bf16"):
         return ("bf16",), recipe.precision if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
@@ -251,12 +261,12 @@ def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
 
 def _recompute(document: Document) -> tuple[Keys, str]:
     keys = ("recompute-granularity",)
-    kind = document.choice(*keys, among=("full", "selective"))
+    kind = document.read_choice(*keys, among=("full", "selective"))
     if document.get("recompute-activations"):
         kind = "selective"
     if kind == "full":
-        document.choice("recompute-method", among=("uniform",))
-        layers = document.number("recompute-num-layers", low=1)
+        document.read_choice("recompute-method", among=("uniform",))
+        layers = document.read_number("recompute-num-layers", low=1)
         if layers not in (None, 1):
             document.refuse(("recompute-num-layers",), "1: each layer by itself", "1")
     return keys, kind or "none"
@@ -265,7 +275,7 @@ def _recompute(document: Document) -> tuple[Keys, str]:
 def _layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -> Says:
     says: Says = {}
     for field, flag in DEGREES.items():
-        size = document.number(flag, low=1, high=2**20)
+        size = document.read_number(flag, low=1, high=2**20)
         says[field] = ((flag,), size if field == "etp" else size or 1)
     for field, flag in SWITCHES.items():
         says[field] = ((flag,), bool(document.get(flag)))
@@ -334,7 +344,7 @@ def chunks(document: Document, architecture: Architecture, pp: int) -> int:
     """
     if document.get(SAME) is not None:
         document.refuse((CHUNK,), f"nothing beside --{SAME}", "leave it out")
-    size = document.number(CHUNK, low=1, high=2**20) or 1
+    size = document.read_number(CHUNK, low=1, high=2**20) or 1
     ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
     layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in ends)
     per_stage = layers // pp

@@ -9,7 +9,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
 from shardscope.core.text_positions import Keys
 from shardscope.frameworks.formats.documents import Document
-from shardscope.frameworks.formats.sidecar_files import Rest, named
+from shardscope.frameworks.formats.sidecar_files import PlanParts, locate_errors
 from shardscope.frameworks.megatron.files.arguments import architecture_flags
 
 Says = dict[str, tuple[Keys, Any]]
@@ -40,23 +40,23 @@ NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attentio
 
 def check_positions(document: Document, recipe: Recipe, said: Says) -> None:
     """Raise ``ValueError`` if the sequence exceeds the positions (validate_args asserts it always)."""
-    limit = document.number("max-position-embeddings", low=1)
+    limit = document.read_number("max-position-embeddings", low=1)
     if limit is not None and recipe.seq_len > limit:
-        with named(document, said):
+        with locate_errors(document, said):
             allowed = f"at most max_position_embeddings={limit}, as Megatron-LM asserts"
             refuse("Recipe.seq_len", recipe.seq_len, allowed, f"--seq-length {limit}")
 
 
-def sizes(document: Document, rest: Rest) -> Says:
+def sizes(document: Document, rest: PlanParts) -> Says:
     """Return architecture field -> (flag, number); with a known architecture the value is not validated."""
     known = rest.architecture is not None
     return {
-        field: ((flag,), document.get(flag) if known else document.number(flag, low=1))
+        field: ((flag,), document.get(flag) if known else document.read_number(flag, low=1))
         for field, flag in SIZES.items()
     }
 
 
-def the_architecture(document: Document, rest: Rest, said: Says) -> Architecture:
+def the_architecture(document: Document, rest: PlanParts, said: Says) -> Architecture:
     """Return the known architecture if the flags agree with it, else the Llama that they describe."""
     if rest.architecture is None:
         return _llama(document, said)
@@ -111,7 +111,7 @@ def _llama(document: Document, said: Says) -> Architecture:
     found["num_key_value_heads"] = (found["num_key_value_heads"] or 1) if grouped else heads
     found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
     found["max_position_embeddings"] = found["max_position_embeddings"] or 4096
-    with named(document, said):
+    with locate_errors(document, said):
         return Architecture(
             name=document.name,
             model_type="llama",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.frameworks.registry import others_that_train, why_not_trained
+from shardscope.frameworks.registry import find_other_layouts, why_not_trained
 
 CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
 
@@ -24,5 +24,5 @@ def test_what_does_train_is_named(layout: Any, recipe: dict[str, Any], named: st
     plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(**recipe), layout)
     told = why_not_trained(plan)
     assert told is not None and named in told
-    for other in others_that_train(plan):
+    for other in find_other_layouts(plan):
         assert why_not_trained(ss.Plan(plan.architecture, CLUSTER, plan.recipe, other)) is None
