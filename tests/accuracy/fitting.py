@@ -26,7 +26,7 @@ from tests.accuracy.time_rows import configurations, step_seconds, time_files, t
 from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
-from shardscope.catalog import entries
+from shardscope.catalog import load_table
 from shardscope.timing.rates import rates_of
 
 # Group of tables and key -> the least and the most that it may be.
@@ -88,8 +88,8 @@ def constants() -> list[Constant]:
     """All that are fitted: those that the catalogue has for a generation of its own, and its links."""
     found = []
     for table, key in BOUNDS:
-        for name, fields in entries("efficiency").get(table, {}).items():
-            has_generations = len(entries("efficiency")[table]) > 1 and table != "link"
+        for name, fields in load_table("efficiency").get(table, {}).items():
+            has_generations = len(load_table("efficiency")[table]) > 1 and table != "link"
             # What somebody has counted is no matter of fitting.
             is_counted = str(fields["source"]).startswith("counted")
             if key in fields and not is_counted and not (has_generations and name == "default"):
@@ -189,7 +189,7 @@ def restored() -> Iterator[None]:
 
 
 def _table(constant: Constant) -> dict[str, Any]:
-    found: dict[str, Any] = entries("efficiency")[constant.table][constant.name]
+    found: dict[str, Any] = load_table("efficiency")[constant.table][constant.name]
     return found
 
 

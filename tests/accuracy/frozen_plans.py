@@ -110,9 +110,9 @@ def _draw_plan(draw: Random, arch: ss.Architecture, framework: str) -> ss.Plan |
     try:
         for field in layout.choices:
             if draw.random() < 0.5:
-                offered = layout.offered(arch, cluster, recipe)[field]
+                offered = layout.list_valid_values(arch, cluster, recipe)[field]
                 wanted = {f: getattr(layout, f) for f in layout.choices} | {field: draw.choice(offered)}
-                layout = layout.fitted(wanted, arch, cluster, recipe)
+                layout = layout.find_nearest_valid(wanted, arch, cluster, recipe)
         plan = ss.Plan(arch, cluster, recipe, layout)
     except (ValueError, IndexError):
         return None

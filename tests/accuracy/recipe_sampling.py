@@ -88,7 +88,7 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
         cluster, arch = Cluster.parse(name), architecture(draw)
         layout: Layout = wide_sampling.LAYOUTS[framework](draw, cluster.num_gpus)
         try:
-            free = layout.degrees(arch, cluster, Recipe())
+            free = layout.compute_degrees(arch, cluster, Recipe())
             plan = Plan(arch, cluster, recipe(draw, free.data_parallel), layout)
         except ValueError:
             continue

@@ -261,7 +261,7 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
         cluster = Cluster.parse(draw.choice(CLUSTERS))
         layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), architecture(draw)
         try:
-            free = layout.degrees(arch, cluster, Recipe())
+            free = layout.compute_degrees(arch, cluster, Recipe())
             drawn = recipe(draw, free.data_parallel)
             found.append(Plan(arch, cluster, drawn, runnable(layout, arch, drawn)))
         except ValueError:

@@ -117,7 +117,7 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
         arch = architecture(draw)
         try:
             layout = LAYOUTS[framework](draw, cluster.num_gpus)
-            free = layout.degrees(arch, cluster, Recipe())
+            free = layout.compute_degrees(arch, cluster, Recipe())
             drawn = recipe(draw, layout, arch, free.data_parallel)
             found.append(Plan(arch, cluster, drawn, sampling.runnable(layout, arch, drawn)))
         except ValueError:

@@ -157,9 +157,9 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
     arch, cluster = draw(st.sampled_from(families)), draw(st.sampled_from(CLUSTERS))
     layout: Layout = frameworks[name].layout_class()
     for field in layout.choices:
-        offered = layout.offered(arch, cluster, recipe)[field]
+        offered = layout.list_valid_values(arch, cluster, recipe)[field]
         wanted = {f: getattr(layout, f) for f in layout.choices} | {field: draw(st.sampled_from(offered))}
-        layout = layout.fitted(wanted, arch, cluster, recipe)
+        layout = layout.find_nearest_valid(wanted, arch, cluster, recipe)
     layout = _varied(draw, layout, ANY_OPTIONS[name], lambda changed: Plan(arch, cluster, recipe, changed))
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}

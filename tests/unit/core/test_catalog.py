@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.catalog import entries, gpus, links, model_names, models
+from shardscope.catalog import gpus, links, load_model_names, load_table, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.core.cluster import Cluster, Gpu, Link
 from shardscope.core.errors import FieldError
@@ -50,7 +50,7 @@ GPU_NAMES = {
 
 @pytest.mark.parametrize("kind", ["models", "gpus", "links"])
 def test_every_entry_is_sourced_and_well_named(kind: str) -> None:
-    for name, entry in entries(kind).items():
+    for name, entry in load_table(kind).items():
         assert re.fullmatch(r"[a-z0-9]+(?:\.[a-z0-9]+)*(?:-[a-z0-9]+(?:\.[a-z0-9]+)*)*", name), name
         for key in (
             "source",
@@ -75,7 +75,7 @@ def test_mappings_are_lazy_cached_ordered_and_read_only() -> None:
     assert models["gpt2"].name == "gpt2"
     assert isinstance(gpus["h100-sxm-80gb"], Gpu)
     assert isinstance(links["nvlink-4"], Link)
-    assert list(models) == list(entries("models"))
+    assert list(models) == list(load_table("models"))
     assert "llama-3.1-8b" in repr(models)
     assert models.get("nothing") is None
     with pytest.raises(TypeError):
@@ -99,8 +99,8 @@ def test_a_misspelt_name_gets_its_nearest(mapping: Any, bad: str, near: str) -> 
 
 def test_a_model_is_found_by_the_repository_that_it_was_read_from() -> None:
     """As its entry spells it, and in any other case; none stands for two models, none is a name itself."""
-    names = model_names()
-    read = [name for name, entry in entries("models").items() if "huggingface.co" in entry["source"]]
+    names = load_model_names()
+    read = [name for name, entry in load_table("models").items() if "huggingface.co" in entry["source"]]
     assert sorted(names.repositories.values()) == sorted(read) and len(read) > 80
     assert len({repository.lower() for repository in names.repositories}) == len(read)
     assert names.repositories["meta-llama/Llama-3.1-8B"] == "llama-3.1-8b"
@@ -171,7 +171,7 @@ def test_gpu_figures_are_consistent(name: str) -> None:
     if "fp8" in peaks:
         assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.015)
     assert gpu.link in links
-    entry = entries("gpus")[name]
+    entry = load_table("gpus")[name]
     assert entry["host_link"] in links and entry["inter_node_link"] in links
 
 
@@ -192,7 +192,7 @@ UNPRICED = {"a30-24gb", "h20-96gb", "mi250x-gcd-64gb"}
 
 @pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"} - UNPRICED))
 def test_every_price_has_its_day_and_its_address(name: str) -> None:
-    gpu, entry = gpus[name], entries("gpus")[name]
+    gpu, entry = gpus[name], load_table("gpus")[name]
     assert gpu.price_per_hour_usd and gpu.price_date
     assert 0.1 < gpu.price_per_hour_usd < 20  # a dollar amount for one GPU, not for a node or in cents
     assert date.fromisoformat(gpu.price_date) > date(2017, 1, 1)  # no clock: a machine may stand in the past
@@ -204,13 +204,13 @@ def test_cards_without_a_price_are_these() -> None:
     unpriced = {name for name, gpu in gpus.items() if gpu.price_per_hour_usd is None}
     assert unpriced == UNPRICED | {"cpu"}
     for name in unpriced:
-        assert gpus[name].price_date is None and "price_source" not in entries("gpus")[name]
+        assert gpus[name].price_date is None and "price_source" not in load_table("gpus")[name]
 
 
 @pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"}))
 def test_a_cards_source_has_its_address_and_its_figures(name: str) -> None:
     """Its source says the figures: the peak (or twice it, with sparsity), the bandwidth and the power."""
-    gpu, source = gpus[name], entries("gpus")[name]["source"]
+    gpu, source = gpus[name], load_table("gpus")[name]["source"]
     assert ADDRESS.search(source)
     numbers = [float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", source)]
     peak = gpu.peak_flops["fp16"] / 1e12 * (2 if "halved" in source else 1)

@@ -17,7 +17,7 @@ import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import FieldError
-from shardscope.core.layout import Layout, divisors, even_stages, largest_divisor
+from shardscope.core.layout import Layout, find_largest_divisor, list_divisors, split_layers_evenly
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks
@@ -124,7 +124,7 @@ def test_numpy_degrees_become_pythons() -> None:
 
 def test_a_layout_of_no_framework_has_no_degrees() -> None:
     with pytest.raises(TypeError, match=r"Layout\.ddp"):
-        Layout().degrees(LLAMA, EIGHT, Recipe())
+        Layout().compute_degrees(LLAMA, EIGHT, Recipe())
 
 
 # --------------------------------------------------------------------------------------------- degrees
@@ -214,7 +214,7 @@ def degrees_of(pp: int) -> Any:
 
 @given(st.integers(1, 200), st.integers(1, 64))
 def test_even_stages(layers: int, pp: int) -> None:
-    stages = even_stages(layers, pp)
+    stages = split_layers_evenly(layers, pp)
     assert sum(stages) == layers
     assert max(stages) - min(stages) <= 1
     assert stages == sorted(stages, reverse=True)
@@ -222,9 +222,9 @@ def test_even_stages(layers: int, pp: int) -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
 def test_divisors(number: int, at_most: int) -> None:
-    found = divisors(number)
+    found = list_divisors(number)
     assert found == [d for d in range(1, number + 1) if number % d == 0]
-    assert largest_divisor(number, at_most) == max(d for d in found if d <= at_most)
+    assert find_largest_divisor(number, at_most) == max(d for d in found if d <= at_most)
 
 
 # ------------------------------------------------------------------------------------ offered and fitted
@@ -243,17 +243,17 @@ def test_every_offered_value_runs(
 ) -> None:
     layout: Layout = frameworks[name].layout_class()
     for field in layout.choices:
-        offered = layout.offered(arch, cluster, recipe)
+        offered = layout.list_valid_values(arch, cluster, recipe)
         assert list(offered) == list(layout.choices)
         assert all(values for values in offered.values())
         assert getattr(layout, field) in offered[field] or getattr(layout, field) is None
         chosen = {before: getattr(layout, before) for before in layout.choices}
         for value in offered[field]:
-            made = layout.fitted({**chosen, field: value}, arch, cluster, recipe)
+            made = layout.find_nearest_valid({**chosen, field: value}, arch, cluster, recipe)
             assert getattr(made, field) == value
             assert Plan(arch, cluster, recipe, made).memory().peak_bytes > 0
         wanted = data.draw(st.sampled_from(offered[field]))
-        layout = layout.fitted({**chosen, field: wanted}, arch, cluster, recipe)
+        layout = layout.find_nearest_valid({**chosen, field: wanted}, arch, cluster, recipe)
 
 
 def test_megatron_cuts_experts_sequence_first() -> None:
@@ -262,7 +262,7 @@ def test_megatron_cuts_experts_sequence_first() -> None:
     )
     assert error.fix == "sequence_parallel=True"
     assert degrees(Layout.megatron(tp=2), arch=MOE).tp == 2
-    assert Layout.megatron(tp=2).offered(MOE, EIGHT, Recipe())["sequence_parallel"] == [True]
+    assert Layout.megatron(tp=2).list_valid_values(MOE, EIGHT, Recipe())["sequence_parallel"] == [True]
 
 
 def test_megatron_shares_a_key_value_head_among_ranks() -> None:
@@ -280,7 +280,9 @@ def test_megatron_shares_a_key_value_head_among_ranks() -> None:
 def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
     assert Layout.zero().stage == 3  # type: ignore[attr-defined]
     for stage, tp, ep in ((3, [1], [1]), (2, [1, 2, 4, 8], [1, 2, 4, 8])):
-        dense, experts = (Layout.zero(stage).offered(arch, EIGHT, Recipe()) for arch in (LLAMA, MOE))
+        dense, experts = (
+            Layout.zero(stage).list_valid_values(arch, EIGHT, Recipe()) for arch in (LLAMA, MOE)
+        )
         assert (dense["stage"], dense["tp"], dense["ep"]) == ([0, 1, 2, 3], tp, [1])
         # AutoTP cuts no experts.
         assert (experts["stage"], experts["tp"], experts["ep"]) == ([0, 1, 2, 3], [1], ep)
@@ -304,7 +306,10 @@ def test_what_auto_tp_fails_over_is_refused(arch: Architecture, recipe: Recipe, 
 
 
 def test_zero_3_falls_back_to_data_parallelism() -> None:
-    assert Layout.zero().fitted({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe()) == Layout.zero()
+    assert (
+        Layout.zero().find_nearest_valid({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe())
+        == Layout.zero()
+    )
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -318,7 +323,7 @@ def test_zero_3_falls_back_to_data_parallelism() -> None:
 def test_fitted_comes_as_near_as_can_run(
     arch: Architecture, cluster: Cluster, recipe: Recipe, tp: int, pp: int
 ) -> None:
-    made: Any = Layout.megatron().fitted({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
+    made: Any = Layout.megatron().find_nearest_valid({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
     assert made.tp <= tp
     assert made.pp <= pp
     assert cluster.num_gpus % (made.tp * made.pp) == 0

@@ -209,7 +209,7 @@ def test_a_comment_s_field_is_named_with_its_line(tmp_path: Path) -> None:
         ('"vendor": "nvidia"', '"vendor": "x"', "cluster.gpu.vendor", "Gpu.vendor is 'x'"),
         ('"num_nodes": 2', '"num_nodes": 0', "cluster.num_nodes", "Cluster.num_nodes is 0"),
         ('"version": 1', '"version": 9', "version", " is 9"),
-        ('"pp": 2', '"pp": 2, "pp": 2', "pp", "the key 'pp' stands twice"),
+        ('"pp": 2', '"pp": 2, "pp": 2', "pp", "duplicate key 'pp'"),
         ('"framework": "megatron"', '"framework": "x"', "layout.framework", "Layout.framework is 'x'"),
     ],
 )

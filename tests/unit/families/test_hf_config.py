@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.needs import examples, few, needs
 
-from shardscope.catalog import config_of, models
+from shardscope.catalog import get_config, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.families.hf_config import FAMILIES
 from shardscope.families.parameter_names import names_of
@@ -71,7 +71,7 @@ def assert_same(config: dict[str, Any]) -> None:
     "name", few(models, {arch.model_type: name for name, arch in models.items()}.values())
 )
 def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> None:
-    assert_same(config_of(name))
+    assert_same(get_config(name))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_file_its_folder_and_a_dict_are_the_same(tmp_path: Path) -> None:
     [
         (
             '{"model_type": "llama",\n "hidden_size": 64,\n "hidden_size": 65}',
-            "line 3.*'hidden_size' stands twice",
+            "line 3.*duplicate key 'hidden_size'",
         ),
         ('{"model_type": "llama",\n', "line 2"),
         ("", "line 1"),

@@ -41,7 +41,7 @@ CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm
 
 
 def without_a_click(found: list[Finding]) -> list[str]:
-    looked = [one.look() for one in found]
+    looked = [one.run_search() for one in found]
     return [one.name for one in looked if one.plan is None and one.task is None and one.question is None]
 
 
@@ -57,8 +57,8 @@ def test_of_plans_that_people_make(layout: ss.Layout) -> None:
         number += len(found)
         assert not without_a_click(found), (str(plan.cluster), recipe)
         for one in found:
-            if one.way is not None:
-                mended = one.look().plan
+            if one.search is not None:
+                mended = one.run_search().plan
                 assert mended is not None and one.name not in [each.name for each in mended.findings()]
     assert number
 

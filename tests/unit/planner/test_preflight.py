@@ -427,7 +427,7 @@ def test_a_card_that_is_nearly_full() -> None:
     name = "card-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
     plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
-    finding, memory = one(plan, name).look(), plan.memory()
+    finding, memory = one(plan, name).run_search(), plan.memory()
     assert memory.is_tight and finding.severity == "warning"
     assert finding.plan is not None and not finding.plan.memory().is_tight
     assert type(finding.plan.layout) is not type(plan.layout) and finding.plan.layout.title in finding.change
@@ -452,7 +452,7 @@ def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     assert same[0].seconds_lost <= best.seconds_lost, "narrower numbers may be cheaper, and come last"
     assert (finding.plan, finding.change) == (best.plan, best.change)
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
-    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").look()
+    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").run_search()
     assert hopeless.plan is not None and fits(hopeless.plan, hopeless.plan.memory())
     nodes = hopeless.plan.cluster.num_nodes
     assert nodes > 1 and f"GPUs 8xh100-sxm-80gb → {nodes}x8xh100-sxm-80gb" in hopeless.change

@@ -13,8 +13,8 @@ from tests.unit.planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.catalog import links
-from shardscope.core.fixes import as_it_is
-from shardscope.core.layout import Layout, divisors
+from shardscope.core.fixes import without_fix_search
+from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import list_micro_batch_sizes
 from shardscope.planner.capacity import fits, places
@@ -49,7 +49,7 @@ def grid_of(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[tuple[
 
 def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[Layout]:
     """All that a person could try, but for what has no degrees there."""
-    ranks, layers = divisors(cluster.num_gpus), arch.num_hidden_layers
+    ranks, layers = list_divisors(cluster.num_gpus), arch.num_hidden_layers
     tried: list[dict[str, Any]] = []
     if framework == "fsdp2":
         chunks = [1 << power for power in range(layers.bit_length())]
@@ -87,7 +87,7 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
     for fields in tried:
         try:
             layout = make(**fields)
-            layout.degrees(arch, cluster, recipe)
+            layout.compute_degrees(arch, cluster, recipe)
         except ValueError:
             continue
         found.append(layout)
@@ -107,7 +107,7 @@ def test_the_grid_is_what_a_plan_takes(framework: str, arch: Any) -> None:
             list_micro_batch_sizes(recipe), ("none", "selective", "full", "offload")
         )
     ]
-    with as_it_is():  # nobody reads the fixes
+    with without_fix_search():  # nobody reads the fixes
         for layout, one in product(every_layout(framework, arch, cluster, recipe), recipes):
             try:
                 taken.add(numbers(Plan(arch, cluster, one, layout)))

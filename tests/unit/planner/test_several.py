@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.repairs import repairs
-from shardscope.planner.repairs.several import MOST_CHANGES, Way, on_more_nodes, searched, several
+from shardscope.planner.repairs.several import MOST_CHANGES, PlanChange, on_more_nodes, searched, several
 
 
 def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
@@ -37,7 +37,7 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
     assert not any(has_room(repair.plan) for repair in repairs(plan))
     way = several(plan)
     assert way is not None and has_room(way.plan)
-    assert 1 <= len(way.changes) <= MOST_CHANGES and way.words == ", ".join(way.changes)
+    assert 1 <= len(way.changes) <= MOST_CHANGES and way.text == ", ".join(way.changes)
     # On the same GPUs, and what is learnt stays the same.
     assert way.plan.cluster == plan.cluster and way.plan.recipe.method == plan.recipe.method
     assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
@@ -48,7 +48,7 @@ def test_what_is_told_is_all_that_differs() -> None:
     plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
     way = several(plan)
     assert way is not None and way.plan.recipe.recompute == "full"
-    assert "recompute none → full" in way.words and "activations" not in way.words
+    assert "recompute none → full" in way.text and "activations" not in way.text
     (framework,) = [words for words in way.changes if " instead of DDP" in words]
     assert framework.startswith(way.plan.layout.description)
     assert len(way.changes) == len(differences(plan, way.plan))
@@ -65,7 +65,7 @@ def test_a_search_leaves_the_options_of_the_same_framework() -> None:
     kept = {name: getattr(way.plan.layout, name) for name in ("exp_avg_dtype", "overlap_grad_reduce")}
     assert kept == {"exp_avg_dtype": "bf16", "overlap_grad_reduce": True}
     assert not any("dtype" in words or "overlap" in words for words in way.changes)
-    assert f"pp 8 → {way.plan.degrees.pp}" in way.words
+    assert f"pp 8 → {way.plan.degrees.pp}" in way.text
 
 
 def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> None:
@@ -73,7 +73,7 @@ def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> N
     way = several(plan)
     assert way is not None and has_room(way.plan) and way.plan.cluster == plan.cluster
     assert way.plan == ss.search(plan.architecture, plan.cluster, plan.recipe).best
-    assert way.plan.layout.title in way.words
+    assert way.plan.layout.title in way.text
 
 
 def test_room_that_is_to_stay_free_does() -> None:
@@ -97,15 +97,15 @@ def test_where_nothing_fits_the_fewest_nodes_do() -> None:
     plan = plan_of("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
     cpu = replace(plan.cluster, host_memory_bytes=2**38)
     plan = replace(plan, cluster=cpu)
-    way = on_more_nodes([Way((), plan)], has_room)
+    way = on_more_nodes([PlanChange((), plan)], has_room)
     assert way is not None and has_room(way.plan)
     nodes = way.plan.cluster.num_nodes
     assert nodes > 1 and way.changes[0] == f"{nodes} nodes of 8 GPUs"
     half = replace(way.plan.cluster, num_nodes=nodes // 2)
     layout = replace(way.plan.layout, shard=None)  # type: ignore[call-arg]
     assert not has_room(replace(way.plan, cluster=half, layout=layout))
-    assert on_more_nodes([Way((), plan)], lambda plan: False) is None
+    assert on_more_nodes([PlanChange((), plan)], lambda plan: False) is None
     ranks = plan_of("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
-    assert on_more_nodes([Way((), ranks)], has_room) is None, "there is one machine"
+    assert on_more_nodes([PlanChange((), ranks)], has_room) is None, "there is one machine"
     smaller = several(ranks)
     assert smaller is not None and has_room(smaller.plan) and smaller.plan.cluster == ranks.cluster

@@ -104,7 +104,7 @@ ENTRIES: dict[str, tuple[Any, str]] = {
     "a list": ([], "tensors by their names"),
     "nothing of JSON": (b"{not json", "no JSON"),
     "nested too deeply": (b'{"a":' + b"[" * 200_000, "no JSON"),
-    "a name twice": (b'{"a":1,"a":2}', "stands twice"),
+    "a name twice": (b'{"a":1,"a":2}', "duplicate key"),
     "a tensor that is a number": ({"a": 1}, "an object of dtype, shape and data_offsets"),
     "a dtype nobody knows": ({"a": entry(dtype="F33")}, "a dtype is 'F33'.*Nearest fix: save it as BF16"),
     "a dtype that is none": ({"a": entry(dtype=None)}, "a dtype is None"),

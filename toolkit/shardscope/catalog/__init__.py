@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from shardscope.catalog.model_names import ModelNames
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Gpu, Link
-from shardscope.core.errors import near
+from shardscope.core.errors import find_similar
 from shardscope.core.html_table import html_table
 from shardscope.machine.host import host_memory_bytes
 
@@ -55,13 +55,15 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
     def __init__(self, kind: str, build: Callable[[str, dict[str, Any]], Noun]) -> None:
         self._kind = kind
-        self._build = cache(lambda name: build(name, entries(kind)[name]))
+        self._build = cache(lambda name: build(name, load_table(kind)[name]))
 
     def __getitem__(self, name: str) -> Noun:
-        known = entries(self._kind)
+        known = load_table(self._kind)
         found = self._find(name)
         if found is None:
-            close = model_names().near(name) if self._kind == "models" else near(name, known)
+            close = (
+                load_model_names().find_similar(name) if self._kind == "models" else find_similar(name, known)
+            )
             nearest = f"; nearest: {close!r}" if close else ""
             raise KeyError(
                 f"{self._kind[:-1]} {name!r} is not in the catalogue{nearest}; "
@@ -71,14 +73,14 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
     def _find(self, name: object) -> str | None:
         if self._kind == "models":
-            return model_names().find(name)
-        return name if isinstance(name, str) and name in entries(self._kind) else None
+            return load_model_names().find(name)
+        return name if isinstance(name, str) and name in load_table(self._kind) else None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(entries(self._kind))
+        return iter(load_table(self._kind))
 
     def __len__(self) -> int:
-        return len(entries(self._kind))
+        return len(load_table(self._kind))
 
     def __contains__(self, name: object) -> bool:
         return self._find(name) is not None
@@ -95,26 +97,26 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
 
 @cache
-def entries(kind: str) -> dict[str, dict[str, Any]]:
+def load_table(kind: str) -> dict[str, dict[str, Any]]:
     """Return the tables of ``kind``.toml ("models", "gpus", "links"). Do not modify the result."""
     return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
 
 
 @cache
-def model_names() -> ModelNames:
+def load_model_names() -> ModelNames:
     """Return the names of the catalogue's models, here and on the Hub."""
-    return ModelNames(entries("models"))
+    return ModelNames(load_table("models"))
 
 
-def config_of(name: str) -> dict[str, Any]:
+def get_config(name: str) -> dict[str, Any]:
     """Return the config.json of a catalogue model, reduced to the keys that its entry has."""
-    entry = entries("models")[name]
+    entry = load_table("models")[name]
     config = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
     return config | dict.fromkeys(entry.get("nulls", ()))
 
 
 def _model(name: str, entry: dict[str, Any]) -> Architecture:
-    return Architecture.from_hf({**config_of(name), "_name_or_path": name})
+    return Architecture.from_hf({**get_config(name), "_name_or_path": name})
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
@@ -125,7 +127,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 def _cpu() -> Gpu:
     """Return this host as a ``Gpu``. Not cached, because a container's memory limit may change."""
     memory = host_memory_bytes()
-    fields = {key: value for key, value in entries("gpus")["cpu"].items() if key not in NOT_FIELDS}
+    fields = {key: value for key, value in load_table("gpus")["cpu"].items() if key not in NOT_FIELDS}
     return Gpu(name="cpu", memory_bytes=memory, usable_bytes=memory, memory_is_shared=True, **fields)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from shardscope.core.errors import near, nearest
+from shardscope.core.errors import find_nearest, find_similar
 
 _REPOSITORY = re.compile(r"^https://huggingface\.co/([^/\s;]+/[^/\s;]+)/")
 
@@ -36,17 +36,17 @@ class ModelNames:
         lower = text.lower()
         return lower if lower in self._known else self._by_repository.get(lower)
 
-    def near(self, text: object) -> str | None:
+    def find_similar(self, text: object) -> str | None:
         """Return the name in the catalogue that is spelled much like ``text``, or whose repository's is; None
         if none is near."""
         wanted, called = self._spellings(text)
-        close = _longest_beginning(wanted, called) or near(wanted, called)
+        close = _longest_beginning(wanted, called) or find_similar(wanted, called)
         return None if close is None else called[close]
 
-    def nearest(self, text: object) -> str:
+    def find_nearest(self, text: object) -> str:
         """Return the name in the catalogue that is spelled most like ``text``, however far that is."""
         wanted, called = self._spellings(text)
-        return called[_longest_beginning(wanted, called) or nearest(wanted, list(called))]
+        return called[_longest_beginning(wanted, called) or find_nearest(wanted, list(called))]
 
     def _spellings(self, text: object) -> tuple[str, dict[str, str]]:
         """Return ``text`` without an owner, and the catalogue's name of every spelling that is known."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self, overload
+from typing import Literal, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.core.errors import Value, flag, one_of, refuse, whole_number
+from shardscope.core.errors import Value, add_article, check_choice, check_flag, check_integer, refuse
 from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
-from shardscope.core.serialization import JsonNoun, part
-from shardscope.core.size_limits import LIMITS, limited, limited_field
+from shardscope.core.serialization import Serializable, read_parts
+from shardscope.core.size_limits import LIMITS, check_size, check_size_field
 from shardscope.families import parameter_shapes
 from shardscope.families.parameter_shapes import LAYER_GROUPS, Parameter
 from shardscope.families.registry import FAMILIES, family_of
@@ -27,11 +27,11 @@ __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureO
 MODEL_TYPES = tuple(FAMILIES)
 """Hugging Face's ``model_type`` values whose layers are known exactly."""
 
-Tokens = int | npt.NDArray[Any]
+Tokens = int | npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture(JsonNoun):
+class Architecture(Serializable):
     """The shape of a decoder-only language model, with the field names of Hugging Face configs.
 
     Create one with :meth:`from_hf`, :meth:`of_size` or ``ss.models[name]``. Every field is validated alone
@@ -94,19 +94,19 @@ class Architecture(JsonNoun):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
             refuse("Architecture.name", self.name, "1 to 200 printable characters", Value("my-model"))
-        one_of("Architecture.model_type", self.model_type, MODEL_TYPES)
+        check_choice("Architecture.model_type", self.model_type, MODEL_TYPES)
         for field in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
         ):  # fmt: skip
-            limited_field("Architecture", self, field)
+            check_size_field("Architecture", self, field)
         for field in (
             "tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp",
             "qk_norm", "parallel_residual", "new_decoder_architecture",
         ):  # fmt: skip
-            flag(f"Architecture.{field}", getattr(self, field))
-        one_of("Architecture.norm", self.norm, ("rmsnorm", "layernorm"))
-        one_of("Architecture.norms_per_layer", self.norms_per_layer, (2, 1, 4))
+            check_flag(f"Architecture.{field}", getattr(self, field))
+        check_choice("Architecture.norm", self.norm, ("rmsnorm", "layernorm"))
+        check_choice("Architecture.norms_per_layer", self.norms_per_layer, (2, 1, 4))
         self._check_window()
         self._check_heads()
         self._check_parts()
@@ -114,9 +114,9 @@ class Architecture(JsonNoun):
 
     def _check_window(self) -> None:
         layers = self.num_hidden_layers
-        whole_number("Architecture.sliding_window_layers", self.sliding_window_layers, low=0, high=layers)
+        check_integer("Architecture.sliding_window_layers", self.sliding_window_layers, low=0, high=layers)
         if self.sliding_window is not None:
-            limited("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
+            check_size("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
         elif self.sliding_window_layers:
             allowed = "a whole number of tokens while sliding_window_layers is not 0"
             refuse("Architecture.sliding_window", None, allowed, {"sliding_window_layers": 0})
@@ -129,33 +129,32 @@ class Architecture(JsonNoun):
             refuse("Architecture.num_key_value_heads", kv_heads, allowed, {"num_key_value_heads": fix})
 
     def _check_parts(self) -> None:
-        for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
+        for field, kind in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
             value = getattr(self, field)
-            if value is not None and not isinstance(value, noun):
-                refuse(f"Architecture.{field}", value, f"None or a {noun.__name__}", Value(None))
+            if value is not None and not isinstance(value, kind):
+                refuse(f"Architecture.{field}", value, f"None or {add_article(kind.__name__)}", Value(None))
         moe = self.mixture_of_experts
         if moe is None:
             return
         layers = self.num_hidden_layers
-        whole_number("MixtureOfExperts.first_k_dense_replace", moe.first_k_dense_replace, low=0, high=layers)
+        check_integer("MixtureOfExperts.first_k_dense_replace", moe.first_k_dense_replace, low=0, high=layers)
 
     # ---------------------------------------------------------------------------------- constructors
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
-        fields = dict(data)
-        if cls is Architecture and "config_json" in fields:
+        if cls is Architecture and "config_json" in data:
             from shardscope.families.unknown import UnknownFamily  # circular import
 
-            return UnknownFamily.from_dict(fields)  # type: ignore[return-value]
-        for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
-            if isinstance(fields.get(field), Mapping):
-                fields[field] = part(noun, fields, field)
-        return super().from_dict(fields)
+            return UnknownFamily.from_dict(data)  # type: ignore[return-value]
+        kinds = {"mixture_of_experts": MixtureOfExperts, "latent_attention": LatentAttention}
+        return super().from_dict(read_parts(data, kinds))
 
     @classmethod
-    def from_hf(cls, config: str | Path | Mapping[str, Any], *, rehearse_only: bool = False) -> Architecture:
+    def from_hf(
+        cls, config: str | Path | Mapping[str, object], *, rehearse_only: bool = False
+    ) -> Architecture:
         """Read a Hugging Face ``config.json``.
 
         ``config`` is a path to the file, its folder, its contents as a dict, or a Hub id ("org/name"; the
@@ -168,7 +167,7 @@ class Architecture(JsonNoun):
         """
         from shardscope.families import hf_config  # circular import
 
-        flag("rehearse_only", rehearse_only)
+        check_flag("rehearse_only", rehearse_only)
         return hf_config.load(config, rehearse_only)
 
     @classmethod
@@ -203,7 +202,7 @@ class Architecture(JsonNoun):
 
     def layer_shapes(self, layer_index: int) -> tuple[Parameter, ...]:
         """Return ``(group, name, shape)`` of one decoder layer's parameters, with transformers' names."""
-        return self._layer(self.is_moe_layer(layer_index))
+        return self._get_layer(self.is_moe_layer(layer_index))
 
     @cached_property
     def outer_shapes(self) -> tuple[Parameter, ...]:
@@ -212,15 +211,15 @@ class Architecture(JsonNoun):
 
     def layer_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return the parameter counts of one decoder layer by non-empty group (:data:`LAYER_GROUPS`)."""
-        return self._layer_counts(self.is_moe_layer(layer_index))[0]
+        return self._get_layer_counts(self.is_moe_layer(layer_index))[0]
 
     def layer_matrix_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return :meth:`layer_parameters` of matrices only, which tensor parallelism shards."""
-        return self._layer_counts(self.is_moe_layer(layer_index))[1]
+        return self._get_layer_counts(self.is_moe_layer(layer_index))[1]
 
     def layer_vector_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return :meth:`layer_parameters` of norms and biases only: small, and mostly replicated."""
-        return self._layer_counts(self.is_moe_layer(layer_index))[2]
+        return self._get_layer_counts(self.is_moe_layer(layer_index))[2]
 
     @cached_property
     def attention_matrix_parameters(self) -> int:
@@ -231,11 +230,11 @@ class Architecture(JsonNoun):
     def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
         """Distinct ``(target, (out_features, in_features))`` of all Linears that LoRA can wrap."""
         kinds = dict.fromkeys(self.is_moe_layer(index) for index in range(self.num_hidden_layers))
-        return tuple(dict.fromkeys(linear for moe in kinds for linear in self._linears(moe)))
+        return tuple(dict.fromkeys(linear for moe in kinds for linear in self._list_linears(moe)))
 
     def layer_linears(self, layer_index: int) -> tuple[tuple[str, tuple[int, int]], ...]:
         """Return ``(target, (out_features, in_features))`` of one layer's Linears that LoRA can wrap."""
-        return self._linears(self.is_moe_layer(layer_index))
+        return self._list_linears(self.is_moe_layer(layer_index))
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -269,7 +268,7 @@ class Architecture(JsonNoun):
         moe_layers = self.num_moe_layers
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
-                for group, count in self._layer_counts(moe)[0].items():
+                for group, count in self._get_layer_counts(moe)[0].items():
                     groups[group] += layers * count
         groups["norm"] += self.final_norm_parameters
         return MappingProxyType({group: count for group, count in groups.items() if count})
@@ -295,7 +294,7 @@ class Architecture(JsonNoun):
         moe_layers, total = self.num_moe_layers, self.vocab_size * self.hidden_size
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
-                for group, count in self._layer_counts(moe)[1].items():
+                for group, count in self._get_layer_counts(moe)[1].items():
                     if group == "experts" and self.mixture_of_experts is not None:
                         experts = self.mixture_of_experts
                         count = count // experts.num_experts * experts.num_experts_per_tok
@@ -305,7 +304,9 @@ class Architecture(JsonNoun):
     @overload
     def flops_per_token(self, seq_len: int, causal: bool = True) -> float: ...
     @overload
-    def flops_per_token(self, seq_len: npt.NDArray[Any], causal: bool = True) -> npt.NDArray[np.float64]: ...
+    def flops_per_token(
+        self, seq_len: npt.NDArray[np.generic], causal: bool = True
+    ) -> npt.NDArray[np.float64]: ...
     def flops_per_token(self, seq_len: Tokens, causal: bool = True) -> float | npt.NDArray[np.float64]:
         """Return the forward and backward model FLOPs of one token in a sequence of ``seq_len`` tokens.
 
@@ -319,8 +320,8 @@ class Architecture(JsonNoun):
 
         Raises ``ValueError`` unless ``seq_len`` is a whole number of tokens from 1 to 2**40.
         """
-        flag("causal", causal)
-        tokens = _tokens(seq_len)
+        check_flag("causal", causal)
+        tokens = _check_tokens(seq_len)
         latent = self.latent_attention
         width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * self.head_dim
         sliding = self.sliding_window_layers
@@ -342,11 +343,11 @@ class Architecture(JsonNoun):
         # Cached: the architecture is a cache key of every formula, and hashing thirty fields is slow.
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Only the fields: cached properties contain MappingProxyType, which pickle and copy reject.
         return type(self).from_dict, (self.to_dict(),)
 
-    def _layer(self, moe: bool) -> tuple[Parameter, ...]:
+    def _get_layer(self, moe: bool) -> tuple[Parameter, ...]:
         return self._moe_layer if moe else self._dense_layer
 
     @cached_property
@@ -357,28 +358,28 @@ class Architecture(JsonNoun):
     def _dense_layer(self) -> tuple[Parameter, ...]:
         return parameter_shapes.layer_parameters(self, False)
 
-    def _layer_counts(self, moe: bool) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    def _get_layer_counts(self, moe: bool) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
         return self._moe_layer_counts if moe else self._dense_layer_counts
 
     @cached_property
     def _moe_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
-        return _count(self._layer(True))
+        return _count_by_group(self._get_layer(True))
 
     @cached_property
     def _dense_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
-        return _count(self._layer(False))
+        return _count_by_group(self._get_layer(False))
 
-    def _linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
+    def _list_linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
         conv1d = family_of(self).projections == "conv1d"
-        found = (parameter_shapes.lora_target(parameter, conv1d) for parameter in self._layer(moe))
-        return tuple(linear for linear in found if linear is not None)
+        targets = (parameter_shapes.lora_target(parameter, conv1d) for parameter in self._get_layer(moe))
+        return tuple(target for target in targets if target is not None)
 
     def _check_layer(self, layer_index: int) -> None:
         if type(layer_index) is not int or not 0 <= layer_index < self.num_hidden_layers:
-            whole_number("layer_index", layer_index, low=0, high=self.num_hidden_layers - 1)
+            check_integer("layer_index", layer_index, low=0, high=self.num_hidden_layers - 1)
 
 
-def _count(
+def _count_by_group(
     parameters: tuple[Parameter, ...],
 ) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
     """Return parameter counts by group: of all parameters, of matrices and of vectors."""
@@ -392,10 +393,11 @@ def _count(
     return MappingProxyType(everything), MappingProxyType(matrices), MappingProxyType(vectors)
 
 
-def _tokens(seq_len: object) -> Any:
+def _check_tokens(seq_len: object) -> float | npt.NDArray[np.float64]:
+    """Return ``seq_len`` in floating point, so that squares of long sequences do not overflow."""
     if not isinstance(seq_len, np.ndarray):
-        return float(whole_number("seq_len", seq_len, low=1, high=2**40))
-    good = seq_len.dtype.kind in "iuf" and seq_len.size and bool(np.all((seq_len >= 1) & (seq_len <= 2**40)))
-    if not good:
+        return float(check_integer("seq_len", seq_len, low=1, high=2**40))
+    is_number = seq_len.dtype.kind in "iuf" and seq_len.size
+    if not is_number or not np.all((seq_len >= 1) & (seq_len <= 2**40)):
         refuse("seq_len", seq_len, f"numbers of tokens from 1 to {2**40:,}", "np.array([4096])")
     return seq_len.astype(np.float64)

@@ -7,10 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
-from shardscope.core.errors import Value, flag, near, one_of, real_number, refuse, whole_number, with_article
-from shardscope.core.serialization import JsonNoun, part
+from shardscope.core.errors import (
+    Value,
+    add_article,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    find_similar,
+    refuse,
+)
+from shardscope.core.serialization import Serializable, read_parts
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
@@ -25,7 +34,7 @@ VENDORS = ("nvidia", "amd", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link(JsonNoun):
+class Link(Serializable):
     """A link between GPUs, nodes, or a GPU and its host. Raises ``ValueError`` for bad values."""
 
     name: str
@@ -36,9 +45,9 @@ class Link(JsonNoun):
     """Seconds of one small message."""
 
     def __post_init__(self) -> None:
-        _named("Link.name", self.name)
-        real_number("Link.bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, low=1e6, high=1e14)
-        real_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
+        _check_name("Link.name", self.name)
+        check_number("Link.bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, low=1e6, high=1e14)
+        check_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
 
 
 BEFORE_AMPERE = ("volta", "turing")
@@ -46,7 +55,7 @@ BEFORE_AMPERE = ("volta", "turing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu(JsonNoun):
+class Gpu(Serializable):
     """One GPU type. Unknown figures are None, never guessed. Raises ``ValueError`` for bad values."""
 
     name: str
@@ -75,14 +84,14 @@ class Gpu(JsonNoun):
     """Date on which the price was read, "2026-11-20"; prices change quickly."""
 
     def __post_init__(self) -> None:
-        _named("Gpu.name", self.name)
-        one_of("Gpu.vendor", self.vendor, VENDORS)
+        _check_name("Gpu.name", self.name)
+        check_choice("Gpu.vendor", self.vendor, VENDORS)
         for optional in ("architecture", "link"):
             if getattr(self, optional) is not None:
-                _named(f"Gpu.{optional}", getattr(self, optional))
-        memory = whole_number("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
-        whole_number("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
-        flag("Gpu.memory_is_shared", self.memory_is_shared)
+                _check_name(f"Gpu.{optional}", getattr(self, optional))
+        memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
+        check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
+        check_flag("Gpu.memory_is_shared", self.memory_is_shared)
         if not isinstance(self.peak_flops, Mapping):
             refuse(
                 "Gpu.peak_flops",
@@ -92,7 +101,7 @@ class Gpu(JsonNoun):
             )
         # Copied and made read-only, so that the frozen dataclass cannot change.
         peaks = {
-            one_of("Gpu.peak_flops precision", precision, PRECISIONS): real_number(
+            check_choice("Gpu.peak_flops precision", precision, PRECISIONS): check_number(
                 f"Gpu.peak_flops[{precision!r}]", value, low=1e6, high=1e18
             )
             for precision, value in self.peak_flops.items()
@@ -104,7 +113,7 @@ class Gpu(JsonNoun):
             ("price_per_hour_usd", 0.0, 1e5),
         ):
             if getattr(self, name) is not None:
-                real_number(f"Gpu.{name}", getattr(self, name), low=low, high=high)
+                check_number(f"Gpu.{name}", getattr(self, name), low=low, high=high)
         self._check_price_date()
 
     @property
@@ -125,12 +134,12 @@ class Gpu(JsonNoun):
                 "Gpu.price_date", day, "the day of the price, as YYYY-MM-DD", Value(date.today().isoformat())
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_dict, (self.to_dict(),)  # pickle and copy refuse a read-only mapping
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(JsonNoun):
+class Cluster(Serializable):
     """The GPU inventory: ``num_nodes`` equal nodes of ``gpus_per_node`` equal GPUs.
 
     Create one with :meth:`parse` or :meth:`detect`. Raises ``ValueError`` with the field, the value, what is
@@ -165,15 +174,15 @@ class Cluster(JsonNoun):
         ):
             if not isinstance(getattr(self, name), noun):
                 fix = "ss.gpus['h100-sxm-80gb']" if noun is Gpu else "Cluster.parse('8xh100-sxm-80gb')"
-                refuse(f"Cluster.{name}", getattr(self, name), with_article(noun.__name__), fix)
-        whole_number("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
-        whole_number("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)
+                refuse(f"Cluster.{name}", getattr(self, name), add_article(noun.__name__), fix)
+        check_integer("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
+        check_integer("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)
         for name in ("host_memory_bytes", "nvme_bytes"):
             if getattr(self, name) is not None:
-                whole_number(f"Cluster.{name}", getattr(self, name), low=0, high=MAX_BYTES)
+                check_integer(f"Cluster.{name}", getattr(self, name), low=0, high=MAX_BYTES)
         speed = self.nvme_bandwidth_bytes_per_second
         if speed is not None:
-            real_number("Cluster.nvme_bandwidth_bytes_per_second", speed, low=1e6, high=1e13)
+            check_number("Cluster.nvme_bandwidth_bytes_per_second", speed, low=1e6, high=1e13)
 
     @property
     def num_gpus(self) -> int:
@@ -196,15 +205,10 @@ class Cluster(JsonNoun):
         return f"{nodes}{self.gpus_per_node}x{self.gpu.name}"
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
-        fields = dict(data)
-        if isinstance(fields.get("gpu"), Mapping):
-            fields["gpu"] = part(Gpu, fields, "gpu")
-        for name in ("intra_node_link", "inter_node_link", "host_link"):
-            if isinstance(fields.get(name), Mapping):
-                fields[name] = part(Link, fields, name)
-        return super().from_dict(fields)
+        kinds = {"gpu": Gpu, "intra_node_link": Link, "inter_node_link": Link, "host_link": Link}
+        return super().from_dict(read_parts(data, kinds))
 
     @classmethod
     def of(cls, gpu: Gpu, gpus_per_node: int, num_nodes: int = 1) -> Cluster:
@@ -215,12 +219,12 @@ class Cluster(JsonNoun):
         depend on bandwidths. Set the real links with ``dataclasses.replace``. Raises ``ValueError`` for bad
         values.
         """
-        from shardscope.catalog import entries, links  # circular import
+        from shardscope.catalog import links, load_table  # circular import
         from shardscope.machine.host import host_memory_bytes
 
         if not isinstance(gpu, Gpu):
             refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
-        entry = entries("gpus").get(gpu.name, {})
+        entry = load_table("gpus").get(gpu.name, {})
         across = links[entry.get("inter_node_link", "ethernet-25g")]
         host_memory = host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
         return cls(
@@ -255,7 +259,7 @@ class Cluster(JsonNoun):
         counts = [int(count) for count in match[1].split("x") if count]
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
-            meant = near(match[2], gpus)
+            meant = find_similar(match[2], gpus)
             fix = (
                 Value(match[1] + meant) if meant else "ss.Cluster.of(ss.Gpu(...)), with the GPU's own figures"
             )
@@ -280,6 +284,6 @@ class Cluster(JsonNoun):
         return detect()
 
 
-def _named(field_name: str, value: object) -> None:
+def _check_name(field_name: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
         refuse(field_name, value, "1 to 200 printable characters", Value("my-gpu"))

@@ -10,10 +10,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, TypeVar
+
+Option = TypeVar("Option")
 
 # Matches the field in "tp=4" and "pp > 1", and both fields of "tp x pp".
-_NAMED = re.compile(r"\b([a-z_]\w*)(?= ?[=<>]| x )|(?<= x )([a-z_]\w*)")
+_FIELD_IN_TEXT = re.compile(r"\b([a-z_]\w*)(?= ?[=<>]| x )|(?<= x )([a-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -31,28 +33,28 @@ Fix: TypeAlias = str | Value | Mapping[str, object]
 class FieldError(ValueError):
     """An invalid value of ``field``, by which a widget finds the input to show the message at."""
 
-    way: tuple[str, ...] = ()
-    """Path of keys to the invalid object in the data that it was read from."""
+    key_path: tuple[str, ...] = ()
+    """Keys that lead to the invalid object in the data that it was read from, outermost first."""
 
     def __init__(self, field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> None:
         text = write_fix(fix)
-        super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {text}.")
+        super().__init__(f"{field} is {_format_value(value)}; allowed: {allowed}. Nearest fix: {text}.")
         self.field = field
         self.problem = problem
         """Short reason, to show next to an input; empty: use :attr:`allowed`."""
         self.allowed = allowed
         self.fix = text
         """The fix as text, as in the message."""
-        self.refused = _fields_of(field)
+        self.field_names = _split_fields(field)
         """The invalid fields without their class: one in "Recipe.seq_len", two in "Layout tp x pp"; for an
         unknown key, the key."""
-        self.fix_values = _fix_values(fix, self.refused)
+        self.fix_values = _get_fix_values(fix, self.field_names)
         """The fix as data: field -> value, and "layout" -> the name of one of ``Layout``'s constructors; None
         if the fix is text."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # BaseException's default calls the constructor with the message alone.
-        return _restored, (str(self), _state(self))
+        return _restore, (str(self), _copy_state(self))
 
     @property
     def changes(self) -> dict[str, object]:
@@ -74,20 +76,20 @@ class FieldError(ValueError):
         return f"{self.problem or f'Allowed: {self.allowed}'}. Use {use}"
 
     @property
-    def named(self) -> list[str]:
+    def mentioned_names(self) -> list[str]:
         """Fields that the message has a value or bound for, in its order; may contain other words too."""
-        return [before or behind for before, behind in _NAMED.findall(str(self))]
+        return [before or after for before, after in _FIELD_IN_TEXT.findall(str(self))]
 
     def with_fix(self, fix: Fix) -> FieldError:
         """Return the same error with another fix and the same traceback."""
         text = write_fix(fix)
-        changed = _restored(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _state(self))
-        changed.fix, changed.fix_values = text, _fix_values(fix, self.refused)
+        changed = _restore(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _copy_state(self))
+        changed.fix, changed.fix_values = text, _get_fix_values(fix, self.field_names)
         return changed.with_traceback(self.__traceback__)
 
-    def behind(self, where: str) -> FieldError:
-        """Return the same error with the location ``where`` in front of its message."""
-        return _restored(f"{where}: {self}", _state(self)).with_traceback(self.__traceback__)
+    def with_location(self, location: str) -> FieldError:
+        """Return the same error with ``location`` (file, line, key) in front of its message."""
+        return _restore(f"{location}: {self}", _copy_state(self)).with_traceback(self.__traceback__)
 
 
 def write_fix(fix: Fix) -> str:
@@ -109,19 +111,19 @@ def _write_value(value: object) -> str:
     return repr(value)
 
 
-def _fix_values(fix: Fix, refused: list[str]) -> dict[str, Any] | None:
+def _get_fix_values(fix: Fix, field_names: list[str]) -> dict[str, object] | None:
     if isinstance(fix, str):
         return None
-    return {refused[0]: fix.value} if isinstance(fix, Value) else dict(fix)
+    return {field_names[0]: fix.value} if isinstance(fix, Value) else dict(fix)
 
 
-def _state(error: FieldError) -> dict[str, Any]:
+def _copy_state(error: FieldError) -> dict[str, object]:
     """Return the attributes to copy from ``error``."""
-    names = ("field", "allowed", "fix", "fix_values", "refused", "problem")
+    names = ("field", "allowed", "fix", "fix_values", "field_names", "problem")
     return {name: getattr(error, name) for name in names}
 
 
-def _restored(message: str, state: dict[str, Any]) -> FieldError:
+def _restore(message: str, state: dict[str, object]) -> FieldError:
     """Create an error with these attributes, without the constructor, which composes its own message."""
     error = FieldError.__new__(FieldError)
     ValueError.__init__(error, message)
@@ -129,7 +131,7 @@ def _restored(message: str, state: dict[str, Any]) -> FieldError:
     return error
 
 
-def _fields_of(field: str) -> list[str]:
+def _split_fields(field: str) -> list[str]:
     names = field.removeprefix("Layout ").split(" x ")
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
@@ -142,7 +144,7 @@ def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "")
     raise FieldError(field, value, allowed, fix, problem)
 
 
-def whole_number(field: str, value: object, *, low: int, high: int) -> int:
+def check_integer(field: str, value: object, *, low: int, high: int) -> int:
     """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool."""
     allowed = f"a whole number from {low:,} to {high:,}"
     if isinstance(value, bool | str | bytes) or value is None:
@@ -156,7 +158,7 @@ def whole_number(field: str, value: object, *, low: int, high: int) -> int:
     return int(number)
 
 
-def real_number(field: str, value: object, *, low: float, high: float) -> float:
+def check_number(field: str, value: object, *, low: float, high: float) -> float:
     """Return ``value`` as a float. Raises ``ValueError`` unless it is a number in ``low..high``, no bool."""
     allowed = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -168,61 +170,61 @@ def real_number(field: str, value: object, *, low: float, high: float) -> float:
     return number
 
 
-def flag(field: str, value: object) -> bool:
+def check_flag(field: str, value: object) -> bool:
     """Return ``value``. Raises ``ValueError`` unless it is True or False (not 0 or 1)."""
     if not isinstance(value, bool):
         refuse(field, value, "True or False", Value(bool(value)))
     return value
 
 
-def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
+def check_choice(field: str, value: object, choices: Iterable[Option]) -> Option:
     """Return ``value``. Raises ``ValueError``, with the nearest choice, unless it is in ``choices``."""
     options = list(choices)
     for option in options:
         if value is option or (type(value) is type(option) and value == option):
             return option
-    refuse(field, value, ", ".join(repr(option) for option in options), Value(nearest(value, options)))
+    refuse(field, value, ", ".join(repr(option) for option in options), Value(find_nearest(value, options)))
 
 
-def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
+def check_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
     """Raise ``ValueError`` for keys of ``data`` outside of ``allowed``, with a similar key if any."""
     names = list(allowed)
     for key in data:
         if key not in names:
-            meant = near(key, names)
-            fix = repr(meant) if meant else f"leave {key} out"
-            refusal = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
-            refusal.refused = [key]
-            raise refusal
+            similar = find_similar(key, names)
+            fix = repr(similar) if similar else f"leave {key} out"
+            error = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
+            error.field_names = [key]
+            raise error
 
 
-def with_article(name: str) -> str:
+def add_article(name: str) -> str:
     """Return ``name`` with its article: ``an Architecture``, ``a Plan``."""
     return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
-NEAR = 0.6
+MIN_SIMILARITY = 0.6
 """Lowest similarity (``difflib``'s ratio) at which a name is suggested for another: "rtx4090" and
 "rtx-4090-24gb" have 0.70, "sequence_length" and "seq_len" 0.64."""
 
 
-def near(value: object, options: Iterable[str]) -> str | None:
+def find_similar(value: object, options: Iterable[str]) -> str | None:
     """Return the option that starts with ``value`` or is spelled similarly; None if there is none."""
-    return _spelled_like(value, list(options), NEAR)
+    return _find_by_spelling(value, list(options), MIN_SIMILARITY)
 
 
-def nearest(value: object, options: list[Any]) -> Any:
+def find_nearest(value: object, options: list[Option]) -> Option:
     """Return the option that starts with ``value`` or is spelled most similarly; else the first one."""
     texts = [str(option) for option in options]
-    close = _spelled_like(value, texts, 0.3)
-    return options[0] if close is None else options[texts.index(close)]
+    match = _find_by_spelling(value, texts, 0.3)
+    return options[0] if match is None else options[texts.index(match)]
 
 
-def _spelled_like(value: object, texts: list[str], cutoff: float) -> str | None:
-    wanted = str(value).lower()
+def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | None:
+    text = str(value).lower()
     # "h200" should match h200-sxm-141gb, although h20-96gb has a higher difflib ratio.
-    begins = [text for text in texts if wanted and text.startswith(f"{wanted}-")]
-    return next(iter(begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=cutoff)), None)
+    longer = [option for option in texts if text and option.startswith(f"{text}-")]
+    return next(iter(longer or difflib.get_close_matches(text, texts, n=1, cutoff=cutoff)), None)
 
 
 def _nearest_number(value: object, low: int, high: int) -> Value:
@@ -236,7 +238,7 @@ def _nearest_number(value: object, low: int, high: int) -> Value:
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return ``repr(value)``, shortened to 80 characters; safe if ``__repr__`` raises."""
     try:
         text = repr(value)

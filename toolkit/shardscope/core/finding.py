@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from shardscope.core.serialization import replace_fields
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -14,7 +16,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """Worst first: spoils the run or its result, wastes much of it, good to know."""
 
 
-class Way(NamedTuple):
+class PlanChange(NamedTuple):
     """Changes that turn a plan that does not fit into ``plan``, which fits or is an intermediate step."""
 
     changes: tuple[str, ...]
@@ -23,7 +25,7 @@ class Way(NamedTuple):
     """Added seconds per optimizer step; NaN if unknown."""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The changes as text: ``recompute none → selective, optimizer adamw → adamw_8bit``."""
         return ", ".join(self.changes)
 
@@ -48,20 +50,20 @@ class Finding:
     """The fixed task (``Pretrain(...)`` with another field); None if no field of it changes."""
     question: Question | None = None
     """A question for the user, with the plan that each answer leads to; None if there is none."""
-    way: Callable[[], Way | None] | None = field(default=None, repr=False, compare=False)
+    search: Callable[[], PlanChange | None] | None = field(default=None, repr=False, compare=False)
     """Search for several changes that fix it together, or for another plan. It takes up to seconds, so it
-    runs only in :meth:`look`. None: nothing to search for."""
+    runs only in :meth:`run_search`. None: nothing to search for."""
     line: int | None = None
     """Line of the script, from 1; None if the finding is not about a script."""
 
-    def look(self) -> Finding:
-        """Run the search :attr:`way` and return the finding with its plan and changes, if any."""
-        if self.way is None:
+    def run_search(self) -> Finding:
+        """Run :attr:`search` and return the finding with the plan and changes that it found, if any."""
+        if self.search is None:
             return self
-        found = self.way()
-        if found is None:
-            return replace(self, way=None, change=f"{self.change}: none was found")
-        return replace(self, way=None, change=found.words, plan=found.plan)
+        fix = self.search()
+        if fix is None:
+            return replace(self, search=None, change=f"{self.change}: none was found")
+        return replace(self, search=None, change=fix.text, plan=fix.plan)
 
 
 # ---- ``Question``: a fact about the machines that only the user knows
@@ -76,7 +78,7 @@ class Question:
     field: str
     """Field of its cluster: ``host_memory_bytes`` or ``nvme_bytes``."""
 
-    def answered(self, num_bytes: int) -> Plan:
+    def answer(self, num_bytes: int) -> Plan:
         """Return the plan on nodes with ``num_bytes``. Raises ``ValueError`` for an impossible size."""
-        told: dict[str, Any] = {self.field: num_bytes}
-        return replace(self.plan, cluster=replace(self.plan.cluster, **told))
+        cluster = replace_fields(self.plan.cluster, {self.field: num_bytes})
+        return replace(self.plan, cluster=cluster)

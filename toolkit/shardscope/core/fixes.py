@@ -12,184 +12,211 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from shardscope.core.errors import FieldError, known_keys
+from shardscope.core.errors import FieldError, check_keys
+from shardscope.core.serialization import replace_fields
 
-Noun = TypeVar("Noun")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from shardscope.core.layout import Layout
+
+T = TypeVar("T", bound="DataclassInstance")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_TRIES = 100
 """Most constructions in the search for one fix: some milliseconds."""
 
-_seeking: ContextVar[bool] = ContextVar("_seeking", default=True)
+_is_search_enabled: ContextVar[bool] = ContextVar("_is_search_enabled", default=True)
 
 
 @contextmanager
-def as_it_is() -> Iterator[None]:
+def without_fix_search() -> Iterator[None]:
     """Disable the search inside the context, for callers that only test whether a combination is valid."""
-    token = _seeking.set(False)
+    token = _is_search_enabled.set(False)
     try:
         yield
     finally:
-        _seeking.reset(token)
+        _is_search_enabled.reset(token)
 
 
-def checked(noun: type[Noun]) -> type[Noun]:
+def suggest_complete_fixes(kind: type[T]) -> type[T]:
     """Decorate a dataclass so that its errors have complete fixes and unknown keywords name the nearest
     field.
 
     The constructor raises the original ``FieldError`` with the complete fix, or one for the unknown keyword.
     """
-    names = _fields(noun)
-    owner = [kind.__name__ for kind in noun.__mro__ if is_dataclass(kind)][-1]
-    make = noun.__init__
+    names = _get_init_fields(kind)
+    owner = [base.__name__ for base in kind.__mro__ if is_dataclass(base)][-1]
+    initialize: Callable[..., None] = kind.__init__
 
-    @wraps(make)
-    def initialise(self: Noun, *args: Any, **values: Any) -> None:
+    @wraps(initialize)
+    def initialize_with_fixes(self: T, *args: object, **values: object) -> None:
         if not names.keys() >= values.keys():
-            known_keys(owner, values, names)
+            check_keys(owner, values, names)
         try:
-            make(self, *args, **values)
-        except FieldError as refusal:
-            if not _seeking.get():
+            initialize(self, *args, **values)
+        except FieldError as error:
+            if not _is_search_enabled.get():
                 raise
-            changes = find_whole_fix(self, refusal)
+            changes = find_complete_fix(self, error)
             if changes is None:
                 raise
-            raise refusal.with_fix(changes) from None
+            raise error.with_fix(changes) from None
 
-    noun.__init__ = initialise  # type: ignore[assignment]
-    return noun
+    kind.__init__ = initialize_with_fixes  # type: ignore[method-assign, assignment]
+    return kind
 
 
-def known_arguments(make: Callable[P, R]) -> Callable[P, R]:
+def check_keywords(create: Callable[P, R]) -> Callable[P, R]:
     """Decorate a factory so that unknown keywords raise ``ValueError`` with the nearest known one."""
-    parameters = inspect.signature(make).parameters.values()
+    parameters = inspect.signature(create).parameters.values()
     names = [parameter.name for parameter in parameters]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return make  # its **options are checked by the class that receives them
+        return create  # its **options are checked by the class that receives them
 
-    @wraps(make)
-    def called(*args: P.args, **values: P.kwargs) -> R:
-        known_keys(make.__qualname__, values, names)
-        return make(*args, **values)
+    @wraps(create)
+    def create_checked(*args: P.args, **values: P.kwargs) -> R:
+        check_keys(create.__qualname__, values, names)
+        return create(*args, **values)
 
-    return called
+    return create_checked
 
 
-def find_whole_fix(noun: Any, refusal: FieldError) -> dict[str, Any] | None:
-    """Return a minimal set of changes that makes ``noun``, whose constructor raised ``refusal``, valid.
+def find_complete_fix(subject: DataclassInstance, error: FieldError) -> dict[str, object] | None:
+    """Return a minimal set of changes that makes ``subject``, whose constructor raised ``error``, valid.
 
     Return None if the error's own fix is enough, if it is text, or if the search finds nothing.
     """
-    own = refusal.fix_values
-    if own is None:
+    first_fix = error.fix_values
+    if first_fix is None:
         return None
-    with as_it_is():
-        search = _Search(noun)
-        found = search.from_here({}, own)
+    with without_fix_search():
+        search = _Search(subject)
+        changes = search.extend({}, first_fix)
+        if changes is None:
+            return None
         # Drop each change that is not needed: later steps may have made earlier ones redundant.
-        for name in list(found or ()):
-            fewer = {key: value for key, value in (found or {}).items() if key != name}
-            if fewer and name != "layout" and search.refusal(fewer) is None:
-                found = fewer
-    return None if found == own else found
+        for name in list(changes):
+            fewer = {key: value for key, value in changes.items() if key != name}
+            if fewer and name != "layout" and search.find_error(fewer) is None:
+                changes = fewer
+    return None if changes == first_fix else changes
 
 
-def find_changes(refusal: FieldError) -> dict[str, object]:
-    """Return the changes of ``refusal.fix``; see :attr:`FieldError.changes`."""
-    if refusal.field.endswith(" key"):
+def find_changes(error: FieldError) -> dict[str, object]:
+    """Return the changes of ``error.fix``; see :attr:`FieldError.changes`."""
+    if error.field.endswith(" key"):
         return {}  # the fix is another key, not another value
-    owner = refusal.field.removeprefix("Layout ").rpartition(".")[0]
-    owner = "Layout" if refusal.field.startswith("Layout ") else owner
+    owner = error.field.removeprefix("Layout ").rpartition(".")[0]
+    owner = "Layout" if error.field.startswith("Layout ") else owner
     changes: dict[str, object] = {}
-    for name, value in (refusal.fix_values or {}).items():
+    for name, value in (error.fix_values or {}).items():
         if name == "layout":
-            from shardscope.core.layout import Layout  # layout.py imports this module.
-
-            changes["Layout"] = getattr(Layout, value)()
+            changes["Layout"] = _create_layout(value)
         else:
-            noun = owner if name in refusal.refused else _owner(name) or owner
-            changes[f"{noun}.{name}" if noun else name] = value
+            field_owner = owner if name in error.field_names else _find_owner(name) or owner
+            changes[f"{field_owner}.{name}" if field_owner else name] = value
     return changes
 
 
-def _owner(name: str) -> str:
+def _find_owner(name: str) -> str:
     """Return the class, "Recipe" or "Layout", that has the field ``name``; empty if neither has it."""
     from shardscope.core.layout import Layout  # layout.py imports this module.
     from shardscope.core.recipe import Recipe
 
-    if name in _fields(Recipe):
+    if name in _get_init_fields(Recipe):
         return "Recipe"
-    is_of_a_layout = any(name in _fields(one) for one in Layout.__subclasses__())
-    return "Layout" if is_of_a_layout else ""
+    is_layout_field = any(name in _get_init_fields(kind) for kind in Layout.__subclasses__())
+    return "Layout" if is_layout_field else ""
 
 
 class _Search:
     """Depth-first search over sets of changes, each tried once because fixes may form a cycle."""
 
-    def __init__(self, noun: Any) -> None:
-        self._noun = noun
+    def __init__(self, subject: DataclassInstance) -> None:
+        self._subject = subject
         self._tried: set[str] = set()
 
-    def from_here(self, before: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any] | None:
+    def extend(self, before: Mapping[str, object], step: Mapping[str, object]) -> dict[str, object] | None:
         """Return ``before`` and ``step`` with all changes that further errors suggest; None if invalid."""
         # A new layout class has other fields: earlier changes of layout fields no longer apply.
         if "layout" in step:
-            own = _fields(self._noun.recipe)
-            before = {name: value for name, value in before.items() if name in own}
+            recipe_fields = _get_init_fields(_get_parts(self._subject)[0])
+            before = {name: value for name, value in before.items() if name in recipe_fields}
         changes = {**before, **step}
-        key = repr(sorted(changes.items()))
+        key = repr(sorted(changes.items(), key=lambda item: item[0]))
         if key in self._tried or len(self._tried) >= MAX_TRIES:
             return None
         self._tried.add(key)
-        refusal = self.refusal(changes)
-        if refusal is None:
+        error = self.find_error(changes)
+        if error is None:
             return changes
-        for following in self._steps(refusal):
-            found = self.from_here(changes, following)
-            if found is not None:
-                return found
+        for next_step in self._suggest_steps(error):
+            complete = self.extend(changes, next_step)
+            if complete is not None:
+                return complete
         return None
 
-    def refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
+    def find_error(self, changes: Mapping[str, object]) -> FieldError | None:
         """Return the error of constructing the object with ``changes``; None if it is valid."""
         try:
-            _remade(self._noun, changes)
-        except FieldError as refusal:
-            return refusal
+            _rebuild(self._subject, changes)
+        except FieldError as error:
+            return error
         return None
 
-    def _steps(self, refusal: FieldError) -> Iterator[dict[str, Any]]:
+    def _suggest_steps(self, error: FieldError) -> Iterator[dict[str, object]]:
         """Yield the changes to try next: the error's own fix, then the default values of its fields."""
-        if refusal.fix_values is not None:
-            yield refusal.fix_values
-        plain = {name: field.default for part in _parts(self._noun) for name, field in _fields(part).items()}
-        back = {name: plain[name] for name in refusal.refused if name in plain}
-        if back:
-            yield back
+        if error.fix_values is not None:
+            yield error.fix_values
+        defaults = {
+            name: field.default
+            for part in _get_parts(self._subject)
+            for name, field in _get_init_fields(part).items()
+        }
+        reset = {name: defaults[name] for name in error.field_names if name in defaults}
+        if reset:
+            yield reset
 
 
-def _parts(noun: Any) -> tuple[Any, ...]:
+def _get_parts(subject: DataclassInstance) -> tuple[DataclassInstance, ...]:
     """Return the objects whose fields a fix may change: a plan's recipe and layout, or the object itself."""
-    return (noun.recipe, noun.layout) if hasattr(noun, "recipe") else (noun,)
+    from shardscope.core.plan import Plan  # plan.py imports this module.
+
+    return (subject.recipe, subject.layout) if isinstance(subject, Plan) else (subject,)
 
 
-def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
-    if not hasattr(noun, "recipe"):
-        return replace(noun, **changes)
-    recipe, layout = noun.recipe, noun.layout
+def _rebuild(subject: DataclassInstance, changes: Mapping[str, object]) -> None:
+    """Construct the object with ``changes``. Raises ``ValueError`` if it is invalid."""
+    from shardscope.core.plan import Plan  # plan.py imports this module.
+
+    if not isinstance(subject, Plan):
+        replace_fields(subject, changes)
+        return
+    recipe, layout = subject.recipe, subject.layout
     # Apply the new layout class first, then field changes to the object that has the field.
     rest = dict(changes)
     if "layout" in rest:
-        layout = getattr(type(layout), rest.pop("layout"))()
-    mine = {name: rest.pop(name) for name in list(rest) if name in _fields(recipe)}
-    return replace(noun, recipe=replace(recipe, **mine), layout=replace(layout, **rest))
+        layout = _create_layout(rest.pop("layout"))
+    recipe_fields = _get_init_fields(recipe)
+    recipe_changes = {name: rest.pop(name) for name in list(rest) if name in recipe_fields}
+    parts = {"recipe": replace_fields(recipe, recipe_changes), "layout": replace_fields(layout, rest)}
+    replace_fields(subject, parts)
 
 
-def _fields(noun: Any) -> dict[str, Any]:
-    return {field.name: field for field in fields(noun) if field.init}
+def _create_layout(constructor: object) -> Layout:
+    """Return the layout of a fix: ``{"layout": "fsdp2"}`` means ``Layout.fsdp2()``."""
+    from shardscope.core.layout import Layout  # layout.py imports this module.
+
+    layout = getattr(Layout, str(constructor))()
+    assert isinstance(layout, Layout), constructor
+    return layout
+
+
+def _get_init_fields(kind: DataclassInstance | type[DataclassInstance]) -> dict[str, Field[object]]:
+    return {field.name: field for field in fields(kind) if field.init}

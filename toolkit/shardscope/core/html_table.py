@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LEFT = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0'"
 RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
@@ -46,7 +49,7 @@ def html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
     return f"{TABLE}{_caption(caption)}<tbody>{body}</tbody></table>"
 
 
-def html_dataclass(value: Any, caption: str = "") -> str:
+def html_dataclass(value: DataclassInstance, caption: str = "") -> str:
     """Return the fields of a dataclass that are set, as a table: ``hidden_size`` as "hidden size"."""
     pairs: dict[str, object] = {}
     for field in dataclasses.fields(value):
@@ -75,7 +78,7 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, tuple | list):
-        return ", ".join(format_value(one) for one in value)
+        return ", ".join(format_value(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 
 MAX_DEPTH = 64
 """Deepest nesting allowed, checked before any recursion; real configurations have four or five levels."""
@@ -16,28 +15,29 @@ MAX_DEPTH = 64
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:\n]', re.DOTALL)
 
 
-class _TwiceError(Exception):
+class _DuplicateKeyError(Exception):
     """Duplicate key in a JSON object."""
 
 
-def parse_json(name: str, text: str) -> Any:
+def parse_json(name: str, text: str) -> object:
     """Parse a JSON text; ``name`` is its name in messages.
 
     Raises ``ValueError`` with the line for invalid JSON and duplicate keys, and ``RecursionError`` for
     nesting beyond Python's limit (call :func:`check_depth` first to avoid that).
     """
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        value: object = json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
-    except _TwiceError:
+    except _DuplicateKeyError:
         # The parser reached the duplicate, so the text before it is valid JSON and can be scanned.
-        line, key = next((line, key) for line, key, _, is_again in _keys(text) if is_again)
+        line, key = next((line, key) for line, key, _, is_again in _scan_keys(text) if is_again)
         raise ValueError(
-            f"{name}, line {line}, {key}: the key {key!r} stands twice; keep one of the two."
+            f"{name}, line {line}, {key}: duplicate key {key!r}; remove one of the two."
         ) from None
     except ValueError as error:  # a number of more than sys.get_int_max_str_digits() digits
         raise ValueError(f"{name}: {error}.") from error
+    return value
 
 
 def check_depth(name: str, text: str) -> None:
@@ -49,42 +49,42 @@ def check_depth(name: str, text: str) -> None:
         line += token == "\n"
         if depth > MAX_DEPTH:
             raise ValueError(
-                f"{name}, line {line}: nested too deeply to be a configuration; allowed: {MAX_DEPTH} levels."
+                f"{name}, line {line}: nested too deeply for a configuration; allowed: {MAX_DEPTH} levels."
             )
 
 
-def key_lines(text: str) -> dict[Keys, int]:
+def key_lines(text: str) -> dict[KeyPath, int]:
     """Return the line number of each key of a JSON text by its path; keys inside lists are omitted."""
-    return {way: line for line, _, way, _ in _keys(text) if way is not None}
+    return {path: line for line, _, path, _ in _scan_keys(text) if path is not None}
 
 
-def _keys(text: str) -> Iterator[tuple[int, str, Keys | None, bool]]:
+def _scan_keys(text: str) -> Iterator[tuple[int, str, KeyPath | None, bool]]:
     """Yield line, key, key path (None inside lists), and whether the key is a duplicate in its object."""
-    way: list[str | None] = []
-    seen: list[set[str]] = []
-    line, last = 1, ("", 1)
+    path: list[str | None] = []
+    keys_by_level: list[set[str]] = []
+    line, last_string = 1, ("", 1)
     for token in _TOKENS.findall(text):
         if token == "\n":
             line += 1
         elif token in "{[":
-            way.append("" if token == "{" else None)
-            seen.append(set())
+            path.append("" if token == "{" else None)
+            keys_by_level.append(set())
         elif token in "]}":
-            way.pop()
-            seen.pop()
+            path.pop()
+            keys_by_level.pop()
         elif token == ":":
-            key = json.loads(last[0], strict=False)
-            way[-1] = key
-            keys = tuple(each for each in way if each is not None) if len(way) <= MAX_DEPTH else ()
-            yield last[1], key, keys if len(keys) == len(way) else None, key in seen[-1]
-            seen[-1].add(key)
+            key = json.loads(last_string[0], strict=False)
+            path[-1] = key
+            keys = tuple(part for part in path if part is not None) if len(path) <= MAX_DEPTH else ()
+            yield last_string[1], key, keys if len(keys) == len(path) else None, key in keys_by_level[-1]
+            keys_by_level[-1].add(key)
         else:
-            last = token, line
+            last_string = token, line
             line += token.count("\n")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _TwiceError
-    return found
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _DuplicateKeyError
+    return values

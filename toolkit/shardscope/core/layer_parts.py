@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardscope.core.errors import Value, refuse, whole_number
-from shardscope.core.serialization import JsonNoun
-from shardscope.core.size_limits import LIMITS, limited, limited_field
+from shardscope.core.errors import Value, check_integer, refuse
+from shardscope.core.serialization import Serializable
+from shardscope.core.size_limits import LIMITS, check_size, check_size_field
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts(JsonNoun):
+class MixtureOfExperts(Serializable):
     """The routed experts of MoE layers. Raises ``ValueError`` for bad values."""
 
     num_experts: int
@@ -29,27 +29,27 @@ class MixtureOfExperts(JsonNoun):
     """Indices of layers with a dense MLP (Qwen)."""
 
     def __post_init__(self) -> None:
-        experts = limited_field("MixtureOfExperts", self, "num_experts")
-        whole_number("MixtureOfExperts.num_experts_per_tok", self.num_experts_per_tok, low=1, high=experts)
-        limited_field("MixtureOfExperts", self, "moe_intermediate_size")
+        experts = check_size_field("MixtureOfExperts", self, "num_experts")
+        check_integer("MixtureOfExperts.num_experts_per_tok", self.num_experts_per_tok, low=1, high=experts)
+        check_size_field("MixtureOfExperts", self, "moe_intermediate_size")
         for field, low, high in (
             ("shared_expert_intermediate_size", 0, LIMITS["intermediate_size"][1]),
             ("first_k_dense_replace", 0, LIMITS["num_hidden_layers"][1]),
             ("decoder_sparse_step", 1, LIMITS["num_hidden_layers"][1]),
         ):
-            whole_number(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
+            check_integer(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
         if not isinstance(self.mlp_only_layers, tuple | list):
             refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", Value(()))
         last = LIMITS["num_hidden_layers"][1]
         layers = (
-            whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
+            check_integer("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
             for layer in self.mlp_only_layers
         )
         object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON has lists, hashing needs tuples
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(JsonNoun):
+class LatentAttention(Serializable):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Raises ``ValueError`` for bad values."""
 
     q_lora_rank: int | None
@@ -65,10 +65,10 @@ class LatentAttention(JsonNoun):
 
     def __post_init__(self) -> None:
         if self.q_lora_rank is not None:
-            limited("LatentAttention.q_lora_rank", self.q_lora_rank, "lora_rank")
-        limited("LatentAttention.kv_lora_rank", self.kv_lora_rank, "lora_rank")
+            check_size("LatentAttention.q_lora_rank", self.q_lora_rank, "lora_rank")
+        check_size("LatentAttention.kv_lora_rank", self.kv_lora_rank, "lora_rank")
         for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            limited(f"LatentAttention.{field}", getattr(self, field), "head_dim")
+            check_size(f"LatentAttention.{field}", getattr(self, field), "head_dim")
 
     @property
     def qk_head_dim(self) -> int:

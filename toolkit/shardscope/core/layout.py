@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from dataclasses import dataclass
+from math import gcd, isqrt, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar, cast
 
-from shardscope.core.errors import known_keys, one_of, refuse, whole_number
-from shardscope.core.fixes import as_it_is, known_arguments
-from shardscope.core.serialization import JsonNoun
+from shardscope.core.errors import Value, check_choice, check_integer, check_keys, refuse
+from shardscope.core.fixes import check_keywords, without_fix_search
+from shardscope.core.serialization import Serializable, replace_fields
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.recipe import Recipe
+
+LayoutT = TypeVar("LayoutT", bound="Layout")
 
 MAX_DEGREE = 2**20
 
@@ -43,7 +45,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(JsonNoun):
+class Layout(Serializable):
     """A framework and its degrees, from ``Layout.ddp()``, ``.fsdp2()``, ``.zero()`` or ``.megatron()``.
 
     Degrees that are not given are derived from the cluster when the ``Plan`` is created.
@@ -68,7 +70,7 @@ class Layout(JsonNoun):
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
     """Whether experts may have a capacity factor; otherwise routing is dropless."""
-    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    on_cpu_ranks: ClassVar[Mapping[str, object]] = MappingProxyType({})
     """Overrides for tiny runs on CPU ranks: fields whose other values need a GPU library -> CPU value."""
     runs_all_forwards_first: ClassVar[bool] = False
     """Whether a pipeline stage runs all forwards of a step before the first backward."""
@@ -79,30 +81,32 @@ class Layout(JsonNoun):
     mixes_by_autocast: ClassVar[bool] = False
     """Whether mixed precision casts at each matmul (torch.autocast) instead of once per module."""
 
-    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"data": {}})
+    abilities: ClassVar[Mapping[str, Mapping[str, object]]] = MappingProxyType({"data": {}})
     """What this framework can shard or offload (keys of ``planner/abilities.py``) -> layout options for it.
     Recipe values are in the ``supported_*`` tuples."""
-    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({})
+    choices: ClassVar[Mapping[str, tuple[object, ...] | None]] = MappingProxyType({})
     """Fields that the user chooses -> their values; None: any divisor of the world size."""
 
-    def offered(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> dict[str, list[Any]]:
+    def list_valid_values(
+        self, architecture: Architecture, cluster: Cluster, recipe: Recipe
+    ) -> dict[str, list[object]]:
         """Return the valid values of each field of :attr:`choices`, given the values of earlier fields.
 
-        Later fields may have to change for them; :meth:`fitted` computes their values.
+        Later fields may have to change for them; :meth:`find_nearest_valid` computes their values.
         """
-        found: dict[str, list[Any]] = {}
+        valid_values: dict[str, list[object]] = {}
         layout = type(self)()
         for field, values in self.choices.items():
-            found[field] = [
+            valid_values[field] = [
                 value
-                for value in (divisors(cluster.num_gpus) if values is None else values)
-                if layout._runs(field, value, architecture, cluster, recipe)
+                for value in (list_divisors(cluster.num_gpus) if values is None else values)
+                if layout._is_valid_with(field, value, architecture, cluster, recipe)
             ]
-            layout = replace(layout, **{field: getattr(self, field)})
-        return found
+            layout = replace_fields(layout, {field: getattr(self, field)})
+        return valid_values
 
-    def fitted(
-        self, wanted: Mapping[str, Any], architecture: Architecture, cluster: Cluster, recipe: Recipe
+    def find_nearest_valid(
+        self, wanted: Mapping[str, object], architecture: Architecture, cluster: Cluster, recipe: Recipe
     ) -> Layout:
         """Return the valid layout nearest to ``wanted``; earlier fields of :attr:`choices` have priority."""
         layout = type(self)()
@@ -110,42 +114,48 @@ class Layout(JsonNoun):
             if field not in wanted:
                 continue
             # If the wanted degree is invalid, fall back to the next smaller divisor of the world size.
-            candidates: list[Any] = [wanted[field]]
-            if values is None:
-                lower = [value for value in divisors(cluster.num_gpus) if value < wanted[field]]
+            degree = wanted[field]
+            candidates = [degree]
+            if values is None and isinstance(degree, int):
+                lower = [divisor for divisor in list_divisors(cluster.num_gpus) if divisor < degree]
                 candidates += reversed(lower)
             for value in candidates:
-                if layout._runs(field, value, architecture, cluster, recipe):
-                    layout = replace(layout, **{field: value})
+                if layout._is_valid_with(field, value, architecture, cluster, recipe):
+                    layout = replace_fields(layout, {field: value})
                     break
         # Raises ValueError if even the defaults are invalid on this cluster.
-        layout.degrees(architecture, cluster, recipe)
+        layout.compute_degrees(architecture, cluster, recipe)
         return layout
 
-    def _runs(self, field: str, value: Any, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
+    def _is_valid_with(
+        self, field: str, value: object, architecture: Architecture, cluster: Cluster, recipe: Recipe
+    ) -> bool:
         try:
             # Without the search for complete fixes, which would only cost time here.
-            with as_it_is():
-                replace(self, **{field: value}).degrees(arch, cluster, recipe)
+            with without_fix_search():
+                replace_fields(self, {field: value}).compute_degrees(architecture, cluster, recipe)
         except ValueError:
             return False
         return True
 
-    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+    def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return all degrees on this cluster. Raises ``ValueError`` for an invalid combination."""
-        raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
+        raise TypeError(f"{type(self).__name__} has no framework: use Layout.ddp(), .fsdp2(), ...")
 
-    def spread(self, left: Any) -> Degrees:
-        """Return all degrees, where ``left`` ranks remain for those not given; numbers or arrays."""
-        raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
+    def spread(self, left: int) -> Degrees:
+        """Return all degrees, where ``left`` ranks remain for those not given.
 
-    def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+        Arithmetic that broadcasts: a search over many layouts passes an array of ranks.
+        """
+        raise TypeError(f"{type(self).__name__} has no framework: use Layout.ddp(), .fsdp2(), ...")
+
+    def resolve_options(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
         """Return this layout with values for the open options that the framework needs."""
         return self
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
         """Return the number of decoder layers on each pipeline stage, first to last."""
-        return even_stages(architecture.num_hidden_layers, degrees.pp)
+        return split_layers_evenly(architecture.num_hidden_layers, degrees.pp)
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` for combinations of valid fields that the framework's code rejects."""
@@ -166,13 +176,13 @@ class Layout(JsonNoun):
         return self.title
 
     @staticmethod
-    @known_arguments
+    @check_keywords
     def ddp() -> Layout:
         """Create a layout for PyTorch DistributedDataParallel: full replicas, gradients all-reduced."""
-        return _layout_class("ddp")()
+        return _get_layout_class("ddp")()
 
     @staticmethod
-    @known_arguments
+    @check_keywords
     def fsdp2(
         shard: int | None = None,
         replicate: int = 1,
@@ -185,7 +195,7 @@ class Layout(JsonNoun):
         pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B",
     ) -> Layout:
         """Create a layout for PyTorch ``fully_shard``: sharded state, all-gathered layer by layer."""
-        return _layout_class("fsdp2")(
+        return _get_layout_class("fsdp2")(
             shard=shard,
             replicate=replicate,
             reshard_after_forward=reshard_after_forward,
@@ -213,7 +223,7 @@ class Layout(JsonNoun):
         ``options`` are buckets, thresholds and types, ZeRO++ included, in DeepSpeed's spelling
         (``reduce_bucket_size=...``, ``zero_hpz_partition_size=...``).
         """
-        return _layout_class("deepspeed")(
+        return _get_layout_class("deepspeed")(
             stage=stage,
             tp=tp,
             pp=pp,
@@ -224,7 +234,7 @@ class Layout(JsonNoun):
         )
 
     @staticmethod
-    @known_arguments
+    @check_keywords
     def megatron(
         tp: int = 1,
         pp: int = 1,
@@ -249,7 +259,7 @@ class Layout(JsonNoun):
         expert; None: ``tp``. ``grad_reduce_in_fp32=None`` enables it unless weights are in fp16. All other
         options have their meaning in megatron-core.
         """
-        return _layout_class("megatron")(
+        return _get_layout_class("megatron")(
             tp=tp,
             pp=pp,
             vpp=vpp,
@@ -268,28 +278,30 @@ class Layout(JsonNoun):
             tp_comm_overlap=tp_comm_overlap,
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all fields and the name of the framework that they belong to."""
         return {"framework": self.framework, **super().to_dict()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create the layout from :meth:`to_dict`'s output, of the framework that it names."""
         from shardscope.frameworks.registry import frameworks
 
         fields = dict(data)
-        name = one_of("Layout.framework", fields.pop("framework", None), list(frameworks))
+        name = check_choice("Layout.framework", fields.pop("framework", None), list(frameworks))
         layout_class = frameworks[name].layout_class
-        known_keys("Layout", fields, layout_class.__dataclass_fields__)
-        made: Any = layout_class(**fields)
-        return made  # type: ignore[no-any-return]
+        check_keys("Layout", fields, layout_class.__dataclass_fields__)
+        layout = layout_class(**fields)
+        if not isinstance(layout, cls):
+            refuse("Layout.framework", name, repr(cls.framework), Value(cls.framework))
+        return layout
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Create the layout from :meth:`to_json`'s output, of the framework that it names."""
-        from shardscope.core.serialization import from_text
+        from shardscope.core.serialization import parse_text
 
-        return from_text(text, "Layout", cls.from_dict)
+        return parse_text(text, "Layout", cls.from_dict)
 
     def to_json(self) -> str:
         """Return one JSON object with the fields and ``framework``, the name of the framework."""
@@ -300,7 +312,18 @@ class Layout(JsonNoun):
         return json.dumps({"shardscope": "Layout", "version": FORMAT_VERSION, **self.to_dict()}, indent=2)
 
 
-def _layout_class(framework: str) -> Callable[..., Layout]:
+def narrow_layout(layout: Layout, layout_class: type[LayoutT]) -> LayoutT:
+    """Return ``layout`` as ``layout_class``, for code of one framework that reads its own options.
+
+    Raises ``TypeError`` for the layout of another framework.
+    """
+    # Compares names instead of types: the search passes columns of many layouts, which have no common class.
+    if layout.framework != layout_class.framework:
+        raise TypeError(f"{layout.title} layout where {layout_class.__name__} is required")
+    return cast(LayoutT, layout)
+
+
+def _get_layout_class(framework: str) -> Callable[..., Layout]:
     from shardscope.frameworks.registry import frameworks
 
     return frameworks[framework].layout_class
@@ -309,26 +332,24 @@ def _layout_class(framework: str) -> Callable[..., Layout]:
 def check_degrees(layout: Layout, *fields: str, low: int = 1, high: int = MAX_DEGREE) -> None:
     """Raise ``ValueError`` for fields outside ``low..high``. Numpy integers become Python ints."""
     for field in fields:
-        number = whole_number(f"Layout.{field}", getattr(layout, field), low=low, high=high)
+        number = check_integer(f"Layout.{field}", getattr(layout, field), low=low, high=high)
         object.__setattr__(layout, field, number)
 
 
-def left_over_ranks(world_size: int, **degrees: int) -> int:
+def compute_remaining_ranks(world_size: int, **degrees: int) -> int:
     """Return the data-parallel degree: the world size divided by all given degrees.
 
     Raises ``ValueError`` if the degrees do not divide the world size.
     """
-    taken = 1
-    for value in degrees.values():
-        taken *= value
-    if world_size % taken:
+    product = prod(degrees.values())
+    if world_size % product:
         refuse(
             f"Layout {' x '.join(degrees)}",
-            " x ".join(str(value) for value in degrees.values()) + f" = {taken}",
+            " x ".join(str(value) for value in degrees.values()) + f" = {product}",
             f"a divisor of the world size, {world_size} GPUs",
             _shrink_to_divisor(world_size, degrees),
         )
-    return world_size // taken
+    return world_size // product
 
 
 def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: bool = False) -> None:
@@ -346,7 +367,7 @@ def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: boo
                 "Layout.tp",
                 tp,
                 f"a divisor {'or a multiple ' if shares else ''}of {architecture.name}'s {field}={heads}",
-                {"tp": largest_divisor(heads, tp)},
+                {"tp": find_largest_divisor(heads, tp)},
             )
 
 
@@ -368,20 +389,20 @@ def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> No
         return
     experts = architecture.mixture_of_experts
     if experts is None:
-        refuse("Layout.ep", ep, f"1, for {architecture.name} has no experts", {"ep": 1})
+        refuse("Layout.ep", ep, f"1, because {architecture.name} has no experts", {"ep": 1})
     if experts.num_experts % ep:
         refuse(
             "Layout.ep",
             ep,
             f"a divisor of {architecture.name}'s num_experts={experts.num_experts}",
-            {"ep": largest_divisor(experts.num_experts, ep)},
+            {"ep": find_largest_divisor(experts.num_experts, ep)},
         )
     if data_parallel % ep:
         refuse(
             "Layout.ep",
             ep,
             f"a divisor of the {data_parallel} data-parallel ranks",
-            {"ep": largest_divisor(data_parallel, ep)},
+            {"ep": find_largest_divisor(data_parallel, ep)},
         )
 
 
@@ -401,28 +422,27 @@ def check_context(recipe: Recipe, cp: int) -> None:
         )
 
 
-def even_stages(num_layers: int, pp: int) -> list[int]:
+def split_layers_evenly(num_layers: int, pp: int) -> list[int]:
     """Return the layers on each stage, as even as possible; the first stages get the remainder."""
     base, extra = divmod(num_layers, pp)
     return [base + (stage < extra) for stage in range(pp)]
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def largest_divisor(number: int, at_most: int) -> int:
+def find_largest_divisor(number: int, at_most: int) -> int:
     """Return the largest divisor of ``number`` that is at most ``at_most``."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
 def _shrink_to_divisor(world_size: int, degrees: Mapping[str, int]) -> dict[str, int]:
     """Return the degrees, each reduced in turn to a divisor of the ranks that remain."""
-    room, fitted = world_size, {}
+    ranks_left, divisors = world_size, {}
     for name, value in degrees.items():
-        fitting = largest_divisor(room, value)
-        room //= fitting
-        fitted[name] = fitting
-    return fitted
+        divisors[name] = find_largest_divisor(ranks_left, value)
+        ranks_left //= divisors[name]
+    return divisors

@@ -27,7 +27,7 @@ def count(number: float, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def in_parts(parts: Iterable[tuple[int, str]]) -> str:
+def format_sum(parts: Iterable[tuple[int, str]]) -> str:
     """Return a sum as text: ``3.74 GiB of weights + 0.41 GiB of staging``.
 
     Parts of 0 bytes are omitted; a single part is shown without its number.

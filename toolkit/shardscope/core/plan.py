@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
-from shardscope.core.errors import known_keys, refuse, with_article
-from shardscope.core.fixes import checked
+from shardscope.core.errors import add_article, check_keys, refuse
+from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.html_table import html_fields
 from shardscope.core.layout import Degrees, Layout
 from shardscope.core.recipe import Recipe
-from shardscope.core.serialization import JsonNoun, part
+from shardscope.core.serialization import Serializable, read_parts
 from shardscope.prediction.support import check_sequence, check_supported, check_targets
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from shardscope.timing.report import StepReport
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True)
-class Plan(JsonNoun):
+class Plan(Serializable):
     """A training setup: the model, the GPUs, the recipe and the parallel layout.
 
     The constructor checks that it can run. Raises ``ValueError`` with the field, the value, what is allowed
@@ -48,16 +48,11 @@ class Plan(JsonNoun):
     :attr:`degrees` has the degrees derived from the cluster."""
 
     def __post_init__(self) -> None:
-        for field, noun in (
-            ("architecture", Architecture),
-            ("cluster", Cluster),
-            ("recipe", Recipe),
-            ("layout", Layout),
-        ):
-            check_noun(f"Plan.{field}", getattr(self, field), noun)
+        for name, kind in _PARTS.items():
+            check_type(f"Plan.{name}", getattr(self, name), kind)
         # Before the checks, which need values for all options.
-        settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
-        object.__setattr__(self, "layout", settled)
+        layout = self.layout.resolve_options(self.architecture, self.cluster, self.recipe)
+        object.__setattr__(self, "layout", layout)
         check_supported(self)
         check_targets(self.architecture, self.recipe)
         self._check_batch()
@@ -66,7 +61,7 @@ class Plan(JsonNoun):
     @cached_property
     def degrees(self) -> Degrees:
         """All parallel degrees; their product is :attr:`world_size`."""
-        return self.layout.degrees(self.architecture, self.cluster, self.recipe)
+        return self.layout.compute_degrees(self.architecture, self.cluster, self.recipe)
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
@@ -111,10 +106,10 @@ class Plan(JsonNoun):
         from shardscope.timing.calibration.curves import rates_for
 
         rates = rates_for(self.cluster)
-        found = self._steps.get(rates)
-        if found is None:
-            found = self._steps[rates] = step(self, rates)
-        return found
+        report = self._steps.get(rates)
+        if report is None:
+            report = self._steps[rates] = step(self, rates)
+        return report
 
     def _repr_html_(self) -> str:
         """Return model, cluster, recipe and layout as an HTML table, without predictions."""
@@ -149,8 +144,8 @@ class Plan(JsonNoun):
         """Return the preflight findings, worst first: what runs but wastes time or spoils the result.
 
         Each finding has the number behind it and a suggested fix: a changed plan or task, or text. If the
-        search for a fix takes seconds, the finding's ``look()`` does it. ``question`` asks for facts that
-        only the user knows.
+        search for a fix takes seconds, the finding's ``run_search()`` does it. ``question`` asks for facts
+        that only the user knows.
 
         ``task`` is the task to launch (a ``Pretrain``, or a function ``f(ctx)``, whose source is parsed): its
         learning rate, data and checkpoint are checked too. ``runs`` are earlier runs
@@ -242,25 +237,25 @@ class Plan(JsonNoun):
 
         return reading.from_megatron(arguments, architecture, cluster, recipe)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all four parts in full, so that a stored plan does not depend on the catalogue."""
-        return {noun: getattr(self, noun).to_dict() for noun in _nouns}
+        return {name: getattr(self, name).to_dict() for name in _PARTS}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create a plan from :meth:`to_dict`'s output. Raises ``ValueError`` for bad or missing keys."""
-        known_keys("Plan", data, _nouns)
-        made = {}
-        for name, noun in _nouns.items():
-            if not isinstance(data.get(name), Mapping):
-                value = data.get(name)
-                refuse(f"Plan.{name}", value, f"the fields of a {noun.__name__}", _how_to_make(noun, value))
-            made[name] = part(noun, data, name)
-        return cls(**made)
+        check_keys("Plan", data, _PARTS)
+        for name, kind in _PARTS.items():
+            value = data.get(name)
+            if not isinstance(value, Mapping):
+                fields = f"the fields of {add_article(kind.__name__)}"
+                refuse(f"Plan.{name}", value, fields, _suggest_expression(kind, value))
+        create: Callable[..., Self] = cls
+        return create(**read_parts(data, _PARTS))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Only the four parts: cached reports contain functions, which pickle rejects.
-        return type(self), tuple(getattr(self, noun) for noun in _nouns)
+        return type(self), tuple(getattr(self, name) for name in _PARTS)
 
     @cached_property
     def _memory(self) -> MemoryReport:
@@ -281,7 +276,7 @@ class Plan(JsonNoun):
             if self.degrees.data_parallel == self.world_size:
                 ranks = "GPUs" if self.on_gpu else "CPU ranks"
             size = self.recipe.micro_batch_size
-            in_parts = f" in micro-batches of {size}" if size > 1 else ""
+            micro_batches = f" in micro-batches of {size}" if size > 1 else ""
             refuse(
                 "Recipe.global_batch_size",
                 self.recipe.global_batch_size,
@@ -289,11 +284,11 @@ class Plan(JsonNoun):
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
                 {"global_batch_size": max(1, round(self.recipe.global_batch_size / per_step)) * per_step},
                 problem=f"{self.recipe.global_batch_size:,} does not divide over "
-                f"{self.degrees.data_parallel:,} {ranks}{in_parts}",
+                f"{self.degrees.data_parallel:,} {ranks}{micro_batches}",
             )
 
 
-_nouns: dict[str, type[Any]] = {
+_PARTS: Mapping[str, type[Serializable]] = {
     "architecture": Architecture,
     "cluster": Cluster,
     "recipe": Recipe,
@@ -301,18 +296,18 @@ _nouns: dict[str, type[Any]] = {
 }
 
 
-def check_noun(field: str, value: object, noun: type) -> None:
-    """Raise ``ValueError``, with an example expression as the fix, if ``value`` is not a ``noun``."""
-    if not isinstance(value, noun):
-        refuse(field, value, with_article(noun.__name__), _how_to_make(noun, value))
+def check_type(field: str, value: object, kind: type) -> None:
+    """Raise ``ValueError``, with an example expression as the fix, if ``value`` is not a ``kind``."""
+    if not isinstance(value, kind):
+        refuse(field, value, add_article(kind.__name__), _suggest_expression(kind, value))
 
 
-def _how_to_make(noun: type, value: object) -> str:
-    """Return an expression that creates a ``noun``; for a model name, the model of the nearest name."""
-    if noun is Architecture and isinstance(value, str):
-        from shardscope.catalog import model_names  # loaded only for this fix
+def _suggest_expression(kind: type, value: object) -> str:
+    """Return an expression that creates a ``kind``; for a model name, the model of the nearest name."""
+    if kind is Architecture and isinstance(value, str):
+        from shardscope.catalog import load_model_names  # loaded only for this fix
 
-        name = model_names().find(value) or model_names().near(value)
+        name = load_model_names().find(value) or load_model_names().find_similar(value)
         # A name outside of the catalogue may be a folder or a Hub repository.
         return f'ss.models["{name}"]' if name else f"ss.Architecture.from_hf({value!r})"
     return {
@@ -320,4 +315,4 @@ def _how_to_make(noun: type, value: object) -> str:
         Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
         Recipe: "ss.Recipe()",
         Layout: "ss.Layout.fsdp2()",
-    }.get(noun, "ss.Plan(architecture, cluster, recipe, layout)")
+    }.get(kind, "ss.Plan(architecture, cluster, recipe, layout)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardscope.core.errors import Value, flag, one_of, real_number, refuse, whole_number
-from shardscope.core.fixes import checked
-from shardscope.core.serialization import JsonNoun
+from shardscope.core.errors import Value, check_choice, check_flag, check_integer, check_number, refuse
+from shardscope.core.fixes import suggest_complete_fixes
+from shardscope.core.serialization import Serializable
 
 Method = Literal["full", "lora", "qlora"]
 Quantization = Literal["int8", "nf4"]
@@ -44,9 +44,9 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
 """Fields that may be None (the framework's default) -> other allowed values."""
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True, kw_only=True)
-class Recipe(JsonNoun):
+class Recipe(Serializable):
     """The training recipe. Every field is optional.
 
     Raises ``ValueError`` with the field, its value, what is allowed and the nearest fix. Whether the
@@ -116,11 +116,11 @@ class Recipe(JsonNoun):
         ):
             self._check_number(field, high)
         for field, choices in CHOICES.items():
-            one_of(f"Recipe.{field}", getattr(self, field), choices)
+            check_choice(f"Recipe.{field}", getattr(self, field), choices)
         for field, choices in OPEN_CHOICES.items():
             if getattr(self, field) is not None:
-                one_of(f"Recipe.{field}", getattr(self, field), choices)
-        flag("Recipe.packing", self.packing)
+                check_choice(f"Recipe.{field}", getattr(self, field), choices)
+        check_flag("Recipe.packing", self.packing)
         self._check_real("dropout", 0, 0.99)
         self._check_real("lora_dropout", 0, 0.99)
         self._check_real("expert_imbalance", 1, 1024)
@@ -138,7 +138,7 @@ class Recipe(JsonNoun):
         self._check_quantization()
 
     def _check_number(self, field: str, high: int) -> None:
-        number = whole_number(f"Recipe.{field}", getattr(self, field), low=1, high=high)
+        number = check_integer(f"Recipe.{field}", getattr(self, field), low=1, high=high)
         # Numpy integers become Python ints, which JSON can encode and which cannot overflow.
         object.__setattr__(self, field, number)
 
@@ -146,7 +146,7 @@ class Recipe(JsonNoun):
         value = getattr(self, field)
         if value is None and field == "expert_capacity_factor":
             return
-        object.__setattr__(self, field, real_number(f"Recipe.{field}", value, low=low, high=high))
+        object.__setattr__(self, field, check_number(f"Recipe.{field}", value, low=low, high=high))
 
     def _check_recompute(self) -> None:
         if self.recompute == "none" and self.recompute_interval > 1:

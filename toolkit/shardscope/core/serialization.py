@@ -6,41 +6,53 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from shardscope.core.errors import FieldError, known_keys, refuse
+from shardscope.core.errors import FieldError, check_keys, refuse
 from shardscope.core.html_table import html_dataclass
 from shardscope.core.json_text import key_lines, parse_json
-from shardscope.core.text_positions import Keys, Places
+from shardscope.core.text_positions import KeyPath, TextPositions
 
-Made = TypeVar("Made")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 
 FORMAT_VERSION = 1
 """Incremented when the meaning of a stored field changes; older versions stay readable."""
 
 
-class JsonNoun:
+class Serializable:
     """Mixin with ``to_dict/from_dict`` (plain, nested) and ``to_json/from_json`` (versioned, for files)."""
 
-    def to_dict(self) -> dict[str, Any]:
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]  # subclasses are dataclasses
+
+    def to_dict(self) -> dict[str, object]:
         """Return all fields by name, nested objects as dicts."""
         return {
-            field.name: _plain(getattr(self, field.name))
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            field.name: _to_plain_data(getattr(self, field.name))
+            for field in dataclasses.fields(self)
             if field.init
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create the object from ``to_dict``'s output. Raises ``ValueError`` for unknown or missing keys."""
-        fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-        known_keys(cls.__name__, data, [field.name for field in fields])
+        fields = [field for field in dataclasses.fields(cls) if field.init]
+        check_keys(cls.__name__, data, [field.name for field in fields])
         for field in fields:
             # A missing field without default would raise TypeError in the constructor.
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.name not in data and not has_default:
-                refuse(f"{cls.__name__}.{field.name}", None, "a value, for it has no default", "put it in")
-        return cls(**data)
+                refuse(
+                    f"{cls.__name__}.{field.name}",
+                    None,
+                    "a value, because the field has no default",
+                    f"add {field.name!r}",
+                )
+        create: Callable[..., Self] = cls
+        return create(**data)
 
     def to_json(self) -> str:
         """Return one JSON object with the class name, the format version and the fields."""
@@ -57,81 +69,100 @@ class JsonNoun:
 
         Raises ``ValueError`` for another class, an unknown version, and bad keys or values.
         """
-        return from_text(text, cls.__name__, cls.from_dict)
+        return parse_text(text, cls.__name__, cls.from_dict)
 
 
-def part(noun: type[Any], data: Mapping[str, Any], key: str) -> Any:
-    """Create the nested ``noun`` from ``data[key]``. Its errors get ``key`` in front of their path."""
+def replace_fields(subject: D, changes: Mapping[str, object]) -> D:
+    """Return a copy of a dataclass with ``changes``, like ``dataclasses.replace``.
+
+    For field names that are known at run time only, whose types mypy cannot check. Raises ``ValueError``
+    like the constructor.
+    """
+    values = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject) if field.init}
+    create: Callable[..., D] = type(subject)
+    return create(**{**values, **changes})
+
+
+def read_parts(data: Mapping[str, object], kinds: Mapping[str, type[Serializable]]) -> dict[str, object]:
+    """Return ``data`` with an object of ``kinds[key]`` instead of each nested mapping ``data[key]``.
+
+    Other values of these keys are left to the constructor's checks. Errors have ``key`` in their path.
+    """
+    fields = dict(data)
+    for key, kind in kinds.items():
+        value = fields.get(key)
+        if not isinstance(value, Mapping):
+            continue
+        try:
+            fields[key] = kind.from_dict(value)
+        except FieldError as error:
+            error.key_path = (key, *error.key_path)
+            raise
+    return fields
+
+
+def parse_text(text: str, class_name: str, create: Callable[[Mapping[str, object]], T]) -> T:
+    """Return ``create(fields)`` of a versioned JSON text. Its errors name line and key."""
+    data = _read_envelope(text, class_name)
     try:
-        return noun.from_dict(data[key])
-    except FieldError as refusal:
-        refusal.way = (key, *refusal.way)
-        raise
+        return create(data)
+    except FieldError as error:
+        positions = _find_positions(text, class_name, data)
+        paths = _find_key_paths(positions.lines, error, class_name)
+        raise positions.add_location(error, paths) from error
 
 
-def from_text(text: str, noun: str, make: Callable[[Mapping[str, Any]], Made]) -> Made:
-    """Return ``make(fields)`` of a versioned JSON text. Its errors name line and key."""
-    data = _read_envelope(text, noun)
-    try:
-        return make(data)
-    except FieldError as refusal:
-        places = _places(text, noun, data)
-        raise places.located(refusal, _ways(places.lines, refusal, noun)) from refusal
-
-
-def _places(text: str, noun: str, data: Mapping[str, Any]) -> Places:
+def _find_positions(text: str, class_name: str, data: Mapping[str, object]) -> TextPositions:
     """Return the positions of all keys; without line numbers if the text is a single line."""
     lines = key_lines(text) if "\n" in text.strip() else {}
-    return Places(name=f"{noun} JSON", values=data, lines=lines)
+    return TextPositions(name=f"{class_name} JSON", values=data, lines=lines)
 
 
-def _ways(lines: Mapping[Keys, int], refusal: FieldError, noun: str) -> dict[str, Keys]:
+def _find_key_paths(lines: Mapping[KeyPath, int], error: FieldError, class_name: str) -> dict[str, KeyPath]:
     """Return the key paths of the invalid fields, and of the fields that the message compares them with."""
-    inside = refusal.way
-    owner = re.match(r"\w*", refusal.field)[0]  # type: ignore[index]
+    parent = error.key_path
+    owner = re.match(r"\w*", error.field)[0]  # type: ignore[index]
     part_name = re.sub(r"(?<!^)(?=[A-Z])", "_", owner).lower()
-    found: dict[str, Keys] = {}
+    paths: dict[str, KeyPath] = {}
     # Field names repeat in nested objects: prefer the path inside the object that raised the error.
-    for name in dict.fromkeys((*refusal.refused, *refusal.named)):
-        places = [way for way in lines if way[-1] == name and way[: len(inside)] == inside]
-        of_part = [way for way in places if way[-2:-1] == (part_name,)]
-        if of_part or (name not in refusal.refused and len(places) == 1):
-            found[name] = (of_part or places)[0]
-        elif name in refusal.refused and (inside or owner == noun):
-            found[name] = (*inside, name)
-    return found
+    for name in dict.fromkeys((*error.field_names, *error.mentioned_names)):
+        candidates = [path for path in lines if path[-1] == name and path[: len(parent)] == parent]
+        in_part = [path for path in candidates if path[-2:-1] == (part_name,)]
+        if in_part or (name not in error.field_names and len(candidates) == 1):
+            paths[name] = (in_part or candidates)[0]
+        elif name in error.field_names and (parent or owner == class_name):
+            paths[name] = (*parent, name)
+    return paths
 
 
-def _read_envelope(text: str, noun: str) -> dict[str, Any]:
+def _read_envelope(text: object, class_name: str) -> dict[str, object]:
     """Return the fields of a versioned JSON text. Raises ``ValueError`` for another class or version."""
-    given: object = text
-    if not isinstance(given, str):
-        fix = f"{noun}.from_dict" if isinstance(given, Mapping) else f"the text that {noun}.to_json() gives"
-        refuse(f"{noun} JSON", given, "text (a str)", fix)
+    source = f"the text that {class_name}.to_json() returns"
+    if not isinstance(text, str):
+        fix = f"{class_name}.from_dict" if isinstance(text, Mapping) else source
+        refuse(f"{class_name} JSON", text, "text (a str)", fix)
     try:
         # Windows editors add a byte-order mark; it has no meaning.
-        data = parse_json(f"{noun} JSON", text.lstrip("\ufeff"))
+        data = parse_json(f"{class_name} JSON", text.lstrip("\ufeff"))
     except RecursionError as error:
-        raise ValueError(
-            f"{noun} JSON is nested too deeply; allowed: what {noun}.to_json() gives."
-        ) from error
+        raise ValueError(f"{class_name} JSON is nested too deeply; allowed: {source}.") from error
     if not isinstance(data, dict):
-        refuse(f"{noun} JSON", data, "one JSON object", f"the text that {noun}.to_json() gives")
-    kind, version = data.get("shardscope"), data.get("version")
-    if kind != noun:
-        where = _places(text, noun, data).where("shardscope")
-        refuse(where, kind, repr(noun), f"use {noun}.from_json on a {noun}")
+        refuse(f"{class_name} JSON", data, "one JSON object", source)
+    stored_class, version = data.get("shardscope"), data.get("version")
+    if stored_class != class_name:
+        location = _find_positions(text, class_name, data).locate("shardscope")
+        refuse(location, stored_class, repr(class_name), f"use {class_name}.from_json on a {class_name}")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        where = _places(text, noun, data).where("version")
-        refuse(where, version, f"1 to {FORMAT_VERSION}", "pip install -U shardscope")
+        location = _find_positions(text, class_name, data).locate("version")
+        refuse(location, version, f"1 to {FORMAT_VERSION}", "pip install -U shardscope")
     return {key: value for key, value in data.items() if key not in ("shardscope", "version")}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, JsonNoun):
+def _to_plain_data(value: object) -> object:
+    if isinstance(value, Serializable):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain_data(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_to_plain_data(item) for item in value]
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardscope.core.errors import whole_number
+from shardscope.core.errors import check_integer
 
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
     "hidden_size": (1, 262_144),
@@ -23,17 +23,17 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
 """Lowest and highest allowed sizes; the highest are about ten times those of the largest published models."""
 
 
-def limited(field: str, value: object, limit: str) -> int:
+def check_size(field: str, value: object, limit: str) -> int:
     """Return ``value`` as an int. Raises ``ValueError`` for ``field`` unless it is in ``LIMITS[limit]``."""
     low, high = LIMITS[limit]
-    return whole_number(field, value, low=low, high=high)
+    return check_integer(field, value, low=low, high=high)
 
 
-def limited_field(owner: str, noun: object, field: str) -> int:
+def check_size_field(owner: str, noun: object, field: str) -> int:
     """Check ``noun.field`` against its limits, store it as a Python int and return it.
 
     Raises ``ValueError``.
     """
-    number = limited(f"{owner}.{field}", getattr(noun, field), field)
+    number = check_size(f"{owner}.{field}", getattr(noun, field), field)
     object.__setattr__(noun, field, number)  # numpy integers may overflow, Python ints cannot
     return number

@@ -4,69 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardscope.core.errors import FieldError
 
-Keys = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Path to a value: its keys, outermost first."""
 
 
 @dataclass(kw_only=True)
-class Places:
+class TextPositions:
     """The values of one text and their line numbers."""
 
     name: str
     """Display name of the text, usually the file's name."""
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """All values, nested as in the text."""
-    lines: dict[Keys, int]
+    lines: dict[KeyPath, int]
     """Key path -> line number, from 1."""
 
-    def get(self, *keys: str) -> Any:
+    def get(self, *keys: str) -> object:
         """Return the value at the path ``keys``; None if it does not exist."""
-        found: Any = self.values
+        value: object = self.values
         for key in keys:
-            if not isinstance(found, Mapping):
+            if not isinstance(value, Mapping):
                 return None
-            found = found.get(key)
-        return found
+            value = value.get(key)
+        return value
 
-    def where(self, *keys: str) -> str:
+    def locate(self, *keys: str) -> str:
         """Return the location of a key for messages: file, line, key."""
-        return self.all_of([keys])
+        return self.locate_all([keys])
 
-    def all_of(self, ways: Iterable[Keys]) -> str:
+    def locate_all(self, paths: Iterable[KeyPath]) -> str:
         """Return the location of several keys: ``a.yaml, line 3, b.c and line 7, d``."""
-        return f"{self.name}, {' and '.join(self._at(keys) for keys in ways)}"
+        return f"{self.name}, {' and '.join(self._describe_position(keys) for keys in paths)}"
 
-    def _at(self, keys: Keys) -> str:
+    def _describe_position(self, keys: KeyPath) -> str:
         # A missing key has no line of its own: use the line of its section.
-        parts = (keys[:length] for length in range(len(keys), 0, -1))
-        line = next((self.lines[part] for part in parts if part in self.lines), None)
+        sections = (keys[:length] for length in range(len(keys), 0, -1))
+        line = next((self.lines[section] for section in sections if section in self.lines), None)
         return f"{f'line {line}, ' if line else ''}{'.'.join(keys)}"
 
-    def located(self, refusal: FieldError, ways: Mapping[str, Keys]) -> FieldError:
-        """Return the error with the locations of the fields that it names; ``ways`` has their key paths.
+    def add_location(self, error: FieldError, paths: Mapping[str, KeyPath]) -> FieldError:
+        """Return the error with the locations of the fields that it names; ``paths`` has their key paths.
 
         The invalid fields come first, then those that the message compares them with. For a product of
         degrees, fields that are 1 are omitted.
         """
-        own = [ways[name] for name in refusal.refused if name in ways]
-        others = [ways[name] for name in refusal.named if name in ways]
-        if len(refusal.refused) > 1:  # a product
-            own, others = [], own + others
+        invalid = [paths[name] for name in error.field_names if name in paths]
+        compared = [paths[name] for name in error.mentioned_names if name in paths]
+        if len(error.field_names) > 1:  # a product
+            invalid, compared = [], invalid + compared
         # A missing field is located at its section.
-        found = [keys for keys in own if any(self._says(keys[:end]) for end in range(1, len(keys) + 1))]
-        found += [
-            keys
-            for keys in dict.fromkeys(others)
-            if keys not in own and self._says(keys) and not _is_one(self.get(*keys))
+        located = [
+            keys for keys in invalid if any(self._is_present(keys[:end]) for end in range(1, len(keys) + 1))
         ]
-        places = found or own
-        return refusal.behind(self.all_of(places) if places else self.name)
+        located += [
+            keys
+            for keys in dict.fromkeys(compared)
+            if keys not in invalid and self._is_present(keys) and not _is_one(self.get(*keys))
+        ]
+        keys_to_name = located or invalid
+        return error.with_location(self.locate_all(keys_to_name) if keys_to_name else self.name)
 
-    def _says(self, keys: Keys) -> bool:
+    def _is_present(self, keys: KeyPath) -> bool:
         return keys in self.lines or self.get(*keys) is not None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardscope.core.errors import Value, flag, refuse, whole_number
+from shardscope.core.errors import Value, check_flag, check_integer, refuse
 from shardscope.core.size_limits import LIMITS
 
 Fields = dict[str, Any]
@@ -22,7 +22,7 @@ class HfConfig:
         """Return the value of the first key present (later ones are aliases), else ``default``."""
         return next((self.data[key] for key in keys if self.data.get(key) is not None), default)
 
-    def size(self, *keys: str, limit: str, default: int | None = None) -> int:
+    def read_size(self, *keys: str, limit: str, default: int | None = None) -> int:
         """Return a size. Raises ``ValueError`` if it is out of range or missing without a ``default``."""
         low, high = LIMITS[limit]
         key = next((key for key in keys if self.data.get(key) is not None), None)
@@ -31,38 +31,40 @@ class HfConfig:
                 f"config.json {keys[0]}", None, f"a whole number from {low:,} to {high:,}", f"add {keys[0]!r}"
             )
         value = default if key is None else self.data[key]
-        return whole_number(f"config.json {key or keys[0]}", value, low=low, high=high)
+        return check_integer(f"config.json {key or keys[0]}", value, low=low, high=high)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def read_flag(self, key: str, default: bool) -> bool:
         """Return a boolean. Raises ``ValueError`` for other values."""
-        return flag(f"config.json {key}", self.get(key, default=default))
+        return check_flag(f"config.json {key}", self.get(key, default=default))
 
 
-def sizes(c: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
+def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
     """Return the sizes with common key names; ``kv_heads`` None: as many as query heads by default."""
-    hidden = c.size("hidden_size", limit="hidden_size")
-    heads = c.size("num_attention_heads", limit="num_attention_heads")
-    default_kv = heads if kv_heads is None or _given_null(c, "num_key_value_heads") else kv_heads
+    hidden = config.read_size("hidden_size", limit="hidden_size")
+    heads = config.read_size("num_attention_heads", limit="num_attention_heads")
+    default_kv = heads if kv_heads is None or _given_null(config, "num_key_value_heads") else kv_heads
     return {
         "hidden_size": hidden,
-        "intermediate_size": c.size("intermediate_size", limit="intermediate_size"),
-        "num_hidden_layers": c.size("num_hidden_layers", limit="num_hidden_layers"),
+        "intermediate_size": config.read_size("intermediate_size", limit="intermediate_size"),
+        "num_hidden_layers": config.read_size("num_hidden_layers", limit="num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": c.size("num_key_value_heads", limit="num_key_value_heads", default=default_kv),
-        "head_dim": c.size("head_dim", limit="head_dim", default=max(1, hidden // heads)),
-        "vocab_size": c.size("vocab_size", limit="vocab_size"),
-        "max_position_embeddings": c.size(
+        "num_key_value_heads": config.read_size(
+            "num_key_value_heads", limit="num_key_value_heads", default=default_kv
+        ),
+        "head_dim": config.read_size("head_dim", limit="head_dim", default=max(1, hidden // heads)),
+        "vocab_size": config.read_size("vocab_size", limit="vocab_size"),
+        "max_position_embeddings": config.read_size(
             "max_position_embeddings", limit="max_position_embeddings", default=positions
         ),
-        "tie_word_embeddings": c.flag("tie_word_embeddings", False),
+        "tie_word_embeddings": config.read_flag("tie_word_embeddings", False),
     }
 
 
-def _given_null(c: HfConfig, key: str) -> bool:
-    return key in c.data and c.data[key] is None
+def _given_null(config: HfConfig, key: str) -> bool:
+    return key in config.data and config.data[key] is None
 
 
-def even_heads(fields: Fields) -> Fields:
+def check_even_heads(fields: Fields) -> Fields:
     """Return ``fields``; raise ``ValueError``, as transformers does, unless the heads divide hidden_size.
 
     Source: LlamaConfig, Gemma2Config, GPT2Attention.
@@ -74,16 +76,18 @@ def even_heads(fields: Fields) -> Fields:
     return fields
 
 
-def window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable[[int], int]) -> Fields:
+def read_window(
+    config: HfConfig, fields: Fields, *, default: int | None, layers: Callable[[int], int]
+) -> Fields:
     """Return ``fields`` with the sliding window: its tokens and number of layers.
 
     ``default`` applies only if the key is missing: null disables the window.
     """
-    value = c.data.get("sliding_window", default)
+    value = config.data.get("sliding_window", default)
     if value is None:
         return fields
-    tokens = c.size("sliding_window", limit="max_position_embeddings", default=value)
-    types = c.get("layer_types")
+    tokens = config.read_size("sliding_window", limit="max_position_embeddings", default=value)
+    types = config.get("layer_types")
     total = fields["num_hidden_layers"]
     count = layers(total)
     if isinstance(types, list | tuple):
@@ -91,13 +95,13 @@ def window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable
     return {**fields, "sliding_window": tokens if count else None, "sliding_window_layers": count}
 
 
-def bias(c: HfConfig, default: bool = False) -> Fields:
+def read_bias(config: HfConfig, default: bool = False) -> Fields:
     """Return bias fields of families whose ``attention_bias`` is that of all four projections."""
-    has_bias = c.flag("attention_bias", default)
+    has_bias = config.read_flag("attention_bias", default)
     return {"attention_bias": has_bias, "attention_output_bias": has_bias}
 
 
-def never(c: HfConfig, key: str, why: str) -> None:
+def reject_flag(config: HfConfig, key: str, why: str) -> None:
     """Raise ``ValueError`` for a flag that makes the model something other than a causal decoder."""
-    if c.flag(key, False):
+    if config.read_flag(key, False):
         refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", Value(False))

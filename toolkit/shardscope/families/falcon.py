@@ -4,50 +4,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import Value, one_of, refuse
-from shardscope.families.common import Fields, HfConfig, even_heads, sizes, window
+from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.families.common import Fields, HfConfig, check_even_heads, read_sizes, read_window
 from shardscope.families.family import Family, Names
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def _read_falcon(c: HfConfig) -> Fields:
+def _read_falcon(config: HfConfig) -> Fields:
     """Read FalconConfig: its own key names, three head layouts, a parallel residual with one or two norms."""
-    hidden, heads = c.size("hidden_size", "n_embed", limit="hidden_size"), "num_attention_heads"
+    hidden, heads = config.read_size("hidden_size", "n_embed", limit="hidden_size"), "num_attention_heads"
     fields: Fields = {
         "hidden_size": hidden,
-        "intermediate_size": c.size("ffn_hidden_size", limit="intermediate_size", default=4 * hidden),
-        "num_hidden_layers": c.size("num_hidden_layers", limit="num_hidden_layers"),
-        heads: c.size(heads, limit=heads),
-        "vocab_size": c.size("vocab_size", limit="vocab_size"),
-        "max_position_embeddings": c.size(
+        "intermediate_size": config.read_size(
+            "ffn_hidden_size", limit="intermediate_size", default=4 * hidden
+        ),
+        "num_hidden_layers": config.read_size("num_hidden_layers", limit="num_hidden_layers"),
+        heads: config.read_size(heads, limit=heads),
+        "vocab_size": config.read_size("vocab_size", limit="vocab_size"),
+        "max_position_embeddings": config.read_size(
             "max_position_embeddings", limit="max_position_embeddings", default=2_048
         ),
-        "tie_word_embeddings": c.flag("tie_word_embeddings", True),
-        "position_embedding": "alibi" if c.flag("alibi", False) else "rope",
+        "tie_word_embeddings": config.read_flag("tie_word_embeddings", True),
+        "position_embedding": "alibi" if config.read_flag("alibi", False) else "rope",
         "gated_mlp": False,
         "norm": "layernorm",
     }
-    even_heads(fields)
+    check_even_heads(fields)
     fields["head_dim"] = hidden // fields[heads]
-    new, parallel = c.flag("new_decoder_architecture", False), c.flag("parallel_attn", True)
+    new, parallel = (
+        config.read_flag("new_decoder_architecture", False),
+        config.read_flag("parallel_attn", True),
+    )
     if new and not parallel:
         refuse("config.json parallel_attn", False, "True with new_decoder_architecture", Value(True))
-    every = c.size("num_kv_heads", limit="num_key_value_heads", default=fields[heads])
-    shared = c.flag("multi_query", True) and not new
+    every = config.read_size("num_kv_heads", limit="num_key_value_heads", default=fields[heads])
+    shared = config.read_flag("multi_query", True) and not new
     if not new and not shared and every != fields[heads]:
         allowed = f"num_attention_heads={fields[heads]} without multi_query and new_decoder_architecture"
         refuse("config.json num_kv_heads", every, allowed, Value(fields[heads]))
     norms = 2
     if parallel:
         default = 2 if new else 1
-        norms = one_of(
+        norms = check_choice(
             "config.json num_ln_in_parallel_attn",
-            c.get("num_ln_in_parallel_attn", default=default),
+            config.get("num_ln_in_parallel_attn", default=default),
             (1, 2) if new else (1,),
         )
-    has_bias = c.flag("bias", False)
+    has_bias = config.read_flag("bias", False)
     return {
         **fields,
         "num_key_value_heads": 1 if shared else every,
@@ -60,20 +65,20 @@ def _read_falcon(c: HfConfig) -> Fields:
     }
 
 
-def _read_starcoder2(c: HfConfig) -> Fields:
+def _read_starcoder2(config: HfConfig) -> Fields:
     """Read Starcoder2Config: grouped queries, an MLP without gate, ``use_bias`` for all projections."""
-    fields = sizes(c, kv_heads=2, positions=4_096)
-    has_bias = c.flag("use_bias", True)
+    fields = read_sizes(config, kv_heads=2, positions=4_096)
+    has_bias = config.read_flag("use_bias", True)
     fields |= {"attention_bias": has_bias, "attention_output_bias": has_bias, "mlp_bias": has_bias}
     fields |= {"gated_mlp": False, "norm": "layernorm"}
-    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
-    return window(c, fields, default=None, layers=lambda total: total)
+    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
+    return read_window(config, fields, default=None, layers=lambda total: total)
 
 
 def _check_falcon(arch: Architecture) -> None:
     kv_heads = arch.num_key_value_heads
     if arch.new_decoder_architecture:
-        one_of(
+        check_choice(
             "Architecture.parallel_residual of a new_decoder_architecture", arch.parallel_residual, (True,)
         )
         return
@@ -81,7 +86,7 @@ def _check_falcon(arch: Architecture) -> None:
         allowed = f"1 or num_attention_heads={arch.num_attention_heads} without new_decoder_architecture"
         refuse("Architecture.num_key_value_heads", kv_heads, allowed, {"num_key_value_heads": 1})
     norms = 1 if arch.parallel_residual else 2
-    one_of("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))
+    check_choice("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))
 
 
 def _falcon_config_values(arch: Architecture) -> dict[str, Any]:

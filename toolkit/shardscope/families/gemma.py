@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from shardscope.core.errors import whole_number
+from shardscope.core.errors import check_integer
 from shardscope.core.size_limits import LIMITS
-from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.common import (
+    Fields,
+    HfConfig,
+    check_even_heads,
+    read_bias,
+    read_sizes,
+    read_window,
+    reject_flag,
+)
 from shardscope.families.family import Family, Names
 
 _BOTH_WAYS = "the model attends to later tokens too"
 
 
-def _read_gemma(c: HfConfig) -> Fields:
+def _read_gemma(config: HfConfig) -> Fields:
     """Read GemmaConfig: tied by default, head_dim defaults to 256."""
-    never(c, "use_bidirectional_attention", _BOTH_WAYS)
-    fields = {**sizes(c, kv_heads=16, positions=8_192), **bias(c)}
-    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
+    reject_flag(config, "use_bidirectional_attention", _BOTH_WAYS)
+    fields = {**read_sizes(config, kv_heads=16, positions=8_192), **read_bias(config)}
+    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
+    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
     return fields
 
 
-def _read_gemma2(c: HfConfig) -> Fields:
+def _read_gemma2(config: HfConfig) -> Fields:
     """Read Gemma2Config: four norms per layer, tied by default, windows in layers 0, 2, 4, ..."""
-    fields = {**even_heads(sizes(c, kv_heads=4, positions=8_192)), **bias(c), "norms_per_layer": 4}
-    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
-    return window(c, fields, default=4_096, layers=lambda total: (total + 1) // 2)
+    fields = {
+        **check_even_heads(read_sizes(config, kv_heads=4, positions=8_192)),
+        **read_bias(config),
+        "norms_per_layer": 4,
+    }
+    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
+    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
+    return read_window(config, fields, default=4_096, layers=lambda total: (total + 1) // 2)
 
 
-def _read_gemma3_text(c: HfConfig) -> Fields:
+def _read_gemma3_text(config: HfConfig) -> Fields:
     """Read Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, no window in every 6th layer."""
-    never(c, "use_bidirectional_attention", _BOTH_WAYS)
-    fields = {**even_heads(sizes(c, kv_heads=4, positions=131_072)), **bias(c)}
+    reject_flag(config, "use_bidirectional_attention", _BOTH_WAYS)
+    fields = {**check_even_heads(read_sizes(config, kv_heads=4, positions=131_072)), **read_bias(config)}
     fields |= {"norms_per_layer": 4, "qk_norm": True}
-    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
-    every = c.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    every = whole_number(
+    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
+    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
+    every = config.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    every = check_integer(
         "config.json sliding_window_pattern", every, low=1, high=LIMITS["num_hidden_layers"][1]
     )
-    return window(c, fields, default=4_096, layers=lambda total: total - total // every)
+    return read_window(config, fields, default=4_096, layers=lambda total: total - total // every)
 
 
 _FOUR_NORMS = Names(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from shardscope.families.common import Fields, HfConfig, sizes
+from shardscope.families.common import Fields, HfConfig, read_sizes
 from shardscope.families.family import Family, Names
 
 
-def _read_glm(c: HfConfig) -> Fields:
+def _read_glm(config: HfConfig) -> Fields:
     """Read GlmConfig: fused gate and up projections; biases of query, key and value by default."""
-    fields = {**sizes(c, kv_heads=2, positions=131_072), "attention_bias": c.flag("attention_bias", True)}
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
+    fields = {
+        **read_sizes(config, kv_heads=2, positions=131_072),
+        "attention_bias": config.read_flag("attention_bias", True),
+    }
+    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=128)
     return fields
 
 
-def _read_glm4(c: HfConfig) -> Fields:
+def _read_glm4(config: HfConfig) -> Fields:
     """Read Glm4Config: GLM's layers with additional norms after attention and MLP."""
-    return {**_read_glm(c), "norms_per_layer": 4}
+    return {**_read_glm(config), "norms_per_layer": 4}
 
 
 GLM = Family(

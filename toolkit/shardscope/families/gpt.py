@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from shardscope.families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.families.common import (
+    Fields,
+    HfConfig,
+    check_even_heads,
+    read_bias,
+    read_sizes,
+    read_window,
+    reject_flag,
+)
 from shardscope.families.family import Family, FileNames, Names
 
 _PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
 
 
-def _read_gpt2(c: HfConfig) -> Fields:
+def _read_gpt2(config: HfConfig) -> Fields:
     """Read GPT2Config: its own key names, fused Conv1D projections with bias, learned positions, tied."""
-    never(c, "add_cross_attention", "a decoder alone")
-    hidden = c.size("n_embd", "hidden_size", limit="hidden_size")
-    heads = c.size("n_head", "num_attention_heads", limit="num_attention_heads")
-    even_heads({"hidden_size": hidden, "num_attention_heads": heads})
+    reject_flag(config, "add_cross_attention", "a decoder alone")
+    hidden = config.read_size("n_embd", "hidden_size", limit="hidden_size")
+    heads = config.read_size("n_head", "num_attention_heads", limit="num_attention_heads")
+    check_even_heads({"hidden_size": hidden, "num_attention_heads": heads})
     return {
         "hidden_size": hidden,
-        "intermediate_size": c.size("n_inner", limit="intermediate_size", default=4 * hidden),
-        "num_hidden_layers": c.size("n_layer", "num_hidden_layers", limit="num_hidden_layers"),
+        "intermediate_size": config.read_size("n_inner", limit="intermediate_size", default=4 * hidden),
+        "num_hidden_layers": config.read_size("n_layer", "num_hidden_layers", limit="num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": hidden // heads,
-        "vocab_size": c.size("vocab_size", limit="vocab_size"),
-        "max_position_embeddings": c.size(
+        "vocab_size": config.read_size("vocab_size", limit="vocab_size"),
+        "max_position_embeddings": config.read_size(
             "n_positions", "max_position_embeddings", limit="max_position_embeddings", default=1_024
         ),
-        "tie_word_embeddings": c.flag("tie_word_embeddings", True),
+        "tie_word_embeddings": config.read_flag("tie_word_embeddings", True),
         "attention_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
@@ -35,24 +43,28 @@ def _read_gpt2(c: HfConfig) -> Fields:
     }
 
 
-def _read_gpt_neox(c: HfConfig) -> Fields:
+def _read_gpt_neox(config: HfConfig) -> Fields:
     """Read GPTNeoXConfig: fused query, key and value with bias; a parallel residual by default."""
-    fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c, default=True), **_PLAIN}
+    fields = {
+        **check_even_heads(read_sizes(config, kv_heads=None, positions=2_048)),
+        **read_bias(config, default=True),
+        **_PLAIN,
+    }
     heads = fields["num_attention_heads"]
     fields |= {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
-    return {**fields, "parallel_residual": c.flag("use_parallel_residual", True)}
+    return {**fields, "parallel_residual": config.read_flag("use_parallel_residual", True)}
 
 
-def _read_gpt_oss(c: HfConfig) -> Fields:
+def _read_gpt_oss(config: HfConfig) -> Fields:
     """Read GptOssConfig: a sink per head, experts with biases in every layer, a window in every other."""
-    fields = {**sizes(c, kv_heads=8, positions=131_072), **bias(c, default=True)}
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=64)
+    fields = {**read_sizes(config, kv_heads=8, positions=131_072), **read_bias(config, default=True)}
+    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=64)
     fields["mixture_of_experts"] = {
-        "num_experts": c.size("num_local_experts", "num_experts", limit="num_experts", default=128),
-        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=4),
+        "num_experts": config.read_size("num_local_experts", "num_experts", limit="num_experts", default=128),
+        "num_experts_per_tok": config.read_size("num_experts_per_tok", limit="num_experts", default=4),
         "moe_intermediate_size": fields["intermediate_size"],
     }
-    return window(c, fields, default=128, layers=lambda total: (total + 1) // 2)
+    return read_window(config, fields, default=128, layers=lambda total: (total + 1) // 2)
 
 
 GPT2 = Family(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import Value, near, refuse
+from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
 from shardscope.families.registry import FAMILIES
@@ -98,7 +98,7 @@ def _refuse_family(data: Mapping[str, Any], family: object) -> NoReturn:
         if isinstance(data.get(part), Mapping):
             fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
             refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-    meant = near(family, FAMILIES)
+    meant = find_similar(family, FAMILIES)
     same = f"{meant!r} if its layers are the same; or " if meant else ""
     fix = f"{same}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any transformers model"
     refuse("config.json model_type", family, f"known architectures: {known}", fix)

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from shardscope.families.common import Fields, HfConfig, bias, even_heads, sizes
+from shardscope.families.common import Fields, HfConfig, check_even_heads, read_bias, read_sizes
 from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
-def _read_llama(c: HfConfig) -> Fields:
+def _read_llama(config: HfConfig) -> Fields:
     """Read LlamaConfig: Llama 1 to 3.3 and other models with the same layers."""
-    fields = even_heads(sizes(c, kv_heads=None, positions=2_048))
-    return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
+    fields = check_even_heads(read_sizes(config, kv_heads=None, positions=2_048))
+    return {**fields, **read_bias(config), "mlp_bias": config.read_flag("mlp_bias", False)}
 
 
-def _read_granite(c: HfConfig) -> Fields:
+def _read_granite(config: HfConfig) -> Fields:
     """Read GraniteConfig: Llama's layers with constant scale factors."""
-    fields = sizes(c, kv_heads=None, positions=2_048)
-    return {**fields, **bias(c), "mlp_bias": c.flag("mlp_bias", False)}
+    fields = read_sizes(config, kv_heads=None, positions=2_048)
+    return {**fields, **read_bias(config), "mlp_bias": config.read_flag("mlp_bias", False)}
 
 
-def _read_olmo2(c: HfConfig) -> Fields:
+def _read_olmo2(config: HfConfig) -> Fields:
     """Read Olmo2Config: norms after attention and MLP, and one norm over all query and all key heads."""
-    return {**sizes(c, kv_heads=None, positions=2_048), **bias(c), "qk_norm": True}
+    return {**read_sizes(config, kv_heads=None, positions=2_048), **read_bias(config), "qk_norm": True}
 
 
-def _read_nemotron(c: HfConfig) -> Fields:
+def _read_nemotron(config: HfConfig) -> Fields:
     """Read NemotronConfig: LayerNorm1P, and an MLP without gate with a squared ReLU."""
-    c.size("num_key_value_heads", limit="num_key_value_heads")  # required by transformers
-    fields = {**sizes(c, kv_heads=None, positions=4_096), **bias(c)}
-    return {**fields, "mlp_bias": c.flag("mlp_bias", False), "gated_mlp": False, "norm": "layernorm"}
+    config.read_size("num_key_value_heads", limit="num_key_value_heads")  # required by transformers
+    fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
+    return {
+        **fields,
+        "mlp_bias": config.read_flag("mlp_bias", False),
+        "gated_mlp": False,
+        "norm": "layernorm",
+    }
 
 
 LLAMA = Family(model_type="llama", read=_read_llama, supports=LLAMA_SUPPORT)

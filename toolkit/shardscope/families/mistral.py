@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from shardscope.families.common import Fields, HfConfig, sizes, window
+from shardscope.families.common import Fields, HfConfig, read_sizes, read_window
 from shardscope.families.family import LLAMA_SUPPORT, Family, FileNames
 
 
-def _read_mistral(c: HfConfig) -> Fields:
+def _read_mistral(config: HfConfig) -> Fields:
     """Read MistralConfig: a window of 4096 tokens unless the key is null."""
-    fields = sizes(c, kv_heads=8, positions=131_072)
-    return window(c, fields, default=4_096, layers=lambda total: total)
+    fields = read_sizes(config, kv_heads=8, positions=131_072)
+    return read_window(config, fields, default=4_096, layers=lambda total: total)
 
 
-def _read_mixtral(c: HfConfig) -> Fields:
+def _read_mixtral(config: HfConfig) -> Fields:
     """Read MixtralConfig: ``intermediate_size`` is that of one expert; every layer is MoE."""
-    fields = sizes(c, kv_heads=8, positions=131_072)
+    fields = read_sizes(config, kv_heads=8, positions=131_072)
     fields["mixture_of_experts"] = {
-        "num_experts": c.size("num_local_experts", "num_experts", limit="num_experts", default=8),
-        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=2),
+        "num_experts": config.read_size("num_local_experts", "num_experts", limit="num_experts", default=8),
+        "num_experts_per_tok": config.read_size("num_experts_per_tok", limit="num_experts", default=2),
         "moe_intermediate_size": fields["intermediate_size"],
     }
-    return window(c, fields, default=None, layers=lambda total: total)
+    return read_window(config, fields, default=None, layers=lambda total: total)
 
 
 MISTRAL = Family(

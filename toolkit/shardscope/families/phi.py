@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardscope.core.errors import Value, refuse
-from shardscope.families.common import Fields, HfConfig, sizes, window
+from shardscope.families.common import Fields, HfConfig, read_sizes, read_window
 from shardscope.families.family import Family, Names
 
 
-def _read_phi(c: HfConfig) -> Fields:
+def _read_phi(config: HfConfig) -> Fields:
     """Read PhiConfig: a parallel residual with one LayerNorm; biases everywhere, also in the head."""
-    fields = sizes(c, kv_heads=None, positions=2_048)
-    fields["qk_norm"] = c.flag("qk_layernorm", False)
+    fields = read_sizes(config, kv_heads=None, positions=2_048)
+    fields["qk_norm"] = config.read_flag("qk_layernorm", False)
     whole = fields["hidden_size"] // fields["num_attention_heads"]
     if fields["qk_norm"] and fields["head_dim"] != whole:
         allowed = f"hidden_size / num_attention_heads = {whole} with qk_layernorm, as PhiAttention has it"
@@ -27,10 +27,10 @@ def _read_phi(c: HfConfig) -> Fields:
     }
 
 
-def _read_phi3(c: HfConfig) -> Fields:
+def _read_phi3(config: HfConfig) -> Fields:
     """Read Phi3Config: fused projections, no biases."""
-    fields = sizes(c, kv_heads=None, positions=4_096)
-    return window(c, fields, default=None, layers=lambda total: total)
+    fields = read_sizes(config, kv_heads=None, positions=4_096)
+    return read_window(config, fields, default=None, layers=lambda total: total)
 
 
 PHI = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Value, one_of, refuse
+from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.families.registry import family_of
 
 if TYPE_CHECKING:
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 def check_family(arch: Architecture) -> None:
     """Raise ``ValueError`` that names a field value that the family's modules do not support."""
     family, name = family_of(arch), arch.model_type
-    one_of(f"Architecture.norms_per_layer of a {name}", arch.norms_per_layer, family.norms_per_layer)
-    one_of(f"Architecture.parallel_residual of a {name}", arch.parallel_residual, family.parallel_residual)
+    check_choice(f"Architecture.norms_per_layer of a {name}", arch.norms_per_layer, family.norms_per_layer)
+    check_choice(
+        f"Architecture.parallel_residual of a {name}", arch.parallel_residual, family.parallel_residual
+    )
     if not family.has_new_decoder_architecture:
-        one_of(
+        check_choice(
             "Architecture.new_decoder_architecture but in a falcon", arch.new_decoder_architecture, (False,)
         )
-    one_of("Architecture.position_embedding", arch.position_embedding, family.position_embeddings)
+    check_choice("Architecture.position_embedding", arch.position_embedding, family.position_embeddings)
     if arch.mixture_of_experts is not None and not family.may_have_experts:
         allowed = f"None in a {name}, which has no routed experts"
         refuse("Architecture.mixture_of_experts", arch.mixture_of_experts, allowed, Value(None))

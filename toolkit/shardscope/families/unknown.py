@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
-from shardscope.core.size_limits import limited_field
+from shardscope.core.size_limits import check_size_field
 from shardscope.families.parameter_shapes import Parameter
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class UnknownFamily(Architecture):
 
     def __post_init__(self) -> None:
         for field in SIZES:
-            limited_field("Architecture", self, field)
+            check_size_field("Architecture", self, field)
         self._check_heads()
         try:
             config = json.loads(self.config_json)
@@ -98,10 +98,10 @@ class UnknownFamily(Architecture):
         """Raise ``ValueError``: the shapes are unknown."""
         self._no_formulas()
 
-    def _layer(self, moe: bool) -> tuple[Parameter, ...]:
+    def _get_layer(self, moe: bool) -> tuple[Parameter, ...]:
         self._no_formulas()
 
-    def _layer_counts(self, moe: bool) -> NoReturn:
+    def _get_layer_counts(self, moe: bool) -> NoReturn:
         self._no_formulas()
 
     def _no_formulas(self) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.fixes import as_it_is
+from shardscope.core.fixes import without_fix_search
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class Grid:
 
 def filter_valid(check: Callable[..., object], values: Iterable[Any]) -> list[Any]:
     """Return the values for which ``check(value)``, or ``check(*value)`` of a tuple, raises nothing."""
-    with as_it_is():  # Suggested fixes are not shown here, so do not compute them.
+    with without_fix_search():  # Suggested fixes are not shown here, so do not compute them.
         return [
             value for value in values if _is_valid(check, value if isinstance(value, tuple) else (value,))
         ]
@@ -102,7 +102,7 @@ def filter_rows(columns: Columns, names: Sequence[str], check: Callable[..., obj
         codes = codes * len(values) + indices
     _, first_rows, row_codes = np.unique(codes, return_index=True, return_inverse=True)
     rows = zip(*(columns[name][first_rows].tolist() for name in names), strict=True)
-    with as_it_is():
+    with without_fix_search():
         passes = [_is_valid(check, row) for row in rows]
     return select_rows(columns, np.array(passes)[row_codes])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardscope.catalog import entries, gpus, links
+from shardscope.catalog import gpus, links, load_table
 from shardscope.core.cluster import Cluster, Gpu
 from shardscope.machine.host import host_cores, host_memory_bytes
 
@@ -130,7 +130,7 @@ def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
 def _gpu(pynvml: Any, handle: Any) -> Gpu:
     name = _text(pynvml.nvmlDeviceGetName(handle))
     memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    for known, entry in entries("gpus").items():
+    for known, entry in load_table("gpus").items():
         # Compare memory too: GPUs of one name exist with other memory sizes, and MIG slices and virtual GPUs
         # have the name of the whole GPU.
         if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:

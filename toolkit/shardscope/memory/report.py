@@ -8,8 +8,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from shardscope.core.errors import one_of
-from shardscope.core.number_format import gib, in_parts
+from shardscope.core.errors import check_choice
+from shardscope.core.number_format import format_sum, gib
 from shardscope.core.ops import where
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
@@ -210,7 +210,7 @@ class MemoryReport:
 
         Raises ``ValueError`` for a name that is not in ``PHASES``.
         """
-        one_of("phase", phase, PHASES)
+        check_choice("phase", phase, PHASES)
         return self.worst_stage.at(phase).components
 
     def explain(self, name: str) -> str:
@@ -218,7 +218,7 @@ class MemoryReport:
 
         Raises ``ValueError`` for a name that is not in ``COMPONENTS``.
         """
-        one_of("component", name, COMPONENTS)
+        check_choice("component", name, COMPONENTS)
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None or term.num_bytes == 0:
             reason = f": {term.explain()}" if term is not None else ""
@@ -269,7 +269,7 @@ def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> 
     num_bytes = sum([part[0] for part in parts])
 
     def words() -> str:
-        told = in_parts(parts) or parts[0][1]
+        told = format_sum(parts) or parts[0][1]
         return told if source is None or not num_bytes else f"{told} · {source()}"
 
     return Term(num_bytes, words)

@@ -13,7 +13,7 @@ from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.errors import one_of
+from shardscope.core.errors import check_choice
 from shardscope.core.layout import Layout
 from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks
@@ -70,8 +70,8 @@ class Abilities:
 
     def cell(self, framework: str, ability: str) -> Cell:
         """Return one cell. Raises ``ValueError`` for names that are not in the table."""
-        row = self.cells[one_of("framework", framework, self.cells)]
-        return row[one_of("ability", ability, row)]
+        row = self.cells[check_choice("framework", framework, self.cells)]
+        return row[check_choice("ability", ability, row)]
 
     def to_frame(self) -> pd.DataFrame:
         """Return a frame with one row for each framework and one boolean column for each ability; the last

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.catalog import gpus
 from shardscope.core.cluster import Cluster
-from shardscope.core.layout import largest_divisor
+from shardscope.core.layout import find_largest_divisor
 from shardscope.core.number_format import count
 from shardscope.core.plan import Plan
 from shardscope.families.registry import family_of
@@ -138,7 +138,7 @@ def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
     stage."""
     kept = {}
     for name in names:
-        degree = largest_divisor(num_ranks, getattr(layout, name, 1))
+        degree = find_largest_divisor(num_ranks, getattr(layout, name, 1))
         if degree > 1:
             kept[name] = degree
             num_ranks //= degree

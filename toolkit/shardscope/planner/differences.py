@@ -63,7 +63,7 @@ def _chosen(plan: Plan, other: Plan) -> Layout:
     # Twice, because one number may be derivable only after another is left open.
     for name in open_there * 2:
         left_open = replace(chosen, **{name: None})
-        if left_open.settled(plan.architecture, plan.cluster, plan.recipe) == plan.layout:
+        if left_open.resolve_options(plan.architecture, plan.cluster, plan.recipe) == plan.layout:
             chosen = left_open
     return chosen
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import Fix, nearest, refuse
+from shardscope.core.errors import Fix, find_nearest, refuse
 from shardscope.families.registry import families_with, family_of
 from shardscope.memory.activations.head import loss_in_force
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
@@ -49,7 +49,7 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
                 "Recipe.lora_targets",
                 target,
                 f"projections of {arch.name}: {', '.join(sorted(known)) or 'none'}",
-                f"lora_targets=({nearest(target, sorted(known))!r},)",
+                f"lora_targets=({find_nearest(target, sorted(known))!r},)",
             )
         if target in FUSED_IN_EXPERTS and arch.num_moe_layers:
             refuse(
@@ -104,7 +104,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
     if field == "method":
         fix = {"layout": "fsdp2"}
     else:
-        fix = {field: None if open_field else nearest(value, list(values))}
+        fix = {field: None if open_field else find_nearest(value, list(values))}
     refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from shardscope.core.errors import real_number, whole_number
+from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
 from shardscope.records.files import load_json
 from shardscope.records.folder import STATUSES, RunFolder
@@ -68,8 +68,8 @@ def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
 
 
 def _checked_description(record: dict[str, Any]) -> dict[str, Any]:
-    whole_number("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
-    record["created"] = real_number("created", record.get("created", 0), low=0, high=1e12)
+    check_integer("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
+    record["created"] = check_number("created", record.get("created", 0), low=0, high=1e12)
     _check_types(record, _DESCRIPTION)
     return record
 

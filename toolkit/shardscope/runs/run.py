@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import flag, real_number, refuse, whole_number
+from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import is_alive, this_machine
 from shardscope.records.damage import check_kinds, check_supervisor, check_transition, read_description
@@ -304,8 +304,8 @@ class Run:
 
         Raises ``ValueError`` if the rank does not exist or its log is not a regular file.
         """
-        rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
-        max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
+        rank = check_integer("run.logs rank", rank, low=0, high=self._world_size - 1)
+        max_bytes = check_integer("run.logs max_bytes", max_bytes, low=1, high=2**31)
         check_regular(self._folder.log(rank))
         # Redact here too: the supervisor masks secrets in the file only some time after they are printed.
         return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
@@ -326,7 +326,10 @@ class Run:
         folder cannot be written, and ``NotRegularFileError`` (a subclass of both) if ``control.jsonl`` is not
         a regular file.
         """
-        if flag("run.stop checkpoint", checkpoint) and self._description.get("saves_when_asked") is False:
+        if (
+            check_flag("run.stop checkpoint", checkpoint)
+            and self._description.get("saves_when_asked") is False
+        ):
             task = str(self._description.get("task")).rpartition(".")[2]
             never = f"False, for a {task} does not look whether a stop was asked: saving is its own code's"
             refuse("run.stop checkpoint", True, never, "run.stop()")
@@ -486,7 +489,7 @@ def _is_folder(path: Path) -> bool:
 def _looks(timeout: float | None) -> Iterator[float]:
     """Yield the seconds to sleep between two status checks, until ``timeout`` seconds are over."""
     if timeout is not None:
-        real_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
+        check_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
     start = time.monotonic()
     while timeout is None or time.monotonic() - start < timeout:
         yield WAIT_SECONDS if time.monotonic() - start < PATIENT_AFTER_SECONDS else LONG_WAIT_SECONDS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.catalog import entries, links
+from shardscope.catalog import links, load_table
 from shardscope.core.cluster import ASSUMED_LINK, ASSUMED_NETWORK
 from shardscope.core.errors import refuse
 from shardscope.core.ops import maximum
@@ -188,7 +188,7 @@ class Rates:
 @lru_cache(maxsize=64)
 def rates_of(cluster: Cluster) -> Rates:
     """Return the catalogue's speeds of ``cluster``."""
-    table, gpu = entries("efficiency"), cluster.gpu
+    table, gpu = load_table("efficiency"), cluster.gpu
     generation = gpu.architecture or "default"
     products = _of(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second

@@ -8,7 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from shardscope.core.errors import one_of, real_number
+from shardscope.core.errors import check_choice, check_number
 from shardscope.core.number_format import gib
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class StepReport:
 
         Raises ``ValueError`` for a name that is not in ``PARTS``.
         """
-        part: Part = one_of("part", name, PARTS)
+        part: Part = check_choice("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
         beneath = f", {seconds_words(hidden)} more overlapped with arithmetic" if hidden else ""
         words = f" = {self.words(part)}" if self.words else ""
@@ -285,7 +285,7 @@ class StepReport:
         return flops / self.seconds / self.num_gpus / 1e12
 
     def _budget(self, num_tokens: float) -> float:
-        return real_number("num_tokens", num_tokens, low=1, high=1e18)
+        return check_number("num_tokens", num_tokens, low=1, high=1e18)
 
 
 def seconds_words(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardscope.core.errors import whole_number
+from shardscope.core.errors import check_integer
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, forget_older
@@ -234,7 +234,7 @@ def look(ctx: Any, profile_steps: int) -> Orders:
 
 
 def _profile_steps(command: Mapping[str, Any], default: int) -> int:
-    return whole_number("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
+    return check_integer("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
 
 
 # ---- Metrics of a training step, per rank

@@ -65,7 +65,7 @@ class ChecksView(View):
         found = self._named(act)
         if _can_apply(found):
             self._apply(found)
-        elif found.way is not None:
+        elif found.search is not None:
             self._search_fix(found)
         else:
             raise IgnoredError(act)
@@ -75,7 +75,7 @@ class ChecksView(View):
         question = self._named(act).question
         if question is None:
             raise IgnoredError(act)
-        self._apply_plan(question.answered(typed_bytes(f"Cluster.{question.field}", typed)))
+        self._apply_plan(question.answer(typed_bytes(f"Cluster.{question.field}", typed)))
 
     def _named(self, act: str) -> Finding:
         """Return the finding with this name. The list may have changed since the click was sent."""
@@ -94,10 +94,10 @@ class ChecksView(View):
 
     def _search_fix(self, found: Finding) -> None:
         """Replace the finding by one with a fix, which the user reads before applying it."""
-        waiting = replace(found, change=LOOKING, way=None)
+        waiting = replace(found, change=LOOKING, search=None)
         # The page shows this before the search starts.
         self._replace(found, waiting)
-        self._replace(waiting, found.look())
+        self._replace(waiting, found.run_search())
 
     def _replace(self, old: Finding, new: Finding) -> None:
         self.show([new if one == old else one for one in self.findings])
@@ -131,7 +131,7 @@ def _controls(finding: Finding, act: str) -> str:
         )
     if finding.question is not None or _can_apply(finding):
         label, verb = f"Apply the fix: {change}", "Apply"
-    elif finding.way is not None:
+    elif finding.search is not None:
         label, verb = f"Find a fix for: {escape(title(finding), quote=True)}", "Find a fix"
     else:
         return box

@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-from shardscope.core.errors import Value, real_number, refuse
+from shardscope.core.errors import Value, check_number, refuse
 
 LARGE = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 MOST_TOKENS = 1e18
@@ -65,7 +65,7 @@ def typed_tokens(text: str) -> float:
     if match is None or number is None:
         refuse("num_tokens", text, "a number of tokens, as 15T, 300B or 1.5e12", Value("15T"))
     factor = dict(LARGE).get("k" if match[2] in "kK" else match[2].upper(), 1.0) if match[2] else 1.0
-    return real_number("num_tokens", number * factor, low=1, high=MOST_TOKENS)
+    return check_number("num_tokens", number * factor, low=1, high=MOST_TOKENS)
 
 
 class Unit(NamedTuple):

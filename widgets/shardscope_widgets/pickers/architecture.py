@@ -10,7 +10,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope.catalog import model_names
+from shardscope.catalog import load_model_names
 from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import short
@@ -133,7 +133,7 @@ def _near(text: str) -> str:
     """
     if not text:
         return ""
-    near, asked = model_names().nearest(text), text.lower().rpartition("/")[2]
+    near, asked = load_model_names().find_nearest(text), text.lower().rpartition("/")[2]
     if not near:
         return ""
     if asked.startswith(near):

@@ -175,7 +175,7 @@ class LayoutPicker(Picker):
             wanted = _change_layout(type(last)(), {**unshown, **values}, situation)
             if wanted is not None:
                 return wanted
-        fitted = last.fitted(chosen, *situation)
+        fitted = last.find_nearest_valid(chosen, *situation)
         return _change_layout(fitted, unshown, situation) or fitted
 
     def read(self, change: object = None) -> None:
@@ -204,7 +204,7 @@ class LayoutPicker(Picker):
             return
         self._offering = True
         try:
-            for field, values in layout.offered(*self._situation).items():
+            for field, values in layout.list_valid_values(*self._situation).items():
                 control = self._controls[layout.framework][field]
                 current = getattr(layout, field)
                 if current is None and field == "sequence_parallel":
@@ -254,7 +254,7 @@ def _change_layout(
     """Return the layout with these values, or None if it cannot run."""
     try:
         changed = replace(layout, **values)
-        changed.degrees(*situation)
+        changed.compute_degrees(*situation)
     except ValueError:
         return None
     return changed
@@ -276,7 +276,7 @@ def _unshown(layout: ss.Layout) -> list[str]:
 
 
 def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
-    degrees = layout.degrees(architecture, cluster, recipe)
+    degrees = layout.compute_degrees(architecture, cluster, recipe)
     parts = [
         f"{words} {value:,}"
         for words, value in (
@@ -295,7 +295,7 @@ def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster,
 
 def _answer(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
     """Return ``FSDP2, shard 8`` or ``Megatron-core, tp 8, pp 4``."""
-    degrees = layout.degrees(architecture, cluster, recipe)
+    degrees = layout.compute_degrees(architecture, cluster, recipe)
     is_split = max(degrees.tp, degrees.pp, degrees.cp) > 1
     names = ("tp", "pp", "cp", "ep") if is_split else ("shard", "replicate")
     parts = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name, 1) > 1]

@@ -9,7 +9,7 @@ import anywidget
 import numpy as np
 import traitlets
 
-from shardscope.core.errors import whole_number
+from shardscope.core.errors import check_integer
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS, Tiler
 from shardscope_widgets.kit.front_end import front_end_text
@@ -97,7 +97,7 @@ class TraceView(anywidget.AnyWidget):
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         super().__init__(
-            height=whole_number("TraceView.height", height, low=160, high=4000),
+            height=check_integer("TraceView.height", height, low=160, high=4000),
             viewport_seconds=(0.0, self._span_ns / 1e9),
             _scene=self._describe(),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.core.finding import Question, Way
+from shardscope.core.finding import PlanChange, Question
 from shardscope.planner.checks import Finding
 from shardscope_widgets.checks.findings import SIGNS, summary, worst_first
 from shardscope_widgets.checks.view import LOOKING, NOTHING, ChecksView
@@ -96,15 +96,18 @@ def test_the_summary_counts_each_kind() -> None:
 
 def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> None:
     asked: list[str] = []
-    found: list[Way | None] = [Way(("Micro-batch 1 instead of 2", "Recompute selectively"), PLAN), None]
+    found: list[PlanChange | None] = [
+        PlanChange(("Micro-batch 1 instead of 2", "Recompute selectively"), PLAN),
+        None,
+    ]
 
-    def way() -> Way | None:
+    def way() -> PlanChange | None:
         asked.append(view.list.value)
         return found.pop(0)
 
     applied: list[ss.Plan] = []
     view = shown(
-        replace(finding("a-danger", "danger"), way=way), finding("a-hint", "hint"), on_apply=applied.append
+        replace(finding("a-danger", "danger"), search=way), finding("a-hint", "hint"), on_apply=applied.append
     )
     assert "Find a fix" in words(view.list.value) and not asked
     view.list.press("a-danger")
@@ -113,7 +116,7 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     assert not applied and LOOKING not in view.list.value
     view.list.press("a-danger")
     assert applied == [PLAN]
-    view.show([replace(finding("a-danger", "danger"), way=way)])
+    view.show([replace(finding("a-danger", "danger"), search=way)])
     view.list.press("a-danger")
     assert "none was found" in words(view.list.value) and "<button" not in view.list.value
     view.list.press("a-danger")
@@ -157,7 +160,7 @@ DIALECT = re.compile(r"\b(mend\w*|told|nobody|somebody|person|the card)\b", re.I
 
 def test_the_words_around_findings_are_plain_english() -> None:
     asked = replace(FOUND[2], question=Question(plan=PLAN, field="host_memory_bytes"))
-    slow = replace(finding("b-danger", "danger"), way=lambda: None)
+    slow = replace(finding("b-danger", "danger"), search=lambda: None)
     for view in (shown(), shown(*FOUND), shown(asked, slow)):
         assert not DIALECT.findall(view.list.value)
 

@@ -128,7 +128,7 @@ def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: st
             control.value = value
             assert not any(row.message for row in picker.rows.values()), (field, value)
             plan = studio.plan
-            assert plan.layout == picker.value.settled(plan.architecture, plan.cluster, plan.recipe)
+            assert plan.layout == picker.value.resolve_options(plan.architecture, plan.cluster, plan.recipe)
 
 
 def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studio) -> None:

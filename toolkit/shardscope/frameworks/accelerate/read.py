@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
@@ -136,7 +136,7 @@ def read(
     )
     if rest.is_recipe_open:
         rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
-    said: dict[str, tuple[Keys, Any]] = {
+    said: dict[str, tuple[KeyPath, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe))
     }
     if kind != "FSDP":
@@ -182,7 +182,7 @@ def _precision(document: Document, recipe: Recipe) -> str | None:
     return names[value]
 
 
-def _fsdp(document: Document, rest: PlanParts) -> tuple[Fsdp2Layout, dict[str, tuple[Keys, Any]]]:
+def _fsdp(document: Document, rest: PlanParts) -> tuple[Fsdp2Layout, dict[str, tuple[KeyPath, Any]]]:
     """The layout to begin with, and field -> (key, value) of what the file says of it."""
     part = "fsdp_config"
     document.check_keys((part,), [f"fsdp_{name}" for name in FSDP], OTHER_FSDP)
@@ -209,7 +209,7 @@ def _fsdp(document: Document, rest: PlanParts) -> tuple[Fsdp2Layout, dict[str, t
     return before or Fsdp2Layout(), says
 
 
-def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[Keys, Any]]:
+def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[KeyPath, Any]]:
     """Field -> (key, value): the format knows whole layers, all of them, or nothing."""
     keys = ("fsdp_config", "fsdp_activation_checkpointing")
     wanted = bool(document.read_flag(*keys))
@@ -220,11 +220,11 @@ def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[Keys, 
 
 def _parallel(
     document: Document, before: Fsdp2Layout | None, cluster: Cluster | None
-) -> dict[str, tuple[Keys, Any]]:
+) -> dict[str, tuple[KeyPath, Any]]:
     """Field -> (key, value) of the degrees; ``shard`` stays open where it takes what the others leave."""
     part = "parallelism_config"
     sizes = {field: document.read_number(part, key, low=1, high=2**20) for field, key in PARALLEL.items()}
-    says: dict[str, tuple[Keys, Any]] = {
+    says: dict[str, tuple[KeyPath, Any]] = {
         field: ((part, PARALLEL[field]), sizes[field] or 1) for field in ("replicate", "tp", "cp")
     }
     shard = sizes["shard"]
@@ -258,7 +258,7 @@ def _inline(document: Document, rest: PlanParts) -> Plan:
     part = "deepspeed_config"
     layout = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
     stage = document.read_number(part, "zero_stage", low=0, high=3)
-    says: dict[str, tuple[Keys, Any]] = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
+    says: dict[str, tuple[KeyPath, Any]] = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
     for field, key in (
         ("offload_optimizer", "offload_optimizer_device"),
         ("offload_params", "offload_param_device"),
@@ -270,7 +270,7 @@ def _inline(document: Document, rest: PlanParts) -> Plan:
     total = None
     if steps is not None and rest.cluster is not None:
         total = rest.recipe.micro_batch_size * steps * (rest.cluster.num_gpus // (layout.tp * layout.pp))
-    said: dict[str, tuple[Keys, Any]] = {
+    said: dict[str, tuple[KeyPath, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe)),
         "global_batch_size": ((part, "gradient_accumulation_steps"), total),
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.core.errors import refuse
-from shardscope.core.fixes import checked
+from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import Degrees, Layout
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True, kw_only=True)
 class DdpLayout(Layout):
     """Layout of PyTorch DistributedDataParallel (Li et al. 2020)."""
@@ -33,7 +33,7 @@ class DdpLayout(Layout):
     )
     """Supported optimizers: all, since replicas are plain tensors. 8-bit and paged ones are bitsandbytes'."""
 
-    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+    def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return the degrees: all ranks are data parallel, with a replica each."""
         return self.spread(cluster.num_gpus)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import one_of, refuse
+from shardscope.core.errors import check_choice, refuse
 from shardscope.core.precision import FP32, widths
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _FIELD = "Layout.communication_data_type"
 
 def check_communication(layout: Any) -> None:
     """Raise ``ValueError`` for other types, for layouts that ignore it, and if no formula counts the cast."""
-    one_of(_FIELD, layout.communication_data_type, (None, "fp32"))
+    check_choice(_FIELD, layout.communication_data_type, (None, "fp32"))
     if layout.communication_data_type is None:
         return
     why = ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.layout import check_experts, check_heads, check_layers, divisors
+from shardscope.core.layout import check_experts, check_heads, check_layers, list_divisors
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.grid import (
     DATA_PARALLEL,
@@ -41,7 +41,7 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
             Grid(
                 layout=layout,
                 columns=filter_rows(columns, ("tp", "pp", "ep"), check_fields),
-                check=lambda layout, recipe: layout.degrees(arch, cluster, recipe),
+                check=lambda layout, recipe: layout.compute_degrees(arch, cluster, recipe),
             )
         )
     return found
@@ -60,7 +60,7 @@ def _options(cluster: Cluster) -> Iterator[ZeroLayout]:
 
 
 def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
-    ranks = divisors(cluster.num_gpus)
+    ranks = list_divisors(cluster.num_gpus)
 
     def check_tp(tp: int) -> None:
         check_heads(arch, tp)

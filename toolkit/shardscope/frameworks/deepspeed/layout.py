@@ -9,8 +9,8 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shardscope.core.errors import flag, one_of, refuse
-from shardscope.core.fixes import checked
+from shardscope.core.errors import check_choice, check_flag, refuse
+from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
@@ -18,8 +18,8 @@ from shardscope.core.layout import (
     check_experts,
     check_heads,
     check_layers,
-    largest_divisor,
-    left_over_ranks,
+    compute_remaining_ranks,
+    find_largest_divisor,
 )
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
@@ -81,7 +81,7 @@ _OF_A_MACHINE: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True, kw_only=True)
 class ZeroLayout(Layout):
     """DeepSpeed ZeRO stages 0 to 3 (Rajbhandari et al. 2020), with offload (Ren et al. 2021)."""
@@ -188,7 +188,7 @@ class ZeroLayout(Layout):
         check_degrees(self, "tp", "pp", "ep", "zero_hpz_partition_size")
         self._check_options()
         for field in ("offload_optimizer", "offload_params"):
-            one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
+            check_choice(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:
             refuse(
                 "Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", {"stage": 1}
@@ -222,13 +222,13 @@ class ZeroLayout(Layout):
                 "an even number (DeepSpeed aligns what it gathers to 4 bytes)",
                 {"allgather_bucket_size": even},
             )
-        flag("Layout.contiguous_gradients", self.contiguous_gradients)
-        flag("Layout.pin_memory", self.pin_memory)
+        check_flag("Layout.contiguous_gradients", self.contiguous_gradients)
+        check_flag("Layout.pin_memory", self.pin_memory)
         for field in QUANTIZED:
-            flag(f"Layout.{field}", getattr(self, field))
-        one_of("Layout.overlap_comm", self.overlap_comm, (None, True, False))
+            check_flag(f"Layout.{field}", getattr(self, field))
+        check_choice("Layout.overlap_comm", self.overlap_comm, (None, True, False))
 
-    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+    def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return the degrees; the ranks that tp and pp leave are data parallel, and share the state."""
         check_heads(architecture, self.tp)
         self.check_auto_tp(architecture, recipe)
@@ -240,10 +240,10 @@ class ZeroLayout(Layout):
                 "another on CPU ranks: DeepSpeed's FusedLion needs a GPU",
                 {"optimizer": "adamw"},
             )
-        data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
+        data_parallel = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
         if data_parallel % self.zero_hpz_partition_size:
-            near = largest_divisor(data_parallel, self.zero_hpz_partition_size)
+            near = find_largest_divisor(data_parallel, self.zero_hpz_partition_size)
             refuse(
                 "Layout.zero_hpz_partition_size",
                 self.zero_hpz_partition_size,
@@ -278,14 +278,14 @@ class ZeroLayout(Layout):
         count = self.offload_params_buffer_count
         return PARAMS_BUFFERS if count is None else count
 
-    def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> ZeroLayout:
+    def resolve_options(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> ZeroLayout:
         """Return the layout with its NVMe defaults set: enough buffers, and prefetching only if it works."""
         is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
         if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
             return self
         from shardscope.frameworks.deepspeed.memory.counted import swap_failure
 
-        ranks = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
+        ranks = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         found = replace(
             self,
             stage3_prefetch_bucket_size=self.prefetched_elements,

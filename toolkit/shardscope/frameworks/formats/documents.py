@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardscope.core.errors import Fix, Value, nearest, one_of, refuse, whole_number
+from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
 from shardscope.core.json_text import check_depth, key_lines, parse_json
-from shardscope.core.text_positions import Keys, Places
+from shardscope.core.text_positions import KeyPath, TextPositions
 
 MAX_BYTES = 1_000_000
 """Maximum size of a file; real configurations have a few kilobytes."""
 
 
 @dataclass(kw_only=True)
-class Document(Places):
+class Document(TextPositions):
     """Content of one file. Every ``ValueError`` names the file, the line and the key."""
 
     _unread: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Document(Places):
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # DeepSpeed's own examples write 5e8
-        return whole_number(self.where(*keys), value, low=low, high=high)
+        return check_integer(self.locate(*keys), value, low=low, high=high)
 
     def read_flag(self, *keys: str) -> bool | None:
         """Return a boolean, in any spelling of YAML readers and accelerate's environment; None if missing."""
@@ -52,14 +52,14 @@ class Document(Places):
     def read_choice(self, *keys: str, among: Iterable[Any]) -> Any:
         """Return one of ``among``; None if it is missing."""
         value = self.get(*keys)
-        return None if value is None else one_of(self.where(*keys), value, among)
+        return None if value is None else check_choice(self.locate(*keys), value, among)
 
-    def refuse(self, keys: Keys, allowed: str, fix: Fix) -> NoReturn:
+    def refuse(self, keys: KeyPath, allowed: str, fix: Fix) -> NoReturn:
         """Raise ``ValueError`` for the value at ``keys``."""
-        refuse(self.where(*keys), self.get(*keys), allowed, fix)
+        refuse(self.locate(*keys), self.get(*keys), allowed, fix)
 
     def check_keys(
-        self, keys: Keys, planned: Iterable[str], ignored: Mapping[str, object] | Iterable[str]
+        self, keys: KeyPath, planned: Iterable[str], ignored: Mapping[str, object] | Iterable[str]
     ) -> None:
         """Raise ``ValueError`` for unknown keys under ``keys``, with the nearest known key.
 
@@ -71,8 +71,8 @@ class Document(Places):
         known = [*planned, *ignored]
         for key, value in self.read_section(*keys).items():
             if key not in known:
-                allowed = f"{nearest(key, known)!r} and {len(known) - 1} other keys"
-                refuse(f"{self.where(*keys, key)}: this key", key, allowed, Value(nearest(key, known)))
+                allowed = f"{find_nearest(key, known)!r} and {len(known) - 1} other keys"
+                refuse(f"{self.locate(*keys, key)}: this key", key, allowed, Value(find_nearest(key, known)))
             if key not in planned and not (key in defaults and value == defaults[key]):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 
@@ -127,7 +127,7 @@ def read_yaml(file: str | Path) -> Document:
         raise ValueError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from error
     except RecursionError as error:
         raise ValueError(f"{name} is nested too deeply to be a configuration.") from error
-    lines: dict[Keys, int] = {}
+    lines: dict[KeyPath, int] = {}
     values = _Yaml(yaml, name, lines).value(root, ()) if root is not None else None
     if not isinstance(values, dict):
         refuse(name, values, "one YAML mapping", "distributed_type: FSDP")
@@ -137,12 +137,12 @@ def read_yaml(file: str | Path) -> Document:
 class _Yaml:
     """Conversion of YAML nodes to plain values. Aliases are errors: they can expand without bound."""
 
-    def __init__(self, yaml: Any, name: str, lines: dict[Keys, int]) -> None:
+    def __init__(self, yaml: Any, name: str, lines: dict[KeyPath, int]) -> None:
         self.yaml, self.name, self.lines = yaml, name, lines
         self.seen: set[int] = set()
         self.loader = yaml.SafeLoader("")
 
-    def value(self, node: Any, way: Keys) -> Any:
+    def value(self, node: Any, way: KeyPath) -> Any:
         line = node.start_mark.line + 1
         if id(node) in self.seen:
             raise ValueError(f"{self.name}, line {line}: an alias; allowed: the value itself.")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardscope.core.errors import FieldError, Value, refuse, with_article
+from shardscope.core.errors import FieldError, Value, add_article, refuse
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.exported import PLAN_FILE
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
 
-FileFields = Mapping[str, tuple[Keys, object]]
+FileFields = Mapping[str, tuple[KeyPath, object]]
 """Recipe or layout field -> its keys in a file and its value; None: the file does not set it."""
 
 
@@ -52,7 +52,7 @@ Part = TypeVar("Part")
 def _require(part: Part | None, noun: str, file: str, fix: str) -> Part:
     """Return the part. Raises ``ValueError`` if it is None, since neither caller nor files have it."""
     if part is None:
-        kind = with_article(noun.capitalize())
+        kind = add_article(noun.capitalize())
         refuse(
             noun, None, f"{kind}: {file} has none, and there is no {PLAN_FILE} in its folder", f"{noun}={fix}"
         )
@@ -79,7 +79,7 @@ def load_plan_parts(
         ("recipe", recipe, Recipe),
     ):
         if value is not None and not isinstance(value, kind):
-            refuse(noun, value, f"{with_article(kind.__name__)} or None", Value(None))
+            refuse(noun, value, f"{add_article(kind.__name__)} or None", Value(None))
     plan_file = Path(file).expanduser().parent / PLAN_FILE if file is not None else None
     stored = None
     if plan_file is not None and plan_file.is_file() and None in (architecture, cluster, recipe):
@@ -144,4 +144,4 @@ def locate_errors(document: Document, file_fields: FileFields) -> Iterator[None]
         yield
     except FieldError as refusal:
         key_paths = {field: keys for field, (keys, _) in file_fields.items()}
-        raise document.located(refusal, key_paths) from refusal
+        raise document.add_location(refusal, key_paths) from refusal

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, divisors
+from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, list_divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.grid import SEQUENCES_AT_ONCE, Grid, combine_degrees, filter_rows, filter_valid
 
@@ -22,7 +22,7 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
     The degrees tp, pp, cp and replicate are divisors of the number of GPUs, vpp is a power of two. There is
     one grid for each ``reshard_after_forward`` and, on GPUs, for each ``offload``.
     """
-    ranks, plain = divisors(cluster.num_gpus), Fsdp2Layout()
+    ranks, plain = list_divisors(cluster.num_gpus), Fsdp2Layout()
     chunks = [1 << power for power in range(arch.num_hidden_layers.bit_length())]
     pipelines = [(pp, vpp) for pp in ranks for vpp in (chunks if pp > 1 else (1,))]
     columns = combine_degrees(

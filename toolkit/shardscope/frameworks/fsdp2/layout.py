@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shardscope.core.errors import FieldError, one_of, refuse
-from shardscope.core.fixes import checked
+from shardscope.core.errors import FieldError, check_choice, refuse
+from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
@@ -16,7 +16,7 @@ from shardscope.core.layout import (
     check_degrees,
     check_heads,
     check_layers,
-    left_over_ranks,
+    compute_remaining_ranks,
 )
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Layout(Layout):
     """Layout of ``torch.distributed.fsdp.fully_shard``: one group per decoder layer and one for the root."""
@@ -108,10 +108,10 @@ class Fsdp2Layout(Layout):
         check_degrees(self, "replicate", "tp", "pp", "vpp", "cp")
         if not isinstance(self.reshard_after_forward, bool):
             self._check_reshard()
-        one_of("Layout.offload", self.offload, (None, "cpu"))
+        check_choice("Layout.offload", self.offload, (None, "cpu"))
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", {"vpp": 1})
-        one_of("Layout.pipeline_schedule", self.pipeline_schedule, ("1F1B", "GPipe"))
+        check_choice("Layout.pipeline_schedule", self.pipeline_schedule, ("1F1B", "GPipe"))
         if self.runs_all_forwards_first and self.pp == 1:
             refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' while pp=1", {"pipeline_schedule": "1F1B"})
         if self.runs_all_forwards_first and self.vpp > 1:
@@ -134,7 +134,7 @@ class Fsdp2Layout(Layout):
         except FieldError:
             refuse(field, value, allowed, {"reshard_after_forward": True})
 
-    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+    def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return the degrees, whose product is the number of GPUs; ``shard`` defaults to the remaining ranks.
 
         Raises ``ValueError`` for degrees that do not fit the cluster, the architecture or the recipe.
@@ -143,7 +143,7 @@ class Fsdp2Layout(Layout):
         check_heads(architecture, self.tp)
         check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
-        left = left_over_ranks(world, replicate=self.replicate, tp=self.tp, pp=self.pp, cp=self.cp)
+        left = compute_remaining_ranks(world, replicate=self.replicate, tp=self.tp, pp=self.pp, cp=self.cp)
         shard = left if self.shard is None else self.shard
         if shard != left:
             refuse(

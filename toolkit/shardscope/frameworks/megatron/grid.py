@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, divisors
+from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, list_divisors
 from shardscope.frameworks.grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
@@ -52,7 +52,7 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
 
 def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
     """Return the columns that do not depend on how sequences and experts are sharded."""
-    ranks, layers = divisors(cluster.num_gpus), arch.num_hidden_layers
+    ranks, layers = list_divisors(cluster.num_gpus), arch.num_hidden_layers
     pipelines = [
         (pp, vpp)
         for pp in ranks

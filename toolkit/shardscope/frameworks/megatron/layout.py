@@ -8,8 +8,8 @@ from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from shardscope.core.errors import FieldError, flag, one_of, refuse
-from shardscope.core.fixes import checked
+from shardscope.core.errors import FieldError, check_choice, check_flag, refuse
+from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
@@ -18,8 +18,8 @@ from shardscope.core.layout import (
     check_experts,
     check_heads,
     check_layers,
-    divisors,
-    left_over_ranks,
+    compute_remaining_ranks,
+    list_divisors,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MomentType = Literal["fp32", "bf16", "fp16", "fp8"]
 """Dtypes of a moment in megatron-core's precision-aware optimizer."""
 
 
-@checked
+@suggest_complete_fixes
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout(Layout):
     """Megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021, Korthikanti et al. 2022)."""
@@ -127,9 +127,9 @@ class MegatronLayout(Layout):
         check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
         if self.etp is not None:
             check_degrees(self, "etp")
-        flag("Layout.distributed_optimizer", self.distributed_optimizer)
+        check_flag("Layout.distributed_optimizer", self.distributed_optimizer)
         if self.sequence_parallel is not None:
-            flag("Layout.sequence_parallel", self.sequence_parallel)
+            check_flag("Layout.sequence_parallel", self.sequence_parallel)
         self._check_optimizer()
         if self.sequence_parallel and self.tp == 1:
             refuse("Layout.sequence_parallel", True, "False or None while tp=1", {"sequence_parallel": None})
@@ -143,7 +143,7 @@ class MegatronLayout(Layout):
         Source: model_parallel_config.py, distributed_data_parallel_config.py.
         """
         for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"):
-            flag(f"Layout.{name}", getattr(self, name))
+            check_flag(f"Layout.{name}", getattr(self, name))
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.distributed_optimizer):
             refuse(
                 "Layout.overlap_param_gather",
@@ -162,8 +162,8 @@ class MegatronLayout(Layout):
     def _check_optimizer(self) -> None:
         """Raise ``ValueError`` where OptimizerConfig asserts (core/optimizer/optimizer_config.py)."""
         if self.grad_reduce_in_fp32 is not None:
-            flag("Layout.grad_reduce_in_fp32", self.grad_reduce_in_fp32)
-        flag("Layout.use_precision_aware_optimizer", self.use_precision_aware_optimizer)
+            check_flag("Layout.grad_reduce_in_fp32", self.grad_reduce_in_fp32)
+        check_flag("Layout.use_precision_aware_optimizer", self.use_precision_aware_optimizer)
         aware = self.use_precision_aware_optimizer
         if aware and not self.distributed_optimizer:
             refuse(
@@ -172,10 +172,10 @@ class MegatronLayout(Layout):
                 "False without the distributed optimizer",
                 {"distributed_optimizer": True},
             )
-        one_of("Layout.cross_entropy_fusion_impl", self.cross_entropy_fusion_impl, ("native", "te"))
+        check_choice("Layout.cross_entropy_fusion_impl", self.cross_entropy_fusion_impl, ("native", "te"))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             kept = getattr(self, name)
-            one_of(f"Layout.{name}", kept, get_args(MomentType))
+            check_choice(f"Layout.{name}", kept, get_args(MomentType))
             if kept != "fp32" and not aware:
                 refuse(
                     f"Layout.{name}",
@@ -194,7 +194,7 @@ class MegatronLayout(Layout):
         """Tensor-parallel degree inside an expert."""
         return self.tp if self.etp is None else self.etp
 
-    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+    def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return the degrees: data parallelism takes the ranks that tp, pp and cp leave.
 
         Raises ``ValueError`` for degrees that do not fit the model, the cluster or the recipe.
@@ -205,7 +205,7 @@ class MegatronLayout(Layout):
             # decoder layer.
             check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
-        data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
+        data_parallel = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         self._check_expert_tp(architecture)
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
         self.check_sequence(architecture, recipe)
@@ -302,7 +302,7 @@ class MegatronLayout(Layout):
         pp, vpp = min(
             (
                 (pp, vpp)
-                for pp in divisors(degrees.pp * degrees.data_parallel)
+                for pp in list_divisors(degrees.pp * degrees.data_parallel)
                 for vpp in range(1, layers + 1 if pp > 1 else 2)
                 if splits(layers, pp, vpp)
             ),

@@ -13,8 +13,8 @@ from html import escape
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
-from shardscope.core.errors import Value, nearest, one_of, refuse
-from shardscope.core.plan import Plan, check_noun
+from shardscope.core.errors import Value, check_choice, find_nearest, refuse
+from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.abilities import TITLES
@@ -128,9 +128,9 @@ def recommend(
         ("cluster", cluster, Cluster),
         ("recipe", recipe, Recipe),
     ):
-        check_noun(name, noun, kind)
+        check_type(name, noun, kind)
     if current is not None:
-        check_noun("current", current, Plan)
+        check_type("current", current, Plan)
     bench = Bench(architecture, cluster, recipe)
     path = Path(bench, _checked_names(familiar_with), _on_screen(bench, current))
     for ask in _questions(cluster):
@@ -204,10 +204,10 @@ def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
 
 def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
-        near = nearest(familiar_with, list(TITLES))
+        near = find_nearest(familiar_with, list(TITLES))
         refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
     return tuple(
-        one_of("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
+        check_choice("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
         for name in familiar_with
     )
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.layout import Layout, divisors
+from shardscope.core.layout import Layout, list_divisors
 from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING, Bench, Outcome, Tried, fastest, is_faster
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _copies(cluster: Cluster) -> tuple[int, ...]:
 
 def split_inside_a_node(cluster: Cluster) -> Rung:
     """Return FSDP2 with tensor or context parallelism inside a node."""
-    degrees = [degree for degree in divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
+    degrees = [degree for degree in list_divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
     return Rung((
         *(Layout.fsdp2(tp=degree) for degree in degrees),
         *(Layout.fsdp2(cp=degree) for degree in degrees),
@@ -140,7 +140,7 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
     """Yield tensor-parallel degrees inside a node, each with the expert- or context-parallel degrees to
     try."""
     experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
-    for tp in divisors(cluster.gpus_per_node):
+    for tp in list_divisors(cluster.gpus_per_node):
         if tp > MAX_TENSOR_PARALLEL:
             return
         if experts is None or not bench.architecture.num_moe_layers:
@@ -149,7 +149,7 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
             continue
         # At least the GPUs of a node: with fewer ranks, each holds so many experts that they seldom fit.
         least = min(cluster.gpus_per_node, experts.num_experts)
-        for ep in divisors(experts.num_experts):
+        for ep in list_divisors(experts.num_experts):
             if least <= ep <= min(cluster.num_gpus, MAX_EXPERT_PARALLEL):
                 yield {"tp": tp, "ep": ep, "etp": 1 if ep > 1 and tp > 1 else None}
 
@@ -161,7 +161,7 @@ def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
     nearest: Tried | None = None
     refusal = None
     is_enough = False
-    for pp in divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
+    for pp in list_divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
         if pp > min(MAX_STAGES, bench.architecture.num_hidden_layers):
             break
         if is_enough and pp != bench.cluster.num_nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.layout import Layout, divisors
+from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.number_format import count
 from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.memory_questions import LARGE_FROM
@@ -163,7 +163,7 @@ def _wider_than_a_node(path: Path) -> Tried | None:
     current = path.current
     if current is None or current.plan.degrees.tp == 1 or current.timed is None:
         return None
-    for tp in divisors(current.plan.world_size):
+    for tp in list_divisors(current.plan.world_size):
         if tp > path.bench.cluster.gpus_per_node:
             fields: dict[str, Any] = {"tp": tp}
             if hasattr(current.plan.layout, "shard"):

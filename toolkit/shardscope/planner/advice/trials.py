@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.cluster import BEFORE_AMPERE
-from shardscope.core.fixes import as_it_is
-from shardscope.core.layout import Layout, divisors
+from shardscope.core.fixes import without_fix_search
+from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.planner.capacity import Place, shortages
 from shardscope.planner.repairs.changes import OFFLOADS
@@ -110,7 +110,7 @@ class Bench:
     def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
         """Return the plan of a layout, or the error message if it is invalid."""
         try:
-            with as_it_is():
+            with without_fix_search():
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
                 report = plan.memory()
                 found = Tried(plan=plan, report=report, short=tuple(shortages(plan, report)))
@@ -170,7 +170,7 @@ class Bench:
         """Yield lists of recipes with smaller micro-batches: for each recomputation, the default and the
         chunked loss."""
         recipe = self.recipe
-        sizes = list(reversed(divisors(recipe.micro_batch_size)))
+        sizes = list(reversed(list_divisors(recipe.micro_batch_size)))
         moves = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
         for again in _more_recomputed(recipe, layout, moves):
             for loss in _losses(recipe, layout):

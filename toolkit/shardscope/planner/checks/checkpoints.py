@@ -40,7 +40,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         if loose is None
         else f"{_named(loose, plan)}, which loads over any number of ranks{_or(saved)}",
         plan=loose,
-        way=None if loose else partial(searched_elsewhere, plan, _is_loose),
+        search=None if loose else partial(searched_elsewhere, plan, _is_loose),
     )
 
 

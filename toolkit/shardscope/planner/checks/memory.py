@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.finding import Finding, Question, Way
-from shardscope.core.layout import divisors
+from shardscope.core.finding import Finding, PlanChange, Question
+from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.capacity import Place, fits, places
@@ -62,7 +62,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     if recipe.recompute in RECOMPUTED:
         more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
         changes += [{"recompute": value} for value in more if value in supported(layout, "recompute")]
-    changes += [{"micro_batch_size": size} for size in divisors(recipe.micro_batch_size)[:-1]]
+    changes += [{"micro_batch_size": size} for size in list_divisors(recipe.micro_batch_size)[:-1]]
     if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
         changes.append({"loss": "chunked"})
     found = variants(case.plan, [(change, {}) for change in changes])
@@ -76,17 +76,17 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
-        way=None if best else partial(_roomier, case.plan),
+        search=None if best else partial(_roomier, case.plan),
     )
 
 
-def _roomier(plan: Plan) -> Way | None:
+def _roomier(plan: Plan) -> PlanChange | None:
     """Return the best plan on these GPUs that is not tight; otherwise more nodes, or a smaller model."""
     usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
     found = searched(plan, headroom_bytes=kept_free)
     if found is None:
-        here = [Way((), plan), *of_other_frameworks(plan)]
+        here = [PlanChange((), plan), *of_other_frameworks(plan)]
         found = on_more_nodes(here, _has_ease) or with_a_smaller_model(here, _has_ease)
     return None if found is None else between(plan, found.plan)
 
@@ -117,14 +117,14 @@ def _short(case: Case, place: Place) -> Finding:
         number=place.short_bytes / 2**30,
         change=best.change if best else "No single change is enough; several may be",
         plan=best.plan if best else None,
-        way=None if best else partial(_several_changes, case.plan),
+        search=None if best else partial(_several_changes, case.plan),
     )
 
 
-def _several_changes(plan: Plan) -> Way | None:
+def _several_changes(plan: Plan) -> PlanChange | None:
     """Return the changes of the button "Make it fit"."""
     fit = make_it_fit(plan)
-    return None if fit is None else Way(fit.changes, fit.plan, fit.seconds_lost)
+    return None if fit is None else PlanChange(fit.changes, fit.plan, fit.seconds_lost)
 
 
 def _enough(case: Case) -> Repair | None:

@@ -12,7 +12,7 @@ from shardscope.planner.checks.case import memory_of
 from shardscope.planner.repairs.changes import OFFLOADS
 
 if TYPE_CHECKING:
-    from shardscope.core.finding import Way
+    from shardscope.core.finding import PlanChange
     from shardscope.core.plan import Plan
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")
@@ -25,7 +25,7 @@ def elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
     return next((found for found in _cut_the_same_way(plan) if is_wanted(found)), None)
 
 
-def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Way | None:
+def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
     """Return the search's best plan of the first other framework whose best plan ``is_wanted``."""
     from shardscope.planner.repairs.several import searched  # Not above: resuming a run needs no search.
 

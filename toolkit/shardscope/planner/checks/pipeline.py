@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.core.finding import Finding, Way
-from shardscope.core.layout import divisors
+from shardscope.core.finding import Finding, PlanChange
+from shardscope.core.layout import list_divisors
 from shardscope.planner.checks.case import Case, Change, fastest, variants
 from shardscope.planner.checks.words import percent
 from shardscope.planner.repairs.several import searched
@@ -39,11 +39,11 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=_words(case, mended.plan) if mended else f"Fewer stages than {stages}, or more micro-batches",
         plan=mended.plan if mended else None,
-        way=None if mended else partial(_filled, plan),
+        search=None if mended else partial(_filled, plan),
     )
 
 
-def _filled(plan: Plan) -> Way | None:
+def _filled(plan: Plan) -> PlanChange | None:
     """Return the best of all plans, if it has at least as many micro-batches as stages."""
     found = searched(plan)
     return found if found and _has_enough(found.plan) else None
@@ -52,7 +52,7 @@ def _filled(plan: Plan) -> Way | None:
 def _changes(case: Case) -> Iterator[Change]:
     """Yield smaller micro-batches first (they keep the global batch), then a larger global batch."""
     plan, recipe = case.plan, case.plan.recipe
-    for size in divisors(recipe.micro_batch_size):
+    for size in list_divisors(recipe.micro_batch_size):
         yield {"micro_batch_size": size}, {}
     if recipe.micro_batch_size == 1 or plan.num_micro_batches * recipe.micro_batch_size < plan.degrees.pp:
         times = -(-plan.degrees.pp // plan.num_micro_batches)

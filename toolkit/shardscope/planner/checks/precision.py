@@ -88,7 +88,7 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         change=(words if other is None else f"{other.layout.description}, which sums in fp32; or {words}")
         + _lacking(case, mended or other),
         plan=mended or other,
-        way=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
+        search=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
     )
 
 

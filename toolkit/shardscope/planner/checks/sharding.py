@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.core.layout import divisors
+from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, fastest, variants
 from shardscope.planner.checks.words import gigabytes_per_second, percent
@@ -55,7 +55,7 @@ def too_fine(case: Case) -> Iterator[Finding]:
     latency = link.latency_seconds * link.bandwidth_bytes_per_second
     if part >= latency:
         return
-    copies = divisors(plan.degrees.shard)[1:]
+    copies = list_divisors(plan.degrees.shard)[1:]
     found = variants(plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies])
     mended = fastest(variant for variant in found if case.gain(variant) > NOTICEABLE)
     if mended is None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.core.finding import Finding, Way
-from shardscope.core.layout import divisors
+from shardscope.core.finding import Finding, PlanChange
+from shardscope.core.layout import list_divisors
 from shardscope.planner.checks.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
 from shardscope.planner.checks.words import gigabytes_per_second, percent
 from shardscope.planner.repairs.several import searched
@@ -46,11 +46,11 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
         if mended
         else f"At most tp={cluster.gpus_per_node}, a node's GPUs",
         plan=mended.plan if mended else None,
-        way=None if mended else partial(_inside_nodes, plan),
+        search=None if mended else partial(_inside_nodes, plan),
     )
 
 
-def _inside_nodes(plan: Plan) -> Way | None:
+def _inside_nodes(plan: Plan) -> PlanChange | None:
     """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
     limited to a node's GPUs, whether or not it fits."""
     most = plan.cluster.gpus_per_node
@@ -58,13 +58,13 @@ def _inside_nodes(plan: Plan) -> Way | None:
     if found and found.plan.degrees.tp <= most:
         return found
     smaller = changed_plan(plan, layout={"tp": most})
-    return None if smaller is None else Way((f"tp={most}",), smaller)
+    return None if smaller is None else PlanChange((f"tp={most}",), smaller)
 
 
 def _changes(case: Case) -> Iterator[Change]:
     """Yield smaller tp degrees, with the remaining factor moved to data parallelism or to pipeline stages."""
     layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
-    for smaller in divisors(tp)[:-1]:
+    for smaller in list_divisors(tp)[:-1]:
         changed = {"tp": smaller}
         if getattr(layout, "sequence_parallel", None) and smaller == 1:
             changed = {**changed, "sequence_parallel": None}  # type: ignore[dict-item]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
-from shardscope.core.layout import divisors
+from shardscope.core.layout import list_divisors
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
@@ -65,7 +65,7 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
         return
     name = missed[0]
     others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
-    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
     mended = fastest(variant for variant in even if case.gain(variant) > 0)
     words, other_model = aligned(plan, name, ALIGNED)
@@ -127,7 +127,7 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
     share = 1 - real / rows
     if share < PADDED_MUCH:
         return
-    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     better = (variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
     mended = fastest(better)
     lost = -case.gain(mended) if mended else 0.0
@@ -162,7 +162,7 @@ def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
         step = ALIGNED * plan.degrees.tp
         rows = -(-plan.architecture.vocab_size // step) * step
         return f"Pad the vocabulary to {rows:,} tokens", wider(plan, vocab_size=rows)
-    for tp in reversed(divisors(plan.degrees.tp)[:-1]):
+    for tp in reversed(list_divisors(plan.degrees.tp)[:-1]):
         smaller = changed_plan(plan, layout={"tp": tp})
         if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
             return f"tp={tp} instead of {plan.degrees.tp}", smaller

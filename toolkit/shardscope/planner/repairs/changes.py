@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.layout import divisors
+from shardscope.core.layout import list_divisors
 from shardscope.prediction.support import supported
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _saves(recipe: Recipe, field: str, value: Any) -> bool:
 
 def _micro_batches(plan: Plan) -> Ladder:
     micro = plan.recipe.micro_batch_size
-    smaller = [size for size in reversed(divisors(micro)) if size < micro]
+    smaller = [size for size in reversed(list_divisors(micro)) if size < micro]
     return _made(
         (f"Micro-batch {size} instead of {micro}", partial(_with_recipe, plan, {"micro_batch_size": size}))
         for size in smaller
@@ -163,7 +163,7 @@ def _layout_ladders(plan: Plan) -> Iterator[Ladder]:
 def _degree_steps(plan: Plan, field: str, current: int, values: tuple[Any, ...] | None) -> list[int]:
     """Return the values in the direction that saves memory: fewer replicas, higher values of other
     degrees."""
-    choices = list(values) if values else divisors(plan.world_size)
+    choices = list(values) if values else list_divisors(plan.world_size)
     if field == "replicate":
         return [value for value in reversed(choices) if value < current]
     return [value for value in choices if value > current]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.errors import one_of
+from shardscope.core.errors import check_choice
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
@@ -43,7 +43,7 @@ def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: R
     third. If nothing fits, the layout that needs the least GPU memory. If no time can be predicted, the
     defaults. Raises ``ValueError`` for an unknown framework.
     """
-    default = frameworks[one_of("framework", framework, list(frameworks))].layout_class()
+    default = frameworks[check_choice("framework", framework, list(frameworks))].layout_class()
     if not default.choices:
         return default
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import MAX_NODES
-from shardscope.core.finding import Way
+from shardscope.core.finding import PlanChange
 from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advice.words import named
@@ -31,7 +31,7 @@ KEPT = 2
 MOST_TIMES_THE_NODES = 64
 
 
-def several(plan: Plan) -> Way | None:
+def several(plan: Plan) -> PlanChange | None:
     """Return the nearest plan that fits, for a plan without a sufficient single change; None if none was
     found.
 
@@ -47,7 +47,7 @@ def several(plan: Plan) -> Way | None:
     return None if found is None else between(plan, found.plan)
 
 
-def between(before: Plan, after: Plan) -> Way:
+def between(before: Plan, after: Plan) -> PlanChange:
     """Return the differences between two plans as one way, without steps that a later one undid."""
     told = [
         f"{named(after, after.recipe)} instead of {named(before, before.recipe)}"
@@ -55,13 +55,13 @@ def between(before: Plan, after: Plan) -> Way:
         else str(one)
         for one in differences(before, after)
     ]
-    return Way(tuple(told), after)
+    return PlanChange(tuple(told), after)
 
 
-def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
+def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None, list[PlanChange]]:
     """Return the best way of the first round with a sufficient one (None if there is none), and the last
     round's ways."""
-    ways = [Way((), plan)]
+    ways = [PlanChange((), plan)]
     most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
         further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
@@ -76,21 +76,21 @@ def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[
     return None, ways
 
 
-def _further(way: Way) -> Iterator[Way]:
+def _further(way: PlanChange) -> Iterator[PlanChange]:
     for repair in find_steps(way.plan):
-        yield Way((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
+        yield PlanChange((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
 
 
-def _apart(ways: list[Way]) -> list[Way]:
+def _apart(ways: list[PlanChange]) -> list[PlanChange]:
     """Return the ways without duplicates that lead to the same plan in another order."""
-    found: list[Way] = []
+    found: list[PlanChange] = []
     for way in ways:
         if all(way.plan != other.plan for other in found):
             found.append(way)
     return found
 
 
-def _cheapest_first(plan: Plan, way: Way) -> tuple[bool, bool, float]:
+def _cheapest_first(plan: Plan, way: PlanChange) -> tuple[bool, bool, float]:
     """Return a sort key by time; lower precision comes last, because the preflight warns about it too."""
     is_narrower = way.plan.recipe.precision != plan.recipe.precision
     return is_narrower, math.isnan(way.seconds_lost), way.seconds_lost
@@ -100,7 +100,9 @@ def _has_room(plan: Plan) -> bool:
     return fits(plan, plan.memory())
 
 
-def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0) -> Way | None:
+def searched(
+    plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0
+) -> PlanChange | None:
     """Return the best plan of a search over the same GPUs with ``headroom_bytes`` free on each GPU; None if
     nothing fits, or a required figure is not known."""
     nouns = plan.architecture, plan.cluster, plan.recipe
@@ -134,7 +136,7 @@ def _derived(layout: Layout) -> dict[str, None]:
     return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
 
 
-def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+def on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
     """Return a way on the fewest nodes, doubled each time, with at most one more change. None if nothing is
     sufficient on up to :data:`MOST_TIMES_THE_NODES` times as many, or for CPU ranks."""
     if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
@@ -147,7 +149,7 @@ def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way
     return None
 
 
-def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+def with_a_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
     """Return a way with the largest smaller model of the catalogue that is sufficient, the same family first;
     None if there is none."""
     own = ways[0].plan.architecture
@@ -162,11 +164,11 @@ def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool])
             except ValueError:
                 continue
             if found:
-                return Way((f"A smaller model: {model.name}", *way.changes), plan)
+                return PlanChange((f"A smaller model: {model.name}", *way.changes), plan)
     return None
 
 
-def of_other_frameworks(plan: Plan) -> Iterator[Way]:
+def of_other_frameworks(plan: Plan) -> Iterator[PlanChange]:
     """Yield the default layout of every framework that can run the plan: some need less memory that does not
     shrink."""
     for framework in known.values():
@@ -175,10 +177,10 @@ def of_other_frameworks(plan: Plan) -> Iterator[Way]:
             other.memory()
         except ValueError:
             continue
-        yield Way((other.layout.description,), other)
+        yield PlanChange((other.layout.description,), other)
 
 
-def _with_nodes(way: Way, times: int) -> Way | None:
+def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
     """Return the way on ``times`` as many nodes; the global batch grows if it would be too small. None if it
     is invalid."""
     plan = way.plan
@@ -196,5 +198,5 @@ def _with_nodes(way: Way, times: int) -> Way | None:
             continue
         told = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
         told += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
-        return Way((*told, *way.changes), larger)
+        return PlanChange((*told, *way.changes), larger)
     return None

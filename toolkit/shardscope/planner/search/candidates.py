@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.core.fixes import as_it_is
+from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
@@ -81,7 +81,7 @@ def candidates_of(
             if not len(grid.columns[MICRO_BATCH_SIZE]):
                 continue
             try:
-                layout: Any = grid.layout.settled(arch, cluster, again)
+                layout: Any = grid.layout.resolve_options(arch, cluster, again)
                 grid.check(layout, again)
             except ValueError:
                 continue
@@ -128,7 +128,7 @@ class _Supported:
         if id(columns) not in self._above:
             self._above[id(columns)] = _above_one(columns)
         kinds, kind_of = self._above[id(columns)]
-        with as_it_is():  # the fixes are not used
+        with without_fix_search():  # the fixes are not used
             told = np.array([self._runs(recipe, layout, degrees) for degrees in kinds])
         if told.all():
             return columns

@@ -11,8 +11,8 @@ import numpy as np
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
-from shardscope.core.errors import FieldError, nearest, one_of, refuse, whole_number
-from shardscope.core.plan import Plan, check_noun
+from shardscope.core.errors import FieldError, check_choice, check_integer, find_nearest, refuse
+from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations.forward import modules_of
@@ -73,8 +73,8 @@ def search(
         ("cluster", cluster, Cluster),
         ("recipe", recipe, Recipe),
     ):
-        check_noun(field, noun, kind)
-    whole_number("headroom_bytes", headroom_bytes, low=0, high=2**50)
+        check_type(field, noun, kind)
+    check_integer("headroom_bytes", headroom_bytes, low=0, high=2**50)
     names = _names(frameworks)
     check_targets(arch, recipe)
     check_sequence(arch, recipe)
@@ -211,9 +211,9 @@ def _names(frameworks: Sequence[str] | None) -> list[str]:
     if frameworks is None:
         return list(known)
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable) or not frameworks:
-        meant = nearest(frameworks, list(known)) if isinstance(frameworks, str) else next(iter(known))
+        meant = find_nearest(frameworks, list(known)) if isinstance(frameworks, str) else next(iter(known))
         refuse("frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({meant!r},)")
-    return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
+    return list(dict.fromkeys(check_choice("frameworks", name, list(known)) for name in frameworks))
 
 
 def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardscope.core.cluster import Cluster
-from shardscope.core.errors import real_number, refuse
+from shardscope.core.errors import check_number, refuse
 from shardscope.machine.host import host_cores
 from shardscope.records.private_file import open_private_file
 from shardscope.runs.launch.environment import build_launcher_environment
@@ -71,7 +71,7 @@ def calibrate(
     ``RuntimeError`` while another calibration of it is running, ``OSError`` if the folder cannot be written,
     ``TimeoutError``, and ``CalibrationError`` with the error output of the failed rank.
     """
-    real_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
+    check_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
     place = data_folder(folder)
     _check_extra()
     cluster = _this_machine(cluster)

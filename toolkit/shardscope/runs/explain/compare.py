@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import Value, one_of, refuse
+from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.records.damage import short_words
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
@@ -92,7 +92,7 @@ class Runs(list["Run"]):
             for one in self.damaged:
                 if one.name == name:
                     raise ValueError(f"compare run is {name!r}, whose folder is damaged: {one.damage}")
-            return self[names.index(one_of("compare run", name, names))]
+            return self[names.index(check_choice("compare run", name, names))]
         # Compare folders, not objects: there may be several handles on the same run.
         wanted = getattr(name, "folder", None)
         found = next((run for run in self if wanted and _is_same(run.folder, wanted)), None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardscope.core.errors import FieldError, Value, one_of, refuse
+from shardscope.core.errors import FieldError, Value, check_choice, refuse
 from shardscope.core.number_format import gib
 from shardscope.memory.report import (
     COMPONENTS,
@@ -90,7 +90,7 @@ class MeasuredMemory(MemoryReport):
 
     def at(self, phase: Phase) -> Mapping[str, int]:
         """Return bytes by component on the worst rank. Raises ``ValueError`` for an unmeasured ``phase``."""
-        one_of("phase", phase, PHASES)
+        check_choice("phase", phase, PHASES)
         measured = [moment.phase for moment in self.worst_stage.moments]
         if phase not in measured:
             refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", Value("rest"))
@@ -149,7 +149,7 @@ class MeasuredMemory(MemoryReport):
 
     def explain(self, name: str) -> str:
         """Describe how a component was measured at the peak. Raises ``ValueError`` for an unknown name."""
-        one_of("component", name, (*COMPONENTS, OTHER))
+        check_choice("component", name, (*COMPONENTS, OTHER))
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None:
             return f"{name} was not measured apart: {self.missing or 'no rank recorded it'}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import Value, flag, refuse
+from shardscope.core.errors import Value, check_flag, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.machine.detection import gpus_now
 from shardscope.machine.processes import num_cores, start_of, this_machine
@@ -75,8 +75,8 @@ def launch(
     # Cheap argument checks come first, so that a wrong call fails before anything is created.
     _check_plan(plan)
     _check_task(task)
-    flag("launch.outlive_kernel", outlive_kernel)
-    flag("launch.force", force)
+    check_flag("launch.outlive_kernel", outlive_kernel)
+    check_flag("launch.force", force)
     parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _checked_name(name)
     _check_extra()
     device = _check_machine(plan)

@@ -6,7 +6,7 @@ import os
 from types import TracebackType
 from typing import Any, Self
 
-from shardscope.core.errors import whole_number
+from shardscope.core.errors import check_integer
 from shardscope.records.folder import RunFolder
 
 MAX_STEPS = 1_000_000
@@ -30,9 +30,9 @@ class Profile:
     ) -> None:
         self._path = folder.trace(rank)
         self._partial = folder.temporary / f"{os.getpid()}-{self._path.name}"
-        self._steps = None if steps is None else whole_number("steps", steps, low=1, high=MAX_STEPS)
-        self._warmup = whole_number("warmup", warmup, low=0, high=MAX_STEPS)
-        self._skip = whole_number("skip", skip, low=0, high=MAX_STEPS)
+        self._steps = None if steps is None else check_integer("steps", steps, low=1, high=MAX_STEPS)
+        self._warmup = check_integer("warmup", warmup, low=0, high=MAX_STEPS)
+        self._skip = check_integer("skip", skip, low=0, high=MAX_STEPS)
         self._options = options
         self._profiler: Any = None
         self.written = False

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from shardscope.core.errors import with_article
+from shardscope.core.errors import add_article
 
 
 def get_qualified_name(value: Any) -> str:
@@ -25,7 +25,7 @@ def find_unpicklable(task: Any) -> str | None:
         return None
     for where, value in parts:
         if not _can_be_pickled(value):
-            return f"{where}, {with_article(get_qualified_name(type(value)).removeprefix('builtins.'))},"
+            return f"{where}, {add_article(get_qualified_name(type(value)).removeprefix('builtins.'))},"
     return None
 
 

@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from shardscope.core.cluster import PRECISIONS
-from shardscope.core.errors import Value, one_of, real_number, refuse, whole_number
+from shardscope.core.errors import Value, check_choice, check_integer, check_number, refuse
 from shardscope.core.html_table import html_table
-from shardscope.core.serialization import JsonNoun
+from shardscope.core.serialization import Serializable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,11 +33,11 @@ MAX_RANKS = 1_024
 
 
 def _seconds(owner: str, value: object) -> None:
-    real_number(f"{owner}.seconds", value, low=1e-9, high=MAX_SECONDS)
+    check_number(f"{owner}.seconds", value, low=1e-9, high=MAX_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixProduct(JsonNoun):
+class MatrixProduct(Serializable):
     """Measured matmul of a ``rows`` x ``inner`` by an ``inner`` x ``columns`` matrix."""
 
     precision: str
@@ -49,9 +49,9 @@ class MatrixProduct(JsonNoun):
     """Seconds of one matmul, while all ranks multiply: a third of one forward matmul and backward's two."""
 
     def __post_init__(self) -> None:
-        one_of("MatrixProduct.precision", self.precision, PRECISIONS)
+        check_choice("MatrixProduct.precision", self.precision, PRECISIONS)
         for name in ("rows", "inner", "columns"):
-            whole_number(f"MatrixProduct.{name}", getattr(self, name), low=1, high=2**20)
+            check_integer(f"MatrixProduct.{name}", getattr(self, name), low=1, high=2**20)
         _seconds("MatrixProduct", self.seconds)
 
     @property
@@ -61,7 +61,7 @@ class MatrixProduct(JsonNoun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionPass(JsonNoun):
+class AttentionPass(Serializable):
     """Measured causal attention in one precision, forward and backward (scaled_dot_product_attention)."""
 
     precision: str
@@ -73,11 +73,11 @@ class AttentionPass(JsonNoun):
     backward_seconds: float
 
     def __post_init__(self) -> None:
-        one_of("AttentionPass.precision", self.precision, PRECISIONS)
+        check_choice("AttentionPass.precision", self.precision, PRECISIONS)
         for name in ("seq_len", "num_heads", "head_dim"):
-            whole_number(f"AttentionPass.{name}", getattr(self, name), low=1, high=2**24)
+            check_integer(f"AttentionPass.{name}", getattr(self, name), low=1, high=2**24)
         for name in ("forward_seconds", "backward_seconds"):
-            real_number(f"AttentionPass.{name}", getattr(self, name), low=1e-9, high=MAX_SECONDS)
+            check_number(f"AttentionPass.{name}", getattr(self, name), low=1e-9, high=MAX_SECONDS)
 
     @property
     def flops_forward(self) -> float:
@@ -91,7 +91,7 @@ class AttentionPass(JsonNoun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPass(JsonNoun):
+class MemoryPass(Serializable):
     """Measured memory-bound operator: a sum of two tensors."""
 
     num_bytes: int
@@ -100,12 +100,12 @@ class MemoryPass(JsonNoun):
     """Seconds while all ranks do the same."""
 
     def __post_init__(self) -> None:
-        whole_number("MemoryPass.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
+        check_integer("MemoryPass.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
         _seconds("MemoryPass", self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostCopy(JsonNoun):
+class HostCopy(Serializable):
     """Measured copy between pinned host memory and a GPU, while all GPUs copy."""
 
     direction: str
@@ -114,13 +114,13 @@ class HostCopy(JsonNoun):
     seconds: float
 
     def __post_init__(self) -> None:
-        one_of("HostCopy.direction", self.direction, DIRECTIONS)
-        whole_number("HostCopy.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
+        check_choice("HostCopy.direction", self.direction, DIRECTIONS)
+        check_integer("HostCopy.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
         _seconds("HostCopy", self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveCall(JsonNoun):
+class CollectiveCall(Serializable):
     """Measured collective over all ranks of the calibration; "send" is one message to the next rank."""
 
     collective: Collective
@@ -129,8 +129,8 @@ class CollectiveCall(JsonNoun):
     seconds: float
 
     def __post_init__(self) -> None:
-        one_of("CollectiveCall.collective", self.collective, COLLECTIVES)
-        whole_number("CollectiveCall.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
+        check_choice("CollectiveCall.collective", self.collective, COLLECTIVES)
+        check_integer("CollectiveCall.num_bytes", self.num_bytes, low=1, high=MAX_BYTES)
         _seconds("CollectiveCall", self.seconds)
 
 
@@ -144,7 +144,7 @@ _curves: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(JsonNoun):
+class Calibration(Serializable):
     """Measurements of one machine's ranks, with their conditions. Raises ``ValueError`` for bad values.
 
     Each time is the first quartile of several calls, on the slowest rank, while all ranks do the same: what a
@@ -189,14 +189,14 @@ class Calibration(JsonNoun):
     def __post_init__(self) -> None:
         for name in ("machine", "processor", "gpu", "backend", "torch_version"):
             _text(f"Calibration.{name}", getattr(self, name))
-        whole_number("Calibration.num_cores", self.num_cores, low=1, high=2**20)
-        whole_number("Calibration.num_ranks", self.num_ranks, low=1, high=MAX_RANKS)
-        whole_number("Calibration.threads_per_rank", self.threads_per_rank, low=1, high=2**20)
+        check_integer("Calibration.num_cores", self.num_cores, low=1, high=2**20)
+        check_integer("Calibration.num_ranks", self.num_ranks, low=1, high=MAX_RANKS)
+        check_integer("Calibration.threads_per_rank", self.threads_per_rank, low=1, high=2**20)
         _moment("Calibration.measured_at", self.measured_at)
-        real_number("Calibration.measuring_seconds", self.measuring_seconds, low=0.0, high=1e6)
-        real_number("Calibration.load", self.load, low=0.0, high=1e6)
-        real_number("Calibration.kernel_seconds", self.kernel_seconds, low=1e-9, high=1.0)
-        real_number("Calibration.host_updates_per_second", self.host_updates_per_second, low=1.0, high=1e15)
+        check_number("Calibration.measuring_seconds", self.measuring_seconds, low=0.0, high=1e6)
+        check_number("Calibration.load", self.load, low=0.0, high=1e6)
+        check_number("Calibration.kernel_seconds", self.kernel_seconds, low=1e-9, high=1.0)
+        check_number("Calibration.host_updates_per_second", self.host_updates_per_second, low=1.0, high=1e15)
         for name, point in _curves.items():
             points = getattr(self, name)
             if not isinstance(points, tuple) or not all(isinstance(each, point) for each in points):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.core.errors import Value, real_number, refuse, whole_number
-from shardscope.core.serialization import JsonNoun
+from shardscope.core.errors import Value, check_integer, check_number, refuse
+from shardscope.core.serialization import Serializable
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -25,7 +25,7 @@ MIN_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStep(JsonNoun):
+class MeasuredStep(Serializable):
     """One finished run: its plan, its measured and its predicted step time."""
 
     run: str
@@ -55,11 +55,11 @@ class MeasuredStep(JsonNoun):
             isinstance(self.plan.get(n), Mapping) for n in nouns
         ):
             refuse("MeasuredStep.plan", self.plan, "what Plan.to_dict gives", "plan.to_dict()")
-        whole_number("MeasuredStep.num_steps", self.num_steps, low=1, high=10**9)
-        real_number("MeasuredStep.seconds", self.seconds, low=1e-9, high=1e7)
+        check_integer("MeasuredStep.num_steps", self.num_steps, low=1, high=10**9)
+        check_number("MeasuredStep.seconds", self.seconds, low=1e-9, high=1e7)
         if self.predicted_seconds is not None:
-            real_number("MeasuredStep.predicted_seconds", self.predicted_seconds, low=1e-9, high=1e7)
-        real_number("MeasuredStep.load", self.load, low=0.0, high=1e6)
+            check_number("MeasuredStep.predicted_seconds", self.predicted_seconds, low=1e-9, high=1e7)
+        check_number("MeasuredStep.load", self.load, low=0.0, high=1e6)
         if self.predicted_from is not None and not isinstance(self.predicted_from, str):
             refuse("MeasuredStep.predicted_from", self.predicted_from, "text or None", Value(None))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shardscope.core.errors import Value, refuse
-from shardscope.core.serialization import JsonNoun
+from shardscope.core.serialization import Serializable
 from shardscope.machine.host import host_cores
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep
@@ -39,7 +39,7 @@ class NotStoredError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineRecord(JsonNoun):
+class MachineRecord(Serializable):
     """Calibrations and measured steps of one machine's GPUs of one type.
 
     Raises ``ValueError`` for bad values.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.core.errors import real_number, refuse
+from shardscope.core.errors import check_number, refuse
 from shardscope.training.data.tokenizer import VOCAB_SIZE, write_tokenizer
 from shardscope.training.tasks.text_task import TextTask
 
@@ -30,7 +30,7 @@ class Pretrain(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        real_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+        check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
 
     def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
         """See :class:`TextTask`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardscope.core.errors import Value, flag, real_number, refuse, whole_number
+from shardscope.core.errors import Value, check_flag, check_integer, check_number, refuse
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import resumed
@@ -94,19 +94,19 @@ class TextTask(ABC):
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
 
     def __post_init__(self) -> None:
-        whole_number(self._field("num_steps"), self.num_steps, low=1, high=10**7)
+        check_integer(self._field("num_steps"), self.num_steps, low=1, high=10**7)
         if self.learning_rate is not None:
-            real_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+            check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
         if self.warmup_steps is not None:
-            whole_number(self._field("warmup_steps"), self.warmup_steps, low=0, high=self.num_steps)
-        real_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
-        whole_number(self._field("seed"), self.seed, low=0, high=2**31 - 1)
-        whole_number(self._field("log_every"), self.log_every, low=1, high=10**7)
+            check_integer(self._field("warmup_steps"), self.warmup_steps, low=0, high=self.num_steps)
+        check_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
+        check_integer(self._field("seed"), self.seed, low=0, high=2**31 - 1)
+        check_integer(self._field("log_every"), self.log_every, low=1, high=10**7)
         for field in ("save_every", "keep_last"):
             if getattr(self, field) is not None:
-                whole_number(self._field(field), getattr(self, field), low=1, high=10**7)
+                check_integer(self._field(field), getattr(self, field), low=1, high=10**7)
         for field in ("profile", "memory_snapshot", "save_checkpoint", "export"):
-            flag(self._field(field), getattr(self, field))
+            check_flag(self._field(field), getattr(self, field))
         self._check_text()
         if not isinstance(self.resume, bool):
             object.__setattr__(self, "resume", self._resumable(self.resume))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
@@ -30,7 +30,7 @@ ZERO = "zero_optimization"
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
 """``optimizer.type`` in lower case as a recipe's."""
 
-NUMBERS: dict[str, Keys] = {
+NUMBERS: dict[str, KeyPath] = {
     "stage": (ZERO, "stage"),
     "reduce_bucket_size": (ZERO, "reduce_bucket_size"),
     "allgather_bucket_size": (ZERO, "allgather_bucket_size"),
@@ -47,17 +47,17 @@ NUMBERS: dict[str, Keys] = {
     "tp": ("tensor_parallel", "autotp_size"),
 }
 """Fields of the layout, and where DeepSpeed has them."""
-FLAGS: dict[str, Keys] = {
+FLAGS: dict[str, KeyPath] = {
     "overlap_comm": (ZERO, "overlap_comm"),
     "contiguous_gradients": (ZERO, "contiguous_gradients"),
     **{field: (ZERO, field) for field in QUANTIZED},
 }
-SUMMED: dict[str, Keys] = {"communication_data_type": ("communication_data_type",)}
-DEVICES: dict[str, Keys] = {
+SUMMED: dict[str, KeyPath] = {"communication_data_type": ("communication_data_type",)}
+DEVICES: dict[str, KeyPath] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
     "offload_params": (ZERO, "offload_param", "device"),
 }
-LEGACY: dict[Keys, Keys] = {
+LEGACY: dict[KeyPath, KeyPath] = {
     (ZERO, "offload_optimizer"): (ZERO, "cpu_offload"),
     (ZERO, "offload_param"): (ZERO, "cpu_offload_param"),
 }
@@ -105,7 +105,7 @@ OTHER_BF16 = (
 """The same of both half precisions (runtime/precision_config.py)."""
 TAKEN_FOR_GRANTED = {"gradient_clipping": CLIPPED_TO}
 """What every run of a plan does."""
-SECTIONS: tuple[tuple[Keys, tuple[str, ...], Mapping[str, Any] | tuple[str, ...]], ...] = (
+SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, Any] | tuple[str, ...]], ...] = (
     ((), TOP_LEVEL, {**dict.fromkeys(OTHER_TOP_LEVEL), **TAKEN_FOR_GRANTED}),
     (
         (ZERO,),
@@ -164,17 +164,17 @@ def read(
     )
 
 
-def _own_recipe(document: Document) -> dict[str, tuple[Keys, Any]]:
+def _own_recipe(document: Document) -> dict[str, tuple[KeyPath, Any]]:
     """Field -> (key, value) of what an export wrote of the recipe, for which DeepSpeed has no words."""
-    part: Keys = (OWN_KEY, "not_said_here")
+    part: KeyPath = (OWN_KEY, "not_said_here")
     return {field: ((*part, field), value) for field, value in document.read_section(*part).items()}
 
 
-def _layout(document: Document, rest: PlanParts) -> dict[str, tuple[Keys, Any]]:
+def _layout(document: Document, rest: PlanParts) -> dict[str, tuple[KeyPath, Any]]:
     """Field -> (key, value) of what the file says otherwise than the plan beside it would be written."""
     before = _as_written(rest)
     plain = ZeroLayout()
-    found: dict[str, tuple[Keys, Any]] = {}
+    found: dict[str, tuple[KeyPath, Any]] = {}
     for field, keys in {**NUMBERS, **FLAGS, **DEVICES, **SUMMED}.items():
         value = _value(document, rest, field, keys)
         if before is not None and value == _at(before, keys):
@@ -193,7 +193,7 @@ def _layout(document: Document, rest: PlanParts) -> dict[str, tuple[Keys, Any]]:
     return found
 
 
-def _value(document: Document, rest: PlanParts, field: str, keys: Keys) -> Any:
+def _value(document: Document, rest: PlanParts, field: str, keys: KeyPath) -> Any:
     """What the file has for ``field``, as the layout spells it; None where it says nothing."""
     if field in FLAGS:
         return document.read_flag(*keys)
@@ -231,7 +231,7 @@ def _summed(document: Document, rest: PlanParts) -> str | None:
     return None if name == products else name
 
 
-def _legacy(document: Document, section: Keys) -> bool:
+def _legacy(document: Document, section: KeyPath) -> bool:
     """Whether the file has the section's older flag; DeepSpeed refuses it beside the section itself."""
     is_on = bool(document.read_flag(*LEGACY[section]))
     if is_on and document.get(*section) is not None:
@@ -239,11 +239,11 @@ def _legacy(document: Document, section: Keys) -> bool:
     return is_on
 
 
-def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys, Any] | None:
+def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[KeyPath, Any] | None:
     """DeepSpeed has ``pin_memory`` twice, a layout once; left out it is false."""
-    found: dict[Keys, bool] = {}
+    found: dict[KeyPath, bool] = {}
     for part in ("offload_optimizer", "offload_param"):
-        place: Keys = (ZERO, part, "pin_memory")
+        place: KeyPath = (ZERO, part, "pin_memory")
         used = _legacy(document, (ZERO, part)) or document.read_section(ZERO, part)
         if used and document.get(ZERO, part, "device") != "none":
             found[place] = bool(document.read_flag(*place))
@@ -260,7 +260,7 @@ def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys,
     return keys, value
 
 
-def _recipe(document: Document, rest: PlanParts, model_parallel: int) -> dict[str, tuple[Keys, Any]]:
+def _recipe(document: Document, rest: PlanParts, model_parallel: int) -> dict[str, tuple[KeyPath, Any]]:
     """Field -> (key, value) of the recipe that the file says: batches, precision, optimizer."""
     micro, total = _batches(document, rest, model_parallel)
     kind = document.get("optimizer", "type")
@@ -279,7 +279,7 @@ def _recipe(document: Document, rest: PlanParts, model_parallel: int) -> dict[st
     }
 
 
-def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
+def _precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
     on: dict[str, bool] = {}
     for section in ("fp16", "bf16"):
         if document.get(section, "enabled") == "auto":
@@ -339,7 +339,7 @@ def _as_written(rest: PlanParts) -> Mapping[str, Any] | None:
         return None  # the caller gave another cluster or recipe, with which that layout does not run
 
 
-def _at(values: Mapping[str, Any], keys: Keys) -> Any:
+def _at(values: Mapping[str, Any], keys: KeyPath) -> Any:
     found: Any = values
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.core.errors import one_of, refuse
+from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import families_with
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.tensors import fullest_rank
@@ -77,9 +77,9 @@ def check_plan(plan: Plan) -> None:
             {"tp": 1},
         )
     # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
-    one_of("Recipe.kernels", plan.kernels, ("transformers",))
-    one_of("Recipe.loss", loss_in_force(plan), ("full", "chunked"))
-    one_of("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
+    check_choice("Recipe.kernels", plan.kernels, ("transformers",))
+    check_choice("Recipe.loss", loss_in_force(plan), ("full", "chunked"))
+    check_choice("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardscope.core.layout import even_stages
+from shardscope.core.layout import split_layers_evenly
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
@@ -61,7 +61,7 @@ class PipelinedEngine(Fsdp2Engine):
     def chunk_layers(self) -> tuple[range, ...]:
         """Layer indices of each of this rank's chunks."""
         degrees = self.plan.degrees
-        sizes = even_stages(self.plan.architecture.num_hidden_layers, degrees.pp * degrees.vpp)
+        sizes = split_layers_evenly(self.plan.architecture.num_hidden_layers, degrees.pp * degrees.vpp)
         return tuple(range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in self.chunk_numbers)
 
     # ---- what is built

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.sidecar_files import (
     PlanParts,
@@ -153,7 +153,7 @@ def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | N
 
 def _parsed(name: str, words: list[tuple[int, str]]) -> Document:
     values: dict[str, Any] = {}
-    lines: dict[Keys, int] = {}
+    lines: dict[KeyPath, int] = {}
     unread: list[str] = []
     place = 0
     while place < len(words):
@@ -247,7 +247,7 @@ def _recipe(document: Document, rest: PlanParts) -> Says:
     return says
 
 
-def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
+def _precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
     if document.get("fp16"):
         if document.get("bf16"):
             document.refuse(("bf16",), "nothing beside --fp16", "leave it out")
@@ -259,7 +259,7 @@ def _precision(document: Document, recipe: Recipe) -> tuple[Keys, str | None]:
     return ("bf16",), "fp32"
 
 
-def _recompute(document: Document) -> tuple[Keys, str]:
+def _recompute(document: Document) -> tuple[KeyPath, str]:
     keys = ("recompute-granularity",)
     kind = document.read_choice(*keys, among=("full", "selective"))
     if document.get("recompute-activations"):
@@ -304,7 +304,9 @@ def _layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -
     return says
 
 
-def _gradients(document: Document, recipe: Recipe, before: MegatronLayout | None) -> tuple[Keys, bool | None]:
+def _gradients(
+    document: Document, recipe: Recipe, before: MegatronLayout | None
+) -> tuple[KeyPath, bool | None]:
     keys = ("grad-reduce-in-bf16",)
     if recipe.precision == "fp16-mixed":
         in_fp32 = bool(document.get("accumulate-allreduce-grads-in-fp32"))
@@ -327,7 +329,7 @@ def _check_split(document: Document, plan: Plan) -> None:
             allowed = (
                 f"{here}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
             )
-            refuse(document.where(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
+            refuse(document.locate(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
 
 
 # ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk

@@ -7,12 +7,12 @@ from typing import Any
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import Keys
+from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document
 from shardscope.frameworks.formats.sidecar_files import PlanParts, locate_errors
 from shardscope.frameworks.megatron.files.arguments import architecture_flags
 
-Says = dict[str, tuple[Keys, Any]]
+Says = dict[str, tuple[KeyPath, Any]]
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -69,8 +69,8 @@ def the_architecture(document: Document, rest: PlanParts, said: Says) -> Archite
         if value != expected and not (flag in _LEFT_TO_OTHERS and rest.layout is None):
             what = f"{rest.architecture.name} has"
             if expected is _MISSING:
-                refuse(document.where(flag), value, f"nothing: {what} no such part", "leave it out")
-            refuse(document.where(flag), value, f"{expected!r}, as {what}", f"--{flag} {expected}")
+                refuse(document.locate(flag), value, f"nothing: {what} no such part", "leave it out")
+            refuse(document.locate(flag), value, f"{expected!r}, as {what}", f"--{flag} {expected}")
     return rest.architecture
 
 
