@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LayoutT = TypeVar("LayoutT", bound="Layout")
 
+OptionValue = bool | int | str | None
+"""Value of a layout's field."""
+
 MAX_DEGREE = 2**20
 
 
@@ -70,7 +73,7 @@ class Layout(Serializable):
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
     """Whether experts may have a capacity factor; otherwise routing is dropless."""
-    on_cpu_ranks: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    on_cpu_ranks: ClassVar[Mapping[str, OptionValue]] = MappingProxyType({})
     """Overrides for tiny runs on CPU ranks: fields whose other values need a GPU library -> CPU value."""
     runs_all_forwards_first: ClassVar[bool] = False
     """Whether a pipeline stage runs all forwards of a step before the first backward."""
@@ -81,20 +84,20 @@ class Layout(Serializable):
     mixes_by_autocast: ClassVar[bool] = False
     """Whether mixed precision casts at each matmul (torch.autocast) instead of once per module."""
 
-    abilities: ClassVar[Mapping[str, Mapping[str, object]]] = MappingProxyType({"data": {}})
+    abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({"data": {}})
     """What this framework can shard or offload (keys of ``planner/abilities.py``) -> layout options for it.
     Recipe values are in the ``supported_*`` tuples."""
-    choices: ClassVar[Mapping[str, tuple[object, ...] | None]] = MappingProxyType({})
+    choices: ClassVar[Mapping[str, tuple[OptionValue, ...] | None]] = MappingProxyType({})
     """Fields that the user chooses -> their values; None: any divisor of the world size."""
 
     def list_valid_values(
         self, architecture: Architecture, cluster: Cluster, recipe: Recipe
-    ) -> dict[str, list[object]]:
+    ) -> dict[str, list[OptionValue]]:
         """Return the valid values of each field of :attr:`choices`, given the values of earlier fields.
 
         Later fields may have to change for them; :meth:`find_nearest_valid` computes their values.
         """
-        valid_values: dict[str, list[object]] = {}
+        valid_values: dict[str, list[OptionValue]] = {}
         layout = type(self)()
         for field, values in self.choices.items():
             valid_values[field] = [

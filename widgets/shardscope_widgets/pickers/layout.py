@@ -210,11 +210,12 @@ class LayoutPicker(Picker):
                 if current is None and field == "sequence_parallel":
                     current = layout.splits_sequence
                 if current is not None and current not in values:
-                    # It can run, though it would not be offered by itself: chunks of a stage need not divide
-                    # the
-                    # GPUs, and some degrees need a field that comes after them.
+                    # Valid, but not in the list: chunks of a stage need not divide the GPUs, and some degrees
+                    # need a field that comes after them.
                     values = [*values, current]
-                    values = sorted(values) if isinstance(current, int) and None not in values else values
+                    numbers = [value for value in values if isinstance(value, int)]
+                    if len(numbers) == len(values):
+                        values = sorted(numbers)
                 options = _options(field, values)
                 if list(control.options) != options:
                     control.options = options
