@@ -215,7 +215,7 @@ class LayoutPicker(Picker):
                     values = [*values, current]
                     numbers = [value for value in values if isinstance(value, int)]
                     if len(numbers) == len(values):
-                        values = sorted(numbers)
+                        values = [*sorted(numbers)]
                 options = _options(field, values)
                 if list(control.options) != options:
                     control.options = options
