@@ -252,7 +252,7 @@ def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any
     [
         ({"method": "lora"}, "peft wraps the whole model"),
         ({"loss": "chunked"}, "the loss is the schedule's"),
-        ({"architecture": "gpt2"}, "do not come apart in the same places"),
+        ({"architecture": "gpt2"}, "cannot be split into stages"),
     ],
 )
 def test_what_has_no_stages_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:

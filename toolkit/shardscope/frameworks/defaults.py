@@ -1,10 +1,15 @@
-"""Framework defaults that preflight checks depend on: the type of each framework's ``defaults.py``."""
+"""Framework defaults that preflight checks depend on: the interface of each framework's ``defaults.py``, and
+the defaults that the plain PyTorch engines (DDP and FSDP2) share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from shardscope.core.number_format import count
+from shardscope.core.precision import FP32, widths
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -13,10 +18,10 @@ ReduceType = Literal["fp32", "bf16", "fp16"]
 
 
 DEGREE_NAMES = {
-    "data_parallel": "data-parallel ranks",
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline stages",
-    "ep": "expert-parallel ranks",
+    "data_parallel": "data-parallel rank",
+    "tp": "tensor-parallel rank",
+    "pp": "pipeline stage",
+    "ep": "expert-parallel rank",
 }
 
 
@@ -26,11 +31,11 @@ class Tie:
 
     value: object
     """Value that is compared."""
-    words: str
+    text: str
     """Display text of the value: "8 data-parallel ranks", "ZeRO stage 3"."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, object] = field(default_factory=dict)
     """Layout fields that give a plan this value; empty if only the cluster can."""
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, object] = field(default_factory=dict)
     """Recipe fields that give a plan this value."""
     num_ranks: int = 1
     """Number of ranks that a run needs for this value; 1 if any number will do."""
@@ -57,28 +62,12 @@ def tie_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
     return {
         name: Tie(
             value=number,
-            words=f"{number} {DEGREE_NAMES[name] if number != 1 else DEGREE_NAMES[name].removesuffix('s')}",
+            text=count(number, DEGREE_NAMES[name]),
             layout={} if name == "data_parallel" else {name: number},
             num_ranks=number,
         )
         for name, number in degrees.items()
     }
-
-
-def describe_torch_checkpoint(plan: Plan) -> CheckpointFormat:
-    """Return the checkpoint format of the plain PyTorch engines, under the model's own parameter names.
-
-    With pipeline stages the optimizer state is saved by parameter, without them by parameter group.
-    """
-    staged = plan.degrees.pp > 1
-    words = f"{'' if staged else 'no '}pipeline stages"
-    tie = Tie(value=staged, words=words, layout={"pp": plan.degrees.pp})
-    return CheckpointFormat(
-        name="torch.distributed.checkpoint",
-        ties={"stages": tie},
-        source="torch.distributed.checkpoint: loads over any number of ranks, and with stages names "
-        "optimizer state otherwise",
-    )
 
 
 class FrameworkDefaults(Protocol):
@@ -104,3 +93,59 @@ class FrameworkDefaults(Protocol):
 
     def find_overlap_options(self, plan: Plan) -> Mapping[str, object]:
         """Return the options that are off and would overlap collectives of ``plan`` with compute."""
+
+
+# ---- Defaults of the plain PyTorch engines
+
+
+def get_weight_reduce_type(plan: Plan) -> ReduceType:
+    """Return the type in which the plain PyTorch engines reduce gradients: fp32 in mixed precision.
+
+    With DDP it is the type of the weights, which autocast leaves in fp32. With FSDP2 it is
+    ``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32 in mixed precision.
+    """
+    return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
+
+
+def has_fp32_weights(plan: Plan) -> bool:
+    """Return whether the weights that the optimizer updates are fp32.
+
+    In mixed precision they are: DDP's autocast casts copies of them, and FSDP2's ``param_dtype`` is the type
+    of the all-gathered copies only.
+    """
+    return widths[plan.recipe.precision].original == FP32
+
+
+def suggest_mixed_precision(plan: Plan) -> tuple[str, Plan | None]:
+    """Return the suggested fix, bf16 mixed precision, and the plan with it; None if that plan is invalid."""
+    text = "Mixed precision (bf16)"
+    try:
+        return text, replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
+    except ValueError:  # Mixed precision conflicts with another field of the recipe.
+        return text, None
+
+
+def get_vocab_size(plan: Plan) -> int:
+    """Return the vocabulary size, unpadded: DDP replicates it, a DTensor's last shards may be shorter."""
+    return plan.architecture.vocab_size
+
+
+def find_no_options(plan: Plan) -> Mapping[str, str]:
+    """Return an empty mapping: all options have an effect, and overlap needs no option."""
+    return {}
+
+
+def describe_torch_checkpoint(plan: Plan) -> CheckpointFormat:
+    """Return the checkpoint format of the plain PyTorch engines, under the model's own parameter names.
+
+    With pipeline stages the optimizer state is saved by parameter, without them by parameter group.
+    """
+    has_stages = plan.degrees.pp > 1
+    text = "pipeline stages" if has_stages else "no pipeline stages"
+    tie = Tie(value=has_stages, text=text, layout={"pp": plan.degrees.pp})
+    return CheckpointFormat(
+        name="torch.distributed.checkpoint",
+        ties={"stages": tie},
+        source="torch.distributed.checkpoint: loads over any number of ranks; with pipeline "
+        "stages optimizer state has other names",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,7 +30,7 @@ SEQUENCES_AT_ONCE = "sequences_at_once"
 """Name of the column of sequences per micro-batch over all data-parallel ranks."""
 
 
-def _accept_any(layout: Any, recipe: Any) -> None:
+def _accept_any(layout: Layout, recipe: Recipe) -> None:
     """Accept every recipe: the default of :attr:`Grid.check`."""
 
 
@@ -47,55 +47,67 @@ class Grid:
     """Function that raises ``ValueError`` for a recipe that no row can run."""
 
 
-def filter_valid(check: Callable[..., object], values: Iterable[Any]) -> list[Any]:
-    """Return the values for which ``check(value)``, or ``check(*value)`` of a tuple, raises nothing."""
+def filter_valid(check: Callable[..., object], values: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the tuples for which ``check(*value)`` does not raise ``ValueError``."""
     with without_fix_search():  # Suggested fixes are not shown here, so do not compute them.
-        return [
-            value for value in values if _is_valid(check, value if isinstance(value, tuple) else (value,))
-        ]
+        return [value for value in values if is_valid(check, *value)]
+
+
+def is_valid(check: Callable[..., object], *values: object) -> bool:
+    """Return whether ``check(*values)`` does not raise ``ValueError``."""
+    try:
+        check(*values)
+    except ValueError:
+        return False
+    return True
 
 
 def combine_degrees(
     cluster: Cluster,
     recipe: Recipe,
     degrees: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]],
-    beside: tuple[str, ...] = (),
+    within_data_parallel: tuple[str, ...] = (),
 ) -> Columns:
     """Return all combinations of ``degrees`` and micro-batch sizes that divide the GPUs and the global batch.
 
-    ``degrees`` has the values of fields; fields that depend on each other share one entry. Each degree except
-    vpp and those in ``beside`` divides the number of GPUs.
+    ``degrees`` has the values of fields; fields that depend on each other share one entry. The product of all
+    degrees divides the number of GPUs, except vpp and those ``within_data_parallel`` ranks (ep).
     """
-    found: Columns = {"taken": np.ones(1, np.int64)}
+    columns: Columns = {}
+    num_ranks = np.ones(1, np.int64)  # ranks of one replica so far, by row
     for names, values in degrees.items():
-        rows = np.array(values, np.int64).reshape(len(values), len(names))
-        places, choices = _pair_rows(len(found["taken"]), len(rows))
-        found = {name: column[places] for name, column in found.items()}
+        choices = np.array(values, np.int64).reshape(len(values), len(names))
+        rows, choice_rows = _pair_rows(len(num_ranks), len(choices))
+        columns = {name: column[rows] for name, column in columns.items()}
+        num_ranks = num_ranks[rows]
         for number, name in enumerate(names):
-            found[name] = rows[choices, number]
-            if name not in beside and name != "vpp":
-                found["taken"] = found["taken"] * found[name]
-        found = select_rows(found, cluster.num_gpus % found["taken"] == 0)
-    left = cluster.num_gpus // found.pop("taken")
-    found[DATA_PARALLEL] = left * found.get("replicate", 1)
+            columns[name] = choices[choice_rows, number]
+            if name not in within_data_parallel and name != "vpp":
+                num_ranks = num_ranks * columns[name]
+        # Drop rows before the next degree: the full product of all degrees would not fit in memory.
+        divides = cluster.num_gpus % num_ranks == 0
+        columns, num_ranks = select_rows(columns, divides), num_ranks[divides]
+    # What the degrees leave is data parallel; "replicate" is a part of it that is a field of its own.
+    columns[DATA_PARALLEL] = cluster.num_gpus // num_ranks * columns.get("replicate", 1)
     sizes = np.array(list_micro_batch_sizes(recipe), np.int64)
-    places, choices = _pair_rows(len(left), len(sizes))
-    found = {name: column[places] for name, column in found.items()}
-    found[MICRO_BATCH_SIZE] = sizes[choices]
-    found[SEQUENCES_AT_ONCE] = found[MICRO_BATCH_SIZE] * found[DATA_PARALLEL]
-    return select_rows(found, recipe.global_batch_size % found[SEQUENCES_AT_ONCE] == 0)
+    rows, size_rows = _pair_rows(len(num_ranks), len(sizes))
+    columns = {name: column[rows] for name, column in columns.items()}
+    columns[MICRO_BATCH_SIZE] = sizes[size_rows]
+    columns[SEQUENCES_AT_ONCE] = columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
+    return select_rows(columns, recipe.global_batch_size % columns[SEQUENCES_AT_ONCE] == 0)
 
 
 def list_micro_batch_sizes(recipe: Recipe) -> list[int]:
     """Return the powers of two up to the global batch size, and the recipe's own size."""
-    most = min(recipe.global_batch_size, 2**16)
-    return sorted({*(1 << power for power in range(most.bit_length())), recipe.micro_batch_size})
+    largest = min(recipe.global_batch_size, 2**16)
+    return sorted({*(1 << power for power in range(largest.bit_length())), recipe.micro_batch_size})
 
 
 def filter_rows(columns: Columns, names: Sequence[str], check: Callable[..., object]) -> Columns:
     """Return the rows for which ``check`` of columns ``names`` raises nothing; equal rows count once."""
     if not len(columns[names[0]]):
         return columns
+    # Number the distinct rows, and check each of them once: a check constructs a layout.
     codes = np.zeros(len(columns[names[0]]), np.int64)
     for name in names:
         values, indices = np.unique(columns[name], return_inverse=True)
@@ -103,7 +115,7 @@ def filter_rows(columns: Columns, names: Sequence[str], check: Callable[..., obj
     _, first_rows, row_codes = np.unique(codes, return_index=True, return_inverse=True)
     rows = zip(*(columns[name][first_rows].tolist() for name in names), strict=True)
     with without_fix_search():
-        passes = [_is_valid(check, row) for row in rows]
+        passes = [is_valid(check, *row) for row in rows]
     return select_rows(columns, np.array(passes)[row_codes])
 
 
@@ -112,13 +124,6 @@ def select_rows(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
     return columns if rows.all() else {name: column[rows] for name, column in columns.items()}
 
 
-def _is_valid(check: Callable[..., object], values: tuple[Any, ...]) -> bool:
-    try:
-        check(*values)
-    except ValueError:
-        return False
-    return True
-
-
 def _pair_rows(first: int, second: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the row indices of all pairs of a row of the first and a row of the second table."""
     return np.repeat(np.arange(first), second), np.tile(np.arange(second), first)

@@ -22,7 +22,7 @@ def check_adapters(recipe: Recipe) -> None:
         refuse(
             "Recipe.method",
             recipe.method,
-            "'full', or 'lora' once peft, through which adapters train, is installed",
+            "'full', or 'lora' with peft installed, which implements adapters",
             'pip install "shardscope[train]"',
         )
     if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
@@ -30,8 +30,8 @@ def check_adapters(recipe: Recipe) -> None:
         refuse(
             f"Recipe.{field}",
             getattr(recipe, field),
-            "'full' or 'lora' over an unquantised base, until bitsandbytes, whose Linears hold a base in few "
-            "bits, is installed",
+            "'full', or 'lora' over an unquantized base, unless bitsandbytes is installed, which implements "
+            "quantized linear layers",
             'pip install "shardscope[qlora]"',
         )
 
@@ -48,7 +48,7 @@ def check_staged(plan: Plan) -> None:
         refuse(
             "Architecture.model_type",
             arch.model_type,
-            f"{', '.join(STAGED_FAMILIES)} with pp > 1: others' models do not come apart in the same places",
+            f"{', '.join(STAGED_FAMILIES)} with pp > 1: models of other families cannot be split into stages",
             {"pp": 1},
         )
     if recipe.method != "full":
@@ -87,12 +87,12 @@ REHEARSED: Mapping[str, tuple[object, ...]] = {
 """Recipe values that can be rehearsed, by field: more than ``TRAINED``, for fake tensors need no kernels."""
 
 WHY_NOT_REHEARSED = {
-    "precision": "torchao's casts to 8 bits read the numbers that they scale",
-    "optimizer": "the driver moves pages between host and GPU, which no operator tells",
-    "kernels": "Liger's and torch.compile's kernels are made for real tensors on a GPU",
-    "attention": "FlashAttention's own kernels run on a GPU only",
+    "precision": "torchao's casts to 8 bits read the values that they scale",
+    "optimizer": "the driver moves pages between host and GPU, which no operator shows",
+    "kernels": "Liger's and torch.compile's kernels need real tensors on a GPU",
+    "attention": "FlashAttention's kernels run on a GPU only",
     "loss": "Liger's kernel runs on a GPU only",
-    "packing": "FlashAttention's own kernels run on a GPU only",
+    "packing": "FlashAttention's kernels run on a GPU only",
 }
 """Reasons why other values cannot be rehearsed on fake tensors, by field."""
 
@@ -108,15 +108,16 @@ def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> 
             why = f"{_join_values(values)} in a rehearsal: {WHY_NOT_REHEARSED[field]}"
             refuse(f"Recipe.{field}", value, why, {field: values[0]})
     if recipe.base_quantization:
-        _check_installed("method", recipe.method, "'full' or 'lora' over an unquantised base", "bitsandbytes")
+        _check_installed("method", recipe.method, "'full' or 'lora' over an unquantized base", "bitsandbytes")
     if recipe.optimizer == "adamw_8bit":
         _check_installed("optimizer", recipe.optimizer, "'adamw' or another", eight_bit_library)
     check_adapters(recipe)
 
 
-def _check_installed(field: str, value: str, others: str, library: str) -> None:
+def _check_installed(field: str, value: str, alternatives: str, library: str) -> None:
+    """Raise ``ValueError`` unless ``library``, whose code the rehearsal would run, is installed."""
     if importlib.util.find_spec(library) is None:
-        why = f"{others} in a rehearsal without {library}, whose code it would play"
+        why = f"{alternatives} in a rehearsal without {library}, whose code it runs"
         refuse(f"Recipe.{field}", value, why, f"pip install {library}")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.ddp.layout import DdpLayout
@@ -61,6 +62,14 @@ class Limits(Protocol):
         """Raise ``ValueError`` for a plan that the engine does not train, with the allowed values."""
 
 
+@runtime_checkable
+class ConfigLimits(Protocol):
+    """Optional interface of ``limits.py``, for frameworks that replace some of transformers' modules."""
+
+    def check_config(self, plan: Plan, config: Mapping[str, object]) -> None:
+        """Raise ``ValueError`` if ``plan`` would train another model than ``config``, a config.json."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Framework:
     """Entry of one framework, whose modules are imported on first use."""
@@ -78,31 +87,32 @@ class Framework:
 
     def memory_model(self) -> MemoryModel:
         """Return the framework's memory formulas."""
-        return _import_module(self.name, "memory.training_state")  # type: ignore[no-any-return]
+        return _import_module(self.name, "memory.training_state")
 
     def building_model(self) -> BuildingModel:
         """Return the formulas of host memory while ranks build the model."""
-        return _import_module(self.name, "memory.building")  # type: ignore[no-any-return]
+        return _import_module(self.name, "memory.building")
 
     def timing_model(self) -> TimingModel:
         """Return the framework's formulas of the step time."""
-        return _import_module(self.name, "timing")  # type: ignore[no-any-return]
+        return _import_module(self.name, "timing")
 
     def limits(self) -> Limits:
         """Return the checks of what the framework's engine can run."""
-        return _import_module(self.name, "limits")  # type: ignore[no-any-return]
+        return _import_module(self.name, "limits")
 
     def build_grids(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
         """Return the framework's layouts that a search evaluates."""
-        return _import_module(self.name, "grid").build_grids(architecture, cluster, recipe)  # type: ignore[no-any-return]
+        grids: list[Grid] = _import_module(self.name, "grid").build_grids(architecture, cluster, recipe)
+        return grids
 
     def defaults(self) -> FrameworkDefaults:
         """Return the framework's defaults that the preflight checks depend on."""
-        return _import_module(self.name, "defaults")  # type: ignore[no-any-return]
+        return _import_module(self.name, "defaults")
 
 
 @cache
-def _import_module(framework: str, module: str) -> Any:
+def _import_module(framework: str, module: str) -> ModuleType:
     """Import a module of a framework's package; cached, since every formula needs it."""
     return import_module(f"shardscope.frameworks.{framework}.{module}")
 
@@ -145,13 +155,13 @@ def check_trained(plan: Plan) -> None:
         raise refusal.with_fix(_add_other_frameworks(refusal.fix, plan)) from None
 
 
-def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
+def check_config(plan: Plan, config: Mapping[str, object]) -> None:
     """Raise ``ValueError`` if ``plan`` would train another model than ``config``, a config.json, describes.
 
     Only frameworks that replace some of transformers' modules check this. Imports no torch.
     """
-    limits: Any = frameworks[plan.layout.framework].limits()
-    if hasattr(limits, "check_config"):
+    limits = frameworks[plan.layout.framework].limits()
+    if isinstance(limits, ConfigLimits):
         limits.check_config(plan, config)
 
 
@@ -175,8 +185,8 @@ def is_trained(plan: Plan) -> bool:
 
 def _add_other_frameworks(fix: str, plan: Plan) -> str:
     """Return ``fix``, followed by the frameworks not named in it that train ``plan`` unchanged."""
-    named = fix.lower()
-    titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in named]
+    text = fix.lower()
+    titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in text]
     if not titles:
         return fix
     listed = " or ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
@@ -189,15 +199,15 @@ def find_other_layouts(plan: Plan) -> list[Layout]:
     They may not fit in memory: that is not checked here.
     """
     degrees = {name: getattr(plan.layout, name) for name in _DEGREES if getattr(plan.layout, name, 1) > 1}
-    found = []
+    layouts = []
     for name, framework in frameworks.items():
-        has = {field.name for field in fields(framework.layout_class)}
-        if name == plan.layout.framework or not degrees.keys() <= has:
+        options = {field.name for field in fields(framework.layout_class)}
+        if name == plan.layout.framework or not degrees.keys() <= options:
             continue
         try:
             other = replace(plan, layout=framework.layout_class(**degrees))
             framework.limits().check_plan(other)
         except ValueError:
             continue
-        found.append(other.layout)
-    return found
+        layouts.append(other.layout)
+    return layouts

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import traceback
-from typing import Any
 
 
 def main() -> None:
@@ -15,29 +14,29 @@ def main() -> None:
 
     die_with_parent(int(sys.argv[1]))
     # Redirect what libraries print to standard error, so that it does not mix with the JSON lines.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def say(**line: Any) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
+    def write_line(**line: object) -> None:
+        output.write(json.dumps(line) + "\n")
+        output.flush()
 
     try:
         from shardscope.core.plan import Plan
 
         plan = Plan.from_json(sys.stdin.read())
-        say(progress=["starting PyTorch", 0.02])
+        write_line(progress=["starting PyTorch", 0.02])
         import torch
 
         from shardscope.frameworks.engines import rehearse
 
         torch.set_num_threads(1)
-        stages = rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
-        say(stages=[stage.to_dict() for stage in stages])
+        stages = rehearse(plan, lambda text, fraction: write_line(progress=[text, fraction]))
+        write_line(stages=[stage.to_dict() for stage in stages])
     except BaseException as problem:
-        refused = isinstance(problem, ValueError)
-        words = str(problem) if refused else f"{type(problem).__name__}: {problem}"
-        say(error=words, refused=refused, traceback=traceback.format_exc())
+        is_refused = isinstance(problem, ValueError)
+        message = str(problem) if is_refused else f"{type(problem).__name__}: {problem}"
+        write_line(error=message, refused=is_refused, traceback=traceback.format_exc())
         raise SystemExit(1) from problem
 
 

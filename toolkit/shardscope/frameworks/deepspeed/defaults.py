@@ -48,10 +48,10 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     checkpoint being loaded used a DP world size of ...", engine.py, 0.19).
     """
     layout: Any = plan.layout
-    stage = Tie(value=layout.stage, words=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
+    stage = Tie(value=layout.stage, text=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
     precision = plan.recipe.precision
     kind = {"fp32": "fp32", "fp16-mixed": "fp16"}.get(precision, "bf16")
-    weights = Tie(value=kind, words=f"weights of {kind}", recipe={"precision": precision})
+    weights = Tie(value=kind, text=f"weights of {kind}", recipe={"precision": precision})
     return CheckpointFormat(
         name="DeepSpeed's ZeRO checkpoint",
         ties={**tie_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage, "weights": weights},

@@ -15,6 +15,7 @@ from shardscope.frameworks.grid import (
     combine_degrees,
     filter_rows,
     filter_valid,
+    is_valid,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _options(cluster: Cluster) -> Iterator[ZeroLayout]:
         places.append("nvme")
     for stage, optimizer, params in product(range(4), places, places):
         options = {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
-        if filter_valid(lambda options: ZeroLayout(**options), [options]):
+        if is_valid(lambda options: ZeroLayout(**options), options):
             yield ZeroLayout(**options)
 
 
@@ -74,6 +75,6 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
             ("pp",): filter_valid(lambda pp: check_layers(arch, pp), [(pp,) for pp in ranks]),
             ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
         },
-        beside=("ep",),
+        within_data_parallel=("ep",),
     )
     return filter_rows(found, ("ep", DATA_PARALLEL), lambda ep, ranks: check_experts(arch, ep, ranks))

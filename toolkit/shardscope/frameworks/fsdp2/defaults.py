@@ -1,56 +1,21 @@
-"""FSDP2 defaults that the preflight checks depend on: reduction type, fp32 originals, checkpoint format."""
+"""FSDP2 defaults that the preflight checks depend on: those of the plain PyTorch engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from shardscope.frameworks.defaults import describe_torch_checkpoint as get_checkpoint_format
+from shardscope.frameworks.defaults import find_no_options as find_overlap_options
+from shardscope.frameworks.defaults import find_no_options as find_unused_options
+from shardscope.frameworks.defaults import get_vocab_size as pad_vocab_size
+from shardscope.frameworks.defaults import get_weight_reduce_type as get_reduce_type
+from shardscope.frameworks.defaults import has_fp32_weights as keeps_fp32_weights
+from shardscope.frameworks.defaults import suggest_mixed_precision as suggest_fp32_reduction
 
-from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, describe_torch_checkpoint
-
-if TYPE_CHECKING:
-    from shardscope.core.plan import Plan
-
-
-def get_reduce_type(plan: Plan) -> ReduceType:
-    """Return the gradient reduction type.
-
-    It is ``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32 for mixed precision;
-    otherwise the weights' own type.
-    """
-    return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
-
-
-def keeps_fp32_weights(plan: Plan) -> bool:
-    """Return whether the sharded originals are fp32; ``param_dtype`` is the all-gathered copies' type."""
-    return widths[plan.recipe.precision].original == FP32
-
-
-def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
-    """Return the suggested fix, bf16 mixed precision, and the plan with it; None if that plan is invalid."""
-    try:
-        mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
-    except ValueError:  # Mixed precision conflicts with another field of the recipe.
-        return "Mixed precision (bf16)", None
-    return "Mixed precision (bf16)", mended
-
-
-def pad_vocab_size(plan: Plan) -> int:
-    """Return the vocabulary size, unpadded: a DTensor's last shards may be shorter."""
-    return plan.architecture.vocab_size
-
-
-def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
-    """Return the checkpoint format: torch.distributed.checkpoint, under the model's own parameter names."""
-    return describe_torch_checkpoint(plan)
-
-
-def find_unused_options(plan: Plan) -> Mapping[str, str]:
-    """Return the options that have no effect: none."""
-    return {}
-
-
-def find_overlap_options(plan: Plan) -> Mapping[str, object]:
-    """Return the overlap options that are off by default: none."""
-    return {}
+__all__ = [
+    "find_overlap_options",
+    "find_unused_options",
+    "get_checkpoint_format",
+    "get_reduce_type",
+    "keeps_fp32_weights",
+    "pad_vocab_size",
+    "suggest_fp32_reduction",
+]

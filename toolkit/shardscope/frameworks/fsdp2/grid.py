@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.layout import Degrees, check_context, check_heads, check_layers, list_divisors
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
@@ -32,20 +32,20 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
             ("tp",): filter_valid(lambda tp: check_heads(arch, tp), [(tp,) for tp in ranks]),
             ("cp",): filter_valid(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
             ("pp", "vpp"): filter_valid(lambda pp, vpp: check_layers(arch, pp, vpp), pipelines),
-            ("replicate",): [(copies,) for copies in ranks],
+            ("replicate",): [(replicas,) for replicas in ranks],
         },
     )
+    # The schedule depends on the number of micro-batches only: check it with one sequence in each.
     single = replace(recipe, micro_batch_size=1)
-
     columns = filter_rows(
         columns,
         ("pp", "vpp", SEQUENCES_AT_ONCE),
-        lambda pp, vpp, per_step: plain.check_schedule(
-            single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
-        ),
+        lambda pp, vpp, at_once: plain.check_schedule(single, Degrees(data_parallel=at_once, pp=pp, vpp=vpp)),
     )
-    places = (None, "cpu") if cluster.gpu.vendor != "cpu" else (None,)
+    offload_targets: tuple[Literal["cpu"] | None, ...] = (
+        (None, "cpu") if cluster.gpu.vendor != "cpu" else (None,)
+    )
     return [
-        Grid(layout=Fsdp2Layout(reshard_after_forward=reshard, offload=place), columns=columns)  # type: ignore[arg-type]
-        for reshard, place in product((True, False), places)
+        Grid(layout=Fsdp2Layout(reshard_after_forward=reshard, offload=offload), columns=columns)
+        for reshard, offload in product((True, False), offload_targets)
     ]

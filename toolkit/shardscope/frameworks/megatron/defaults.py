@@ -51,7 +51,7 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
     is_shared_out = plan.layout.distributed_optimizer
     optimizer = Tie(
         value=is_shared_out,
-        words="the distributed optimizer" if is_shared_out else "an optimizer whole on every rank",
+        text="the distributed optimizer" if is_shared_out else "an optimizer whole on every rank",
         layout={"distributed_optimizer": is_shared_out},
     )
     return CheckpointFormat(

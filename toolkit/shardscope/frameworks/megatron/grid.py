@@ -68,7 +68,7 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
             ("pp", "vpp"): pipelines,
             ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
         },
-        beside=("ep",),
+        within_data_parallel=("ep",),
     )
     plain, single = MegatronLayout(), replace(recipe, micro_batch_size=1)
     return filter_rows(

@@ -28,7 +28,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
     tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
     if not tied:
         return
-    told = " and ".join(tie.words for tie in tied)
+    told = " and ".join(tie.text for tie in tied)
     loose = elsewhere(plan, _is_loose)
     yield Finding(
         name="checkpoint-tied-to-ranks",
@@ -93,7 +93,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
     others = _apart(saved, read)
     if not others:
         return
-    was, wanted = (" and ".join(tie.words for tie in side) for side in zip(*others, strict=True))
+    was, wanted = (" and ".join(tie.text for tie in side) for side in zip(*others, strict=True))
     mended, change = _as_before(before, now, [tie for tie, _ in others])
     yield Finding(
         name="checkpoint-of-other-ranks",
