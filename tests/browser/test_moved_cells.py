@@ -14,7 +14,7 @@ import pytest
 from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
 from studio_page import open_fold, use_theme
-from tests.needs import few
+from tests.needs import few, thorough
 
 import shardscope as ss
 
@@ -265,6 +265,7 @@ def opened_studio(lab: Lab, browser: Any) -> Iterator[OpenedStudio]:
     page.close()
 
 
+@thorough()
 @pytest.mark.parametrize("how", few(ACTS, ["moved"]))
 def test_fault_63_the_whole_studio_shows_the_plan_of_its_sentence(
     how: str, opened_studio: OpenedStudio

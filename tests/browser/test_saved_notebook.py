@@ -62,6 +62,7 @@ def test_fault_47_an_exported_notebook_shows_the_last_plan(browser: Any, tmp_pat
         page.close()
 
 
+@thorough()
 def test_fault_47_a_notebook_whose_kernel_has_gone_shows_the_last_plan(lab: Lab, browser: Any) -> None:
     write_notebook(lab, NOTEBOOK, *CELLS)
     page = open_notebook(lab, browser, NOTEBOOK, viewport={"width": 1400, "height": 2400})

@@ -54,6 +54,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(4, CASES["cp4"], four_ranks, tmp_path_factory.mktemp("four"))
 
 
+@thorough()
 @pytest.mark.parametrize("name", CASES)
 def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expected: Any) -> None:
     whole = expected[CASES[name].architecture.tie_word_embeddings]
@@ -68,6 +69,7 @@ def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expecte
             assert one["rest"][part] == planned[part]
 
 
+@thorough()
 def test_each_says_what_it_is(four: Any) -> None:
     record = four[3]["shard2 x cp2, recomputed"]["engine"]
     assert record["sentence"] == (
@@ -257,6 +259,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@thorough()
 @pytest.mark.parametrize("family", few(RING_FAMILIES, KEPT_FAMILIES))
 def test_parts_of_a_family_compute_what_the_whole_does(
     family: str, two: Any, request: pytest.FixtureRequest
@@ -268,6 +271,7 @@ def test_parts_of_a_family_compute_what_the_whole_does(
     assert one["calls"] == 2
 
 
+@thorough()
 def test_half_precision_and_offloading(two: Any, expected: Any) -> None:
     """In bf16 as near as two orders of the same sums."""
     half = two[0]["half"]
@@ -291,6 +295,7 @@ def test_adapters_train_the_same(tmp_path: Path) -> None:
     assert (parts["held"], parts["rest"]["parameters"]) == (whole["held"], whole["rest"]["parameters"])
 
 
+@thorough()
 def test_the_ring_leaves_what_is_planned(two: Any) -> None:
     """Where parts are joined attention's output stays twice: by heads, and by tokens for its product."""
     planned = LONG.memory().at("forward")["activations"]
@@ -300,6 +305,7 @@ def test_the_ring_leaves_what_is_planned(two: Any) -> None:
     assert two[0]["long"] - two[1]["long"] == copy
 
 
+@thorough()
 def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, folder: Any) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -313,12 +319,14 @@ def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, fold
     assert "ring" not in (folder / "model" / "config.json").read_text()
 
 
+@thorough()
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_ring_that_is_none_ends_the_run(kind: str, two: Any) -> None:
     for rank in (0, 1):
         assert BROKEN[kind] in two[rank]["broken"][kind]
 
 
+@thorough()
 def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
     assert "allowed with cp > 1: input_ids and labels, for a ring takes no mask" in two[0]["masked"]
     assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]

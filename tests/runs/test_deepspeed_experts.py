@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -142,6 +142,7 @@ def result(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, 
     return found[name]
 
 
+@thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST, *OVER_FOUR])
 def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     ranks = result(found, name)
@@ -152,6 +153,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[s
         assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
 
 
+@thorough()
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
 def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     report, ranks = plan_of(name).memory(), [rank["held"] for rank in result(found, name)]
@@ -160,6 +162,7 @@ def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[di
     assert max(held["optimizer"] for held in ranks) == report.at("rest")["optimizer"]
 
 
+@thorough()
 @pytest.mark.parametrize("name", list(OVER_FOUR))
 def test_experts_that_others_have_too_are_shared_out_among_these(
     name: str, found: dict[str, list[dict[str, Any]]]
@@ -174,6 +177,7 @@ def test_experts_that_others_have_too_are_shared_out_among_these(
     assert len(gradients) == 1 or "zero-0" not in name
 
 
+@thorough()
 def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]) -> None:
     first, second = (rank["engine"] for rank in found["zero-1"])
     assert (first["experts"], second["experts"]) == ([0, 1], [2, 3])
@@ -187,6 +191,7 @@ def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]
     assert first["num_parameters"] == mixtral().num_parameters - one
 
 
+@thorough()
 @pytest.mark.parametrize("name", ["zero-0", "zero-1 bf16"])
 def test_a_new_engine_goes_on_where_the_checkpoint_was(
     name: str, found: dict[str, list[dict[str, Any]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed, with_fp16_where_it_can_be
+from tests.needs import needs, needs_installed, thorough, with_fp16_where_it_can_be
 
 torch = needs("torch")
 needs("transformers")
@@ -173,6 +173,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return by_plan
 
 
+@thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
 def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     fields = {**PLANS, **OVER_FOUR}[name]
@@ -182,6 +183,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[s
         assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
 
 
+@thorough()
 @pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *OVER_FOUR]))
 def test_bytes_of_each_stage_are_those_that_were_predicted(
     name: str, found: dict[str, list[dict[str, Any]]]
@@ -198,6 +200,7 @@ def test_bytes_of_each_stage_are_those_that_were_predicted(
         assert max(held["optimizer"] for held in own) == rest["optimizer"]
 
 
+@thorough()
 def test_a_run_says_which_stage_it_is(found: dict[str, list[dict[str, Any]]]) -> None:
     first, second = (rank["engine"] for rank in found["zero-1"])
     assert first["sentence"].endswith(
@@ -212,11 +215,13 @@ def test_a_run_says_which_stage_it_is(found: dict[str, list[dict[str, Any]]]) ->
     assert whole_on_each["pipeline_stage"] == 1
 
 
+@thorough()
 def test_phases_of_the_schedule_are_watched(found: dict[str, list[dict[str, Any]]]) -> None:
     for rank in found["zero-1"]:
         assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
 
 
+@thorough()
 @pytest.mark.parametrize("name", ["zero-0, tied", "zero-1 bf16"])
 def test_a_new_engine_goes_on_where_the_checkpoint_was(
     name: str, found: dict[str, list[dict[str, Any]]]
@@ -230,6 +235,7 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if exact else 0.03)
 
 
+@thorough()
 def test_a_checkpoint_is_listed_once_every_rank_has_written_its_part(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -243,6 +249,7 @@ def test_a_checkpoint_is_listed_once_every_rank_has_written_its_part(
     ]
 
 
+@thorough()
 def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any]]]) -> None:
     assert "batch has attention_mask, input_ids, labels" in str(found["other batch"][0])
 

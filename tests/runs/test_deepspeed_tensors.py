@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, needs_installed
+from tests.needs import few, needs, needs_installed, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -157,6 +157,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return by_plan
 
 
+@thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
 def test_losses_are_those_of_plain_torch(name: str, found: dict[str, Any]) -> None:
     plan = plan_of(name, len(found[name]))
@@ -167,6 +168,7 @@ def test_losses_are_those_of_plain_torch(name: str, found: dict[str, Any]) -> No
         assert one["data"] == [rank // 2, plan.world_size // 2]
 
 
+@thorough()
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
 def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, Any]) -> None:
     report = plan_of(name, len(found[name])).memory()
@@ -188,6 +190,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
+@thorough()
 @pytest.mark.parametrize("family", few(AUTOTP_TRAINED, KEPT_FAMILIES))
 def test_a_family_trains_as_one_process_does(family: str, request: pytest.FixtureRequest) -> None:
     ranks = request.getfixturevalue("found" if family in KEPT_FAMILIES else "families")[family]
@@ -197,6 +200,7 @@ def test_a_family_trains_as_one_process_does(family: str, request: pytest.Fixtur
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-4)
 
 
+@thorough()
 def test_a_run_says_what_was_cut(found: dict[str, Any]) -> None:
     record = found["zero-1 over four"][3]["engine"]
     assert record["sentence"] == (
@@ -208,12 +212,14 @@ def test_a_run_says_what_was_cut(found: dict[str, Any]) -> None:
     assert "DeepSpeed left 14 whole" in found["left whole"][0]
 
 
+@thorough()
 def test_an_engine_without_parts_comes_after_one_with_them(found: dict[str, Any]) -> None:
     one = found["without"][0]
     assert one["losses"] == pytest.approx(plain_torch(LLAMA)["losses"], abs=1e-5)
     assert "AutoTP" not in one["engine"]["sentence"]
 
 
+@thorough()
 @pytest.mark.parametrize("name", ["zero-1 tied", "zero-2 bf16"])
 def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: dict[str, Any]) -> None:
     straight, of_kept = found[name][0]["losses"], found["kept"][0][name]

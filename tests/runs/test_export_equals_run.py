@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs
+from tests.needs import few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -199,6 +199,7 @@ def found(
 EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
 
 
+@thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_has_the_losses_of_the_run(
     name: str, found: dict[str, list[dict[str, Any]]]
@@ -211,6 +212,7 @@ def test_the_exported_script_has_the_losses_of_the_run(
     assert script == pytest.approx(run, abs=close), (run, script)
 
 
+@thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_makes_what_the_plan_says(
     name: str, found: dict[str, list[dict[str, Any]]]
@@ -238,6 +240,7 @@ def test_the_exported_script_makes_what_the_plan_says(
         assert held <= made["held"] <= held + 1000
 
 
+@thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
@@ -258,6 +261,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
     return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
+@thorough()
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exported_script_saves_what_the_run_exports(
     name: str, found: dict[str, list[dict[str, Any]]]

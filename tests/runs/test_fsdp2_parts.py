@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from families import architecture
-from tests.needs import needs
+from tests.needs import needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -140,6 +140,7 @@ def found(folder: Any) -> list[dict[str, Any]]:
     return on_ranks(4, CASES["pp4, tied"], all_cases, folder)
 
 
+@thorough()
 @pytest.mark.parametrize("name", CASES)
 def test_parts_train_as_the_whole_does(name: str, found: Any, expected: Any) -> None:
     whole = expected[CASES[name].architecture.tie_word_embeddings]
@@ -150,6 +151,7 @@ def test_parts_train_as_the_whole_does(name: str, found: Any, expected: Any) -> 
         assert one["losses"] == found[0][name]["losses"]
 
 
+@thorough()
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_hold_what_is_planned(name: str, found: Any) -> None:
     """To the byte, on the ranks of every stage."""
@@ -166,6 +168,7 @@ def test_ranks_hold_what_is_planned(name: str, found: Any) -> None:
         assert {"forward", "backward", "optimizer"} <= set(one["phases"])
 
 
+@thorough()
 def test_each_says_what_it_is(found: Any) -> None:
     assert found[0]["shard2 x tp2"]["engine"]["sentence"] == (
         "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them cut over "
@@ -182,6 +185,7 @@ def test_each_says_what_it_is(found: Any) -> None:
         assert record["num_parameters"] == TIED.num_parameters + twice
 
 
+@thorough()
 def test_a_checkpoint_of_stages_goes_on_in_others(found: Any) -> None:
     saved = found[0]["saved"]
     assert saved["again"] == pytest.approx(saved["went_on"], abs=1e-5)
@@ -189,6 +193,7 @@ def test_a_checkpoint_of_stages_goes_on_in_others(found: Any) -> None:
     assert "saved without pipeline stages" in saved["words"]
 
 
+@thorough()
 def test_stages_leave_one_model(found: Any, folder: Any) -> None:
     """transformers opens what two stages in chunks exported; its loss is theirs."""
     from transformers import AutoModelForCausalLM
@@ -211,6 +216,7 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
     assert float(sum(rows) / kept.sum()) == pytest.approx(found[0]["saved"]["went_on"], abs=1e-5)
 
 
+@thorough()
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
     from shardscope.frameworks.fsdp2.engine.pipeline_engine import StageModule

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.needs import needs, skip_without
+from tests.needs import needs, skip_without, thorough
 from tests.runs import two_ranks
 from tests.runs.two_ranks import StandInContext, on_ranks
 
@@ -276,12 +276,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return on_ranks(4, plan("llama"), partial(found_on_a_rank, folder), folder)
 
 
+@thorough()
 @pytest.mark.parametrize("name", [*FAMILIES, *CUTS])
 def test_weights_come_back_bit_by_bit(found: list[dict[str, Any]], name: str) -> None:
     assert found[0][name]["back"] == 0.0
     assert all(rank[name]["back"] == 0 for rank in found[1:])  # rank 0 alone holds the model
 
 
+@thorough()
 @pytest.mark.parametrize("name", WITH_LOGITS)
 def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str) -> None:
     for rank in found:
@@ -290,6 +292,7 @@ def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str
         assert rank[name]["padding"] < -1e30
 
 
+@thorough()
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
     found: list[dict[str, Any]], name: str
@@ -301,6 +304,7 @@ def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
     assert all(rank[name]["position"] == {"num_steps_done": 2} for rank in found)
 
 
+@thorough()
 def test_checkpoints_leave_no_process_behind(found: list[dict[str, Any]]) -> None:
     """Ranks end here as killed ones do, past whatever Python would tidy up."""
     begun = [tuple(process) for rank in found for process in rank["processes"]]
@@ -311,6 +315,7 @@ def test_checkpoints_leave_no_process_behind(found: list[dict[str, Any]]) -> Non
     assert not left
 
 
+@thorough()
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_opens_an_export(found: list[dict[str, Any]], name: str) -> None:
     assert found[0][name]["apart"] == 0.0

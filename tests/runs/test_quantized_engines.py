@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import THOROUGH, few, needs
+from tests.needs import THOROUGH, few, needs, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -183,6 +183,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return on_ranks(2, tiny_plan("ddp", 2), all_cases, folder), folder
 
 
+@thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
 def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
     plan, case = plan_of(name), found[0][0][name]
@@ -199,6 +200,7 @@ def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict
     assert f"{number} adapter weights over a base in {kind}{double} (14 Linears)" in engine["sentence"]
 
 
+@thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
 def test_a_rank_holds_what_is_planned(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
     case, planned = found[0][0][name], plan_of(name).memory().at("optimizer")
@@ -211,6 +213,7 @@ def test_a_rank_holds_what_is_planned(name: str, found: tuple[list[dict[str, Any
     )
 
 
+@thorough()
 @pytest.mark.parametrize("name", few(CASES, KEPT))
 def test_a_checkpoint_has_the_adapters_and_goes_on(
     name: str, found: tuple[list[dict[str, Any]], Path]
@@ -220,6 +223,7 @@ def test_a_checkpoint_has_the_adapters_and_goes_on(
     assert found[0][0][name]["saved_bytes"] < SMALL_BYTES
 
 
+@thorough()
 @pytest.mark.parametrize("name", few([*KEPT, "fsdp2 qlora fp32"], KEPT))
 def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Path]) -> None:
     """Over a base that bitsandbytes packs the same way, they have the loss of the engine's next step."""
@@ -243,6 +247,7 @@ def test_adapters_open_in_peft(name: str, found: tuple[list[dict[str, Any]], Pat
     assert loss == pytest.approx(expected, abs=1e-5 if plan.recipe.precision == "fp32" else 2e-2)
 
 
+@thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_a_base_that_a_task_quantised_itself(
     framework: str, found: tuple[list[dict[str, Any]], Path]
@@ -255,6 +260,7 @@ def test_a_base_that_a_task_quantised_itself(
     assert "over a base in NF4 with double quantisation (14 Linears)" in case["engine"]["sentence"]
 
 
+@thorough()
 def test_another_base_than_the_plan_s_is_refused(found: tuple[list[dict[str, Any]], Path]) -> None:
     assert found[0][0]["refusals"] == {
         "double": "the plan's base is in nf4, and build_model gives one in nf4 with double quantisation",

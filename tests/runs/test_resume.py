@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, skip_without
+from tests.needs import needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -292,6 +292,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     return on_ranks(2, tiny_plan("ddp", 2), cases, folder), folder
 
 
+@thorough()
 @pytest.mark.parametrize("number", range(len(EXACT)))
 def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -> None:
     straight, stopped, resumed, kept = results[0][0]["exact"][number]
@@ -300,11 +301,13 @@ def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -
     assert stopped + resumed == straight
 
 
+@thorough()
 def test_steps_beside_a_save_are_not_in_it(results: tuple[list[Any], Path]) -> None:
     went_on, again = results[0][0]["beside"]
     assert went_on == again
 
 
+@thorough()
 def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> None:
     for result in results[0]:
         restored, expected, found = result["random"]
@@ -312,16 +315,19 @@ def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> N
     assert results[0][0]["random"][1] != results[0][1]["random"][1]
 
 
+@thorough()
 def test_fault_30_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
     assert "is not a whole checkpoint: it has no position.json" in results[0][0]["half"]
 
 
+@thorough()
 def test_a_checkpoint_of_another_optimizer_is_refused(results: tuple[list[Any], Path]) -> None:
     for result in results[0]:
         for name, words in zip(("Lion", "SGD"), result["of another optimizer"], strict=True):
             assert f"is '{name}'; allowed: 'AdamW'" in words and "Nearest fix: the same" in words
 
 
+@thorough()
 def test_exports_open_in_transformers(results: tuple[list[Any], Path]) -> None:
     for name, expected, loss, files, architectures, kind in results[0][0]["exports"]:
         assert abs(loss - expected) < (2e-2 if name == "bf16" else 1e-5), name
@@ -341,6 +347,7 @@ def loaded_on_one(ctx: StandInContext) -> list[float]:
     return [ctx.engine.step(batch_of(ctx, step)) for step in (1, 2)]
 
 
+@thorough()
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_fault_31_one_rank_goes_on_for_two(framework: str, results: tuple[list[Any], Path]) -> None:
     ranks, folder = results
