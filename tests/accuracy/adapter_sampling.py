@@ -19,7 +19,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.memory.state.lora import first_layer
+from shardscope.memory.state.lora import find_first_layer
 
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 LAYOUTS = {
@@ -45,7 +45,7 @@ def plans(framework: str) -> list[Plan]:
     found: list[Plan] = []
     for name in MODELS:
         arch = replace(models[name], name=f"2 layers of {name}", num_hidden_layers=2, vocab_size=8_000)
-        every = tuple(target for target, _ in arch.layer_linears(first_layer(arch, False)))
+        every = tuple(target for target, _ in arch.layer_linears(find_first_layer(arch, False)))
         for chosen in RECIPES:
             common = {"method": "lora", "lora_rank": 16, "lora_targets": every}
             recipe = Recipe(seq_len=4096, micro_batch_size=2, global_batch_size=16, **{**common, **chosen})

@@ -19,7 +19,7 @@ from tests.unit.planning import ANY_OPTIONS, ANY_RECIPE
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 SEED = 26
 SAMPLED = 60
@@ -120,7 +120,7 @@ def _draw_plan(draw: Random, arch: ss.Architecture, framework: str) -> ss.Plan |
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     values = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
     for field in values:
-        if listed := supported(layout, field):
+        if listed := list_supported(layout, field):
             values[field] = tuple(value for value in values[field] if value is None or value in listed)
     plan = replace(plan, layout=layout)
     varied = _vary(draw, recipe, values, lambda one: replace(plan, recipe=one))

@@ -11,7 +11,7 @@ from tests.accuracy.rows import source
 from tests.accuracy.scoring import Scored, predicted
 
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.overheads.band import allocated_and_freed
+from shardscope.memory.overheads.band import compute_allocated_and_freed
 
 SHARE = 0.9
 """Of the rows, each source counting alike: the figure of :func:`chosen_share`."""
@@ -29,10 +29,10 @@ def held_share(row: Scored) -> float:
     gpu = plan.cluster.gpu
     beside = 0
     if kind(row.mapped.row) == "nvidia-smi":
-        beside = overheads.runtime(gpu.vendor, gpu.architecture).high
+        beside = overheads.estimate_runtime(gpu.vendor, gpu.architecture).high
         beside += max(buffers.high for _, buffers in with_communication(plan, stages))
     return min(
-        (row.measured - beside - tensor_bytes(moment)) / allocated_and_freed(stage.moments)
+        (row.measured - beside - tensor_bytes(moment)) / compute_allocated_and_freed(stage.moments)
         for stage in stages
         for moment in stage.moments
         if moment.phase != "initialisation"

@@ -12,25 +12,25 @@ from collections.abc import Iterable
 from shardscope import Plan
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations.forward import modules_of
-from shardscope.memory.moments import moments as moments_of
-from shardscope.memory.report import Component, Moment, Term
-from shardscope.memory.state.quantization import frozen_base_bytes
+from shardscope.memory.activations.forward import find_modules
+from shardscope.memory.moments import compute_phases as moments_of
+from shardscope.memory.report import Component, PhaseMemory, Term
+from shardscope.memory.state.quantization import compute_frozen_base_bytes
 
 
-def kbit_training(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
     """peft's prepare_model_for_kbit_training: norms, embeddings and head in fp32, and so the stream.
 
     Autograd keeps autocast's copy of the head until that has gone backward.
     """
     model = frameworks[plan.layout.framework].memory_model()
-    (shape,) = model.shapes(plan).kinds
-    stage = model.stage(plan, shape)
-    wide = modules_of(plan)._replace(upcasts_norms=True)
-    more = frozen_base_bytes(plan, stage, FP32) - frozen_base_bytes(plan, stage, HALF)
+    (shape,) = model.find_shapes(plan).kinds
+    stage = model.count_weights(plan, shape)
+    wide = find_modules(plan)._replace(upcasts_norms=True)
+    more = compute_frozen_base_bytes(plan, stage, FP32) - compute_frozen_base_bytes(plan, stage, HALF)
     copy = HALF * stage.head
     found = []
-    theirs = moments_of(plan, wide, stage, model.training_state(plan, stage))
+    theirs = moments_of(plan, wide, stage, model.compute_training_state(plan, stage))
     for moment in sorted(theirs, key=lambda moment: moment.fraction):
         parts = moment.components
         changes: dict[Component, int] = {
@@ -40,5 +40,5 @@ def kbit_training(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         terms = dict(moment.terms)
         for name, size in changes.items():
             terms[name] = Term(size, lambda: "as prepare_model_for_kbit_training leaves it")
-        found.append(Moment.of(moment.phase, moment.fraction, terms))
+        found.append(PhaseMemory.of(moment.phase, moment.fraction, terms))
     return tuple(found)

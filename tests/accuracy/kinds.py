@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from tests.accuracy.rows import Row, text
 
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.overheads.band import TENSORS, allocated_and_freed
-from shardscope.memory.report import MemoryReport, Moment, StageMemory
+from shardscope.memory.overheads.band import TENSORS, compute_allocated_and_freed
+from shardscope.memory.report import MemoryReport, PhaseMemory, StageMemory
 
 GIB = 2**30
 Kind = Literal["allocated", "reserved", "nvidia-smi", "unknown"]
@@ -64,7 +64,7 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
         held = max(0, min(held_back, report.usable_bytes - point))
-        high = overheads.on_the_card(max(high, point + held_back), point, report.usable_bytes, True)
+        high = overheads.limit_to_usable(max(high, point + held_back), point, report.usable_bytes, True)
         return Compared(low, point + held // 2, high, dict(moment.components))
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
@@ -78,19 +78,19 @@ def on_ranks(row: Row, report: MemoryReport) -> tuple[StageMemory, ...]:
     return report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
 
 
-def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, Moment]]:
+def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, PhaseMemory]]:
     return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
 
 
-def tensor_bytes(moment: Moment) -> int:
+def tensor_bytes(moment: PhaseMemory) -> int:
     """Bytes of all tensors of a moment: what torch counts as allocated."""
     return sum(term[0] for name, term in moment.terms.items() if name in TENSORS)
 
 
-def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
+def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, PhaseMemory]:
     low = high = 0
     for stage in stages:
-        held = overheads.fragmentation(allocated_and_freed(stage.moments), True).high
+        held = overheads.estimate_fragmentation(compute_allocated_and_freed(stage.moments), True).high
         for moment in stage.moments:
             tensors = tensor_bytes(moment)
             gaps = 0 if moment.phase == "initialisation" else held
@@ -100,6 +100,6 @@ def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
     return low, _with_fragmentation(fullest), high, fullest
 
 
-def _with_fragmentation(moment: Moment) -> int:
+def _with_fragmentation(moment: PhaseMemory) -> int:
     gaps = moment.terms.get("fragmentation")
     return tensor_bytes(moment) + (gaps[0] if gaps else 0)

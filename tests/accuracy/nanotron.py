@@ -14,33 +14,33 @@ from typing import NamedTuple
 from shardscope import Architecture, Plan
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.modules.attention import widths
-from shardscope.memory.activations.modules.saved import Saved
+from shardscope.memory.activations.modules.attention import get_attention_widths
+from shardscope.memory.activations.modules.saved import SavedTensor
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.overheads.band import band
-from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
+from shardscope.memory.overheads.band import compute_band
+from shardscope.memory.report import Component, MemoryReport, Phase, PhaseMemory, StageMemory, Term
 
 HALF = 2
 """Bytes of a bfloat16."""
 
-RUNTIME = overheads.runtime("nvidia", "hopper")
+RUNTIME = overheads.estimate_runtime("nvidia", "hopper")
 """All rows are of H100s."""
 
 
-def layer(arch: Architecture) -> list[Saved]:
+def layer(arch: Architecture) -> list[SavedTensor]:
     """What ``LlamaDecoderLayer`` keeps for backward (src/nanotron/models/llama.py), in bytes a token."""
-    width, hidden, c = widths(arch), arch.hidden_size, HALF
+    width, hidden, c = get_attention_widths(arch), arch.hidden_size, HALF
     # Without grouped queries the projection is laid out anew as one tensor, which the queries, rotated in
     # place, are a view of: its keys and values stay although new ones are rotated beside them.
     queries = width.inputs if arch.num_key_value_heads == arch.num_attention_heads else width.query
     return [
         # Both norms keep their inputs and 1 / rms (flash_attn's Triton kernel); both outputs feed products,
         # which gather them over tp anew in backward, into one buffer that all layers share.
-        Saved("norms", 4 * hidden * c + 2 * FP32, "sequence"),
-        Saved("attention", (queries + width.key + width.value + width.output) * c, "tp"),
-        Saved("attention", FP32 * arch.num_attention_heads, "tp"),
+        SavedTensor("norms", 4 * hidden * c + 2 * FP32, "sequence"),
+        SavedTensor("attention", (queries + width.key + width.value + width.output) * c, "tp"),
+        SavedTensor("attention", FP32 * arch.num_attention_heads, "tp"),
         # GLUActivation in plain operations: gate and up in one tensor, silu's output, the product of both.
-        Saved("mlp", 4 * arch.intermediate_size * c, "tp"),
+        SavedTensor("mlp", 4 * arch.intermediate_size * c, "tp"),
     ]
 
 
@@ -151,15 +151,15 @@ def memory(plan: Plan) -> MemoryReport:
         find_stages=lambda: (stage,),
         worst_stage=stage,
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: band(plan, [(moments, overheads.communication(groups, "nvidia"))]),
+        find_band=lambda: compute_band(plan, [(moments, overheads.estimate_communication(groups, "nvidia"))]),
     )
 
 
-def _moments(plan: Plan, sizes: _Sizes) -> list[Moment]:
+def _moments(plan: Plan, sizes: _Sizes) -> list[PhaseMemory]:
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
     rest: dict[Component, int] = {
         **sizes.state,
-        "communication": overheads.communication(groups, "nvidia").point,
+        "communication": overheads.estimate_communication(groups, "nvidia").point,
         "runtime": RUNTIME.point,
     }
     forward = sizes.in_flight * sizes.saved
@@ -197,13 +197,15 @@ def _moments(plan: Plan, sizes: _Sizes) -> list[Moment]:
     ]
 
 
-def _moment(phase: Phase, fraction: float, rest: dict[Component, int], more: dict[Component, int]) -> Moment:
+def _moment(
+    phase: Phase, fraction: float, rest: dict[Component, int], more: dict[Component, int]
+) -> PhaseMemory:
     terms: dict[Component, Term] = {
         name: Term(num_bytes, lambda: "huggingface/nanotron, by its source")
         for name, num_bytes in {**rest, **more}.items()
     }
-    found = Moment.of(phase, fraction, terms)
+    found = PhaseMemory.of(phase, fraction, terms)
     if phase in ("forward", "backward"):
-        lost = overheads.lost_to_gaps(found.components["activations"] + found.components["logits"])
+        lost = overheads.compute_fragmentation(found.components["activations"] + found.components["logits"])
         terms["fragmentation"] = Term(lost, lambda: "blocks that the allocator cannot give out again")
-    return Moment.of(phase, fraction, terms)
+    return PhaseMemory.of(phase, fraction, terms)

@@ -16,10 +16,10 @@ from tests.accuracy.rows import Row, number, text
 from shardscope import Plan, Recipe
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations.modules.attention import widths as attention_widths
-from shardscope.memory.overheads.band import band
-from shardscope.memory.overheads.libraries import Band, communication
-from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
+from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
+from shardscope.memory.overheads.band import compute_band
+from shardscope.memory.overheads.libraries import Band, estimate_communication
+from shardscope.memory.report import Component, MemoryReport, PhaseMemory, StageMemory, Term
 
 OwnCode = Literal[
     "no_buckets",
@@ -34,7 +34,7 @@ OwnCode = Literal[
 ]
 _LATE = 0.9
 """Moments of backward past this place in the step are those of the stage's first layers."""
-_Change = Callable[[Plan, tuple[Moment, ...]], tuple[Moment, ...]]
+_Change = Callable[[Plan, tuple[PhaseMemory, ...]], tuple[PhaseMemory, ...]]
 
 
 def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
@@ -91,17 +91,19 @@ def changed(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> Memor
         report,
         find_stages=lambda: stages,
         worst_stage=worst,
-        find_band=lambda: band(plan, with_communication(plan, stages)),
+        find_band=lambda: compute_band(plan, with_communication(plan, stages)),
     )
 
 
-def with_communication(plan: Plan, stages: Iterable[StageMemory]) -> list[tuple[tuple[Moment, ...], Band]]:
+def with_communication(
+    plan: Plan, stages: Iterable[StageMemory]
+) -> list[tuple[tuple[PhaseMemory, ...], Band]]:
     """Each stage's moments and its communicators' buffers, as the product's band takes them."""
     model, vendor = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu.vendor
-    shapes = model.shapes(plan)
-    states = [model.training_state(plan, model.stage(plan, shape)) for shape in shapes.kinds]
+    shapes = model.find_shapes(plan)
+    states = [model.compute_training_state(plan, model.count_weights(plan, shape)) for shape in shapes.kinds]
     return [
-        (stage.moments, communication(states[shapes.kind_of[stage.stage]].group_sizes, vendor))
+        (stage.moments, estimate_communication(states[shapes.kind_of[stage.stage]].group_sizes, vendor))
         for stage in stages
     ]
 
@@ -113,7 +115,7 @@ def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageM
     return replace(stage, find_moments=lambda: moments, find_peak=None)
 
 
-def _no_buckets(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _no_buckets(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """One GPU without DDP: between a step and the next backward there are no gradients.
 
     DDP's buckets are there all along; the Trainer's ``model.zero_grad()`` leaves none (``set_to_none``). The
@@ -132,7 +134,7 @@ def _no_buckets(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     return tuple(found)
 
 
-def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _unsloth_loss(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """Unsloth's cross entropy in transformers 4.45: fp32 logits and their shifted copy.
 
     Its kernel keeps the row's log-sum-exp only and writes the gradient over the shifted logits
@@ -149,7 +151,7 @@ def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]
     )
 
 
-def _rotary_caches(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _rotary_caches(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """Layers of Mistral and Mixtral in transformers of early 2024: angles of all 32,768 positions in each.
 
     modeling_mistral.py, ``_set_cos_sin_cache(seq_len=max_position_embeddings)``, once a layer: buffers, which
@@ -162,7 +164,7 @@ def _rotary_caches(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...
     )
 
 
-def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _fsdp1_hooks(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """FSDP1 over frozen weights, recomputed by reentrant checkpoints (the Trainer's default then).
 
     To reshard frozen weights FSDP1 hooks their layer's inputs (torch/distributed/fsdp/_runtime_utils.py,
@@ -180,7 +182,7 @@ def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     return tuple(_with(moment, more) if moment is fullest else moment for moment in moments)
 
 
-def _bf16_optimizer(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _bf16_optimizer(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """DeepSpeed's BF16_Optimizer under its pipeline: whole fp32 gradients, and the half-precision ones too.
 
     deepspeed/runtime/bf16_optimizer.py (``fp32_groups_gradients_flat``), and pipe/engine.py, which adds each
@@ -189,7 +191,7 @@ def _bf16_optimizer(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ..
     return tuple(_scaled(moment, "gradients", 3, 2) for moment in moments)
 
 
-def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _torchtitan_policy(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
     """torchtitan's selective checkpoint per operation: attention's output and every second matrix product.
 
     parallelize_llama.py (``_save_list``, ``_get_custom_policy``): of a layer's seven products those of the
@@ -212,7 +214,7 @@ def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment,
     )
 
 
-def _scaled(moment: Moment, name: Component, times: int, over: int) -> Moment:
+def _scaled(moment: PhaseMemory, name: Component, times: int, over: int) -> PhaseMemory:
     return _with(moment, {name: moment.components[name] * times // over})
 
 
@@ -221,10 +223,10 @@ def said_of(name: OwnCode) -> str:
     return str(_CHANGES[name].__doc__).strip().splitlines()[0]
 
 
-def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
+def _with(moment: PhaseMemory, more: Mapping[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "the source's own code") for name, num_bytes in more.items()})
-    return Moment.of(moment.phase, moment.fraction, terms)
+    return PhaseMemory.of(moment.phase, moment.fraction, terms)
 
 
 _CHANGES: dict[OwnCode, _Change] = {

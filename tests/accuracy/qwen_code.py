@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from shardscope import Layout, Plan
 from shardscope.core.precision import FP32
-from shardscope.memory.report import Component, Moment, Term
-from shardscope.memory.state.quantization import layer_linears
+from shardscope.memory.report import Component, PhaseMemory, Term
+from shardscope.memory.state.quantization import measure_layer_linears
 
 HALF = 2
 BUCKET = 200_000_000
 """Numbers in a bucket: finetune/ds_config_zero2.json."""
 
 
-def no_ddp(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def no_ddp(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
     """One GPU without DDP: gradients have no buckets beside them.
 
     Of several micro-batches a step they stay from the first backward to the step.
@@ -31,7 +31,7 @@ def no_ddp(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
     )
 
 
-def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
     """Q-LoRA under DeepSpeed's ZeRO-2 in fp16, even on one GPU, over AutoGPTQ's Linears in plain operations.
 
     finetune_qlora_single_gpu.sh (``--fp16 --deepspeed ds_config_zero2.json``), which the product refuses: its
@@ -50,7 +50,7 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]
     # The plan has adapters in fp32, ZeRO beside their fp32 copies in fp16.
     packed -= (FP32 - HALF) * _adapters(plan)
     smaller = theirs.at("rest").components["parameters"] - packed
-    numel, _, _ = layer_linears(arch, False, "nf4_double")
+    numel, _, _ = measure_layer_linears(arch, False, "nf4_double")
     last = arch.hidden_size * arch.intermediate_size
     found = []
     for moment in theirs.moments:
@@ -71,7 +71,7 @@ def _adapters(plan: Plan) -> int:
     return (plan.recipe.lora_rank or 16) * sum(sizes) * plan.architecture.num_hidden_layers
 
 
-def _with(moment: Moment, more: dict[Component, int]) -> Moment:
+def _with(moment: PhaseMemory, more: dict[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "Qwen's own scripts") for name, num_bytes in more.items()})
-    return Moment.of(moment.phase, moment.fraction, terms)
+    return PhaseMemory.of(moment.phase, moment.fraction, terms)

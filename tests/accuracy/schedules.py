@@ -9,7 +9,7 @@ from types import MappingProxyType
 from tests.accuracy.rows import Row, text
 
 import shardscope as ss
-from shardscope.prediction.pipeline import bubbles
+from shardscope.prediction.pipeline import compute_bubbles
 from shardscope.timing.pipeline import Schedule
 from shardscope.timing.report import StepReport
 
@@ -36,4 +36,6 @@ def under(schedule: Schedule | None, plan: ss.Plan, report: StepReport) -> StepR
     """The step of ``plan`` with the bubble that the product tells of ``schedule``; None is the plan's own."""
     if schedule is None:
         return report
-    return replace(report, parts=MappingProxyType({**report.parts, "bubble": bubbles(plan)[schedule]}))
+    return replace(
+        report, parts=MappingProxyType({**report.parts, "bubble": compute_bubbles(plan)[schedule]})
+    )

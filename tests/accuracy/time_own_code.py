@@ -7,7 +7,7 @@ import re
 from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import text
 
-from shardscope.memory.state.quantization import layer_linears
+from shardscope.memory.state.quantization import measure_layer_linears
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.report import StepReport
 
@@ -39,7 +39,7 @@ def beside_seconds(mapped: Mapped, report: StepReport) -> float:
 def _unpacking(mapped: Mapped) -> float:
     plan = mapped.plan
     rates = rates_for(plan.cluster)
-    numel, _, _ = layer_linears(plan.architecture, False, "nf4_double")
+    numel, _, _ = measure_layer_linears(plan.architecture, False, "nf4_double")
     moved = (_UNPACKED_BYTES - _PLANNED_BYTES) * numel / rates.memory()
     started = _MATRICES * _KERNELS * rates.kernel_seconds
     return plan.num_micro_batches * plan.architecture.num_hidden_layers * (moved + started)

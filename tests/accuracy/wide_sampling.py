@@ -21,7 +21,7 @@ from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.memory.activations.modules.known import KNOWN
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 MAX_HIDDEN = 8192
 """Of published models, the widest that are drawn."""
@@ -63,7 +63,7 @@ def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int)
     """Every choice that the layout offers."""
     chosen: dict[str, Any] = {}
     for field, (usual, share) in USUAL.items():
-        values = supported(layout, field)
+        values = list_supported(layout, field)
         chosen[field] = usual if draw.random() < share or not values else draw.choice(values)
     adapted = chosen["method"] != "full"
     if chosen["recompute"] != "none":

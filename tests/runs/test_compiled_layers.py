@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations.forward import cast_weights, saved_tensors
+from shardscope.memory.activations.forward import compute_weight_casts, list_saved_tensors
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
-from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
+from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.memory.state.lora import adapter_targets
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.rehearsal.fake_world import _transformers_as_on_real_tensors, converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.training.model.lora import add_adapters
@@ -55,7 +55,7 @@ def modules(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool = True) 
         autocast=mode == "autocast",
         compute=4 if mode == "fp32" else 2,
         seq_len=SEQ_LEN,
-        targets=adapter_targets(arch, recipe) if recipe.has_adapters else None,
+        targets=find_adapter_targets(arch, recipe) if recipe.has_adapters else None,
         adapter_rank=RANK if recipe.has_adapters else 0,
         on_gpu=on_gpu,
     )
@@ -140,8 +140,8 @@ def kept_bytes(graph: Any) -> int:
 
 
 def listed(arch: Architecture, here: Modules) -> int:
-    per_token = sum(tensor.bytes_per_token for tensor in saved_tensors(arch, False, here))
-    return TOKENS * per_token + cast_weights(arch, False, here)
+    per_token = sum(tensor.bytes_per_token for tensor in list_saved_tensors(arch, False, here))
+    return TOKENS * per_token + compute_weight_casts(arch, False, here)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_with_adapters_frozen_projections_keep_no_inputs(
     here = modules(arch, mode, recipe)
     first, last = forward_graphs(arch, mode, recipe, True)
     assert kept_bytes(last) == listed(arch, here)
-    unsaved = sum(tensor.bytes_per_token for tensor in unsaved_in_first_layer(arch, here))
+    unsaved = sum(tensor.bytes_per_token for tensor in list_unsaved_in_first_layer(arch, here))
     assert kept_bytes(last) - kept_bytes(first) >= TOKENS * unsaved > 0
     if mode == "bf16" and targets is None:  # else also what lies before the first adapter, and cast weights
         assert kept_bytes(last) - kept_bytes(first) == TOKENS * unsaved

@@ -21,7 +21,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
-from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.state.lora import count_adapter_parameters  # noqa: E402
 from shardscope.runs.launch.launch import launch  # noqa: E402
 
 NUM_STEPS = 5
@@ -270,7 +270,7 @@ def test_lora_trains_only_adapters(framework: str, precision: str, tmp_path: Pat
     assert result["held"] == pytest.approx(sum(planned[name] for name in state), abs=500)
     for name in state:
         assert result["rest"][name] == pytest.approx(at_rest[name], abs=500)
-    assert result["num_trained_parameters"] == adapter_parameters(plan.architecture, plan.recipe)
+    assert result["num_trained_parameters"] == count_adapter_parameters(plan.architecture, plan.recipe)
     assert len(result["changed"]) == 2 * 2 * 2
     assert all("lora_" in name for name in result["changed"])
     assert result["losses"][-1] < result["losses"][0]

@@ -32,7 +32,7 @@ from shardscope.frameworks.engines import get_engine_class  # noqa: E402
 from shardscope.frameworks.megatron.engine.model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
-from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.state.lora import count_adapter_parameters  # noqa: E402
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
@@ -222,7 +222,7 @@ def test_the_exported_script_makes_what_the_plan_says(
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]
     whole = arch.num_parameters
-    adapters = adapter_parameters(arch, plan.recipe) if plan.recipe.has_adapters else 0
+    adapters = count_adapter_parameters(arch, plan.recipe) if plan.recipe.has_adapters else 0
     assert made["trained"] == adapters or not adapters
     if plan.layout.framework == "megatron":
         for rank in found[name]:

@@ -13,7 +13,7 @@ from test_saved_tensors import FULL, one_layer
 from tests.needs import needs, thorough
 from tests.peak import Peak
 
-from shardscope.memory.activations.float8 import linear_working
+from shardscope.memory.activations.float8 import compute_linear_working
 
 pytestmark = thorough()
 
@@ -72,11 +72,11 @@ def test_what_casting_takes(tokens: int, inner: int, out: int) -> None:
     with watch:
         found.backward(gradient)
     # The weight's own gradient comes last, when the input's cast is gone.
-    assert watch.most == pytest.approx(linear_working(tokens, out, inner), rel=0.01)
+    assert watch.most == pytest.approx(compute_linear_working(tokens, out, inner), rel=0.01)
 
 
 def test_arrays_give_the_same_bytes() -> None:
     tokens = np.array([1, 100, 4096], dtype=np.int64)
-    assert linear_working(tokens, 512, 2048).tolist() == [
-        linear_working(n, 512, 2048) for n in tokens.tolist()
+    assert compute_linear_working(tokens, 512, 2048).tolist() == [
+        compute_linear_working(n, 512, 2048) for n in tokens.tolist()
     ]

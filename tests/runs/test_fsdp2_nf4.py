@@ -11,8 +11,8 @@ from tests.unit.memory.test_quantization import SMALL
 from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss
-from shardscope.frameworks.fsdp2.memory.groups import groups_of
-from shardscope.frameworks.fsdp2.memory.training_state import shapes, stage
+from shardscope.frameworks.fsdp2.memory.groups import compute_groups
+from shardscope.frameworks.fsdp2.memory.training_state import count_weights, find_shapes
 
 pytestmark = thorough()
 
@@ -111,4 +111,4 @@ def test_packed_weights_are_cut_and_their_scales_are_not(
         recipe = replace(recipe, quantization="nf4")
     plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.fsdp2())
     assert kept == plan.memory().components["parameters"]
-    assert gathered == groups_of(plan, stage(plan, shapes(plan).kinds[0])).dense.parameters
+    assert gathered == compute_groups(plan, count_weights(plan, find_shapes(plan).kinds[0])).dense.parameters

@@ -35,7 +35,7 @@ def test_memory(
         seq_len=tokens,
         targets=None if trained else ("q_proj",),
     )
-    predicted = head.chunked(tokens, vocab, hidden, modules)
+    predicted = head.compute_chunked_loss(tokens, vocab, hidden, modules)
     # What autocast makes of the weight is counted with all such copies, and casts of the hidden states with
     # the activations.
     cast = vocab * hidden * 2 if mode == "autocast" else 0
@@ -69,7 +69,7 @@ def test_numbers() -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("formula", [head.chunked, head.fused])
+@pytest.mark.parametrize("formula", [head.compute_chunked_loss, head.compute_fused_loss])
 def test_arrays_give_the_same_bytes(formula: Any) -> None:
     modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=64)
     tokens = np.array([1, 7, 512, 4096, 40_000], dtype=np.int64)
@@ -82,7 +82,7 @@ def test_arrays_give_the_same_bytes(formula: Any) -> None:
 def test_liger_by_hand() -> None:
     """Llama-3.1-8B at 4,096 tokens: inc_factor 32, so chunks of 128 tokens, as Liger's own lines compute."""
     modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=4096)
-    found = head.fused(4096, 128_256, 4096, modules)
+    found = head.compute_fused_loss(4096, 128_256, 4096, modules)
     kept = 2 * 4096 * (4096 + 128_256)
     assert found.backward == kept
     assert found.forward == kept + 2 * 128 * 128_256

@@ -18,7 +18,7 @@ needs("bitsandbytes")
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.memory.state.lora import adapter_parameters  # noqa: E402
+from shardscope.memory.state.lora import count_adapter_parameters  # noqa: E402
 
 NUM_STEPS = 3
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -193,7 +193,7 @@ def test_adapters_train_over_a_base_that_stays(name: str, found: tuple[list[dict
     # Of a layer A and B of each projection; B is zero at first, so that only the second step changes A.
     assert len(case["changed"]) == 2 * len(TARGETS) * plan.architecture.num_hidden_layers
     engine = case["engine"]
-    assert engine["num_trained_parameters"] == adapter_parameters(plan.architecture, plan.recipe)
+    assert engine["num_trained_parameters"] == count_adapter_parameters(plan.architecture, plan.recipe)
     kind = {"nf4": "NF4", "int8": "int8"}[plan.recipe.base_quantization or ""]
     double = " with double quantisation" if plan.recipe.method == "qlora" else ""
     number = f"{engine['num_trained_parameters']:,}"

@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_leaves
 from shardscope.core.architecture import Architecture
 from shardscope.core.recipe import Recipe
 from shardscope.memory.activations.forward import (
-    cast_weights,
-    kept_by_selective,
-    layer_activations,
-    saved_tensors,
+    compute_layer_activations,
+    compute_weight_casts,
+    list_kept_by_selective,
+    list_saved_tensors,
 )
-from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
+from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.memory.state.lora import adapter_targets
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
 from shardscope.training.model.recompute import apply_recompute
@@ -47,7 +47,7 @@ def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         autocast=mode == "autocast",
         compute=4 if mode == "fp32" else 2,
         seq_len=SEQ_LEN,
-        targets=adapter_targets(arch, recipe) if recipe.has_adapters else None,
+        targets=find_adapter_targets(arch, recipe) if recipe.has_adapters else None,
         adapter_rank=recipe.adapter_rank if recipe.has_adapters else 0,
         on_gpu=False,
         dropout=recipe.dropout,
@@ -138,9 +138,9 @@ def test_a_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     predicted = modules(arch, mode, FULL)
     measured = one_layer(family, mode, FULL)
-    assert measured.per_token == total(saved_tensors(arch, is_moe(family), predicted))
+    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), predicted))
     # Beside the copies that autocast makes of matrices there are a few of vectors and of the router.
-    assert abs(measured.constant - cast_weights(arch, is_moe(family), predicted)) <= 20_000
+    assert abs(measured.constant - compute_weight_casts(arch, is_moe(family), predicted)) <= 20_000
 
 
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
@@ -148,7 +148,7 @@ def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) 
     arch = architecture(family, 2)
     predicted = modules(arch, mode, LORA)
     measured = one_layer(family, mode, LORA)
-    assert measured.per_token == total(saved_tensors(arch, is_moe(family), predicted))
+    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), predicted))
 
 
 @pytest.mark.parametrize(("family", "mode"), few(PAIRS, TURNS))
@@ -163,7 +163,7 @@ def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, reci
     )
     difference = [more - fewer for fewer, more in zip(without, with_gradient, strict=True)]
     here = modules(arch, mode, recipe)
-    unsaved = total(unsaved_in_first_layer(arch, here))
+    unsaved = total(list_unsaved_in_first_layer(arch, here))
     # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
     upcast = here.stream < 4 and arch.norm == "rmsnorm" and (arch.model_type != "olmo2" or here.recasts)
     stays = upcast or arch.model_type in ("granite", "gpt2")
@@ -189,7 +189,9 @@ def test_selective_recomputation_keeps_products_and_attention(family: str, adapt
     # With DeepSeek's narrower values a CPU rank has no fused attention; a GPU has one all
     # the same, and the list is a GPU's.
     measured = one_layer(family, "bf16", recipe)
-    assert measured.per_token == total(kept_by_selective(arch, is_moe(family), modules(arch, "bf16", recipe)))
+    assert measured.per_token == total(
+        list_kept_by_selective(arch, is_moe(family), modules(arch, "bf16", recipe))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -212,12 +214,12 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
     windowed = (more_of_three - more_of_two - three + two) / SEQ_LEN
     arch = replace(architecture("gemma3_text", 4), sliding_window=16, sliding_window_layers=3)
     here = modules(arch, "bf16", recipe)
-    assert windowed == total(saved_tensors(arch, False, here._replace(windowed=True)))
+    assert windowed == total(list_saved_tensors(arch, False, here._replace(windowed=True)))
     assert one_layer("gemma3_text", "bf16", recipe).per_token == total(
-        saved_tensors(arch, False, here._replace(windowed=False))
+        list_saved_tensors(arch, False, here._replace(windowed=False))
     )
     of_a_layer = [
-        layer_activations(arch, False, here._replace(windowed=windowed), "none", 1, 1).saved
+        compute_layer_activations(arch, False, here._replace(windowed=windowed), "none", 1, 1).saved
         for windowed in (True, False, None)
     ]
     assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4
@@ -229,7 +231,7 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
 def test_attention_in_plain_operations(family: str, mode: str, recipe: Recipe) -> None:
     arch, recipe = architecture(family, 2), replace(recipe, attention="eager")
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
@@ -237,7 +239,7 @@ def test_plain_attention_with_selective_recomputation(recipe: Recipe) -> None:
     recipe = replace(recipe, recompute="selective", attention="eager")
     arch = architecture("llama", 2)
     measured = one_layer("llama", "bf16", recipe)
-    assert measured.per_token == total(kept_by_selective(arch, False, modules(arch, "bf16", recipe)))
+    assert measured.per_token == total(list_kept_by_selective(arch, False, modules(arch, "bf16", recipe)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -246,7 +248,7 @@ def test_dropout_leaves_masks(family: str, mode: str) -> None:
     """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
     arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
 
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
@@ -257,7 +259,7 @@ def test_dropout_before_adapters_gives_each_an_input_of_its_own(
 ) -> None:
     arch, recipe = architecture(family, 2), replace(LORA, lora_targets=targets, lora_dropout=0.25)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(saved_tensors(arch, False, modules(arch, mode, recipe)))
+    assert measured.per_token == total(list_saved_tensors(arch, False, modules(arch, mode, recipe)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -266,7 +268,7 @@ def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str
     """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
     arch = architecture(family, 2)
     measured = one_layer(family, mode, replace(FULL, recompute="offload"))
-    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, FULL)))
+    assert measured.per_token == total(list_saved_tensors(arch, is_moe(family), modules(arch, mode, FULL)))
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -277,8 +279,8 @@ def test_every_second_layer_is_recomputed(recompute: str) -> None:
     plan_modules = modules(arch, "bf16", FULL)
     kept = arch.hidden_size * 2
     if recompute == "selective":
-        kept = total(kept_by_selective(arch, False, plan_modules))
-    per_token = total(saved_tensors(arch, False, plan_modules)) + kept
+        kept = total(list_kept_by_selective(arch, False, plan_modules))
+    per_token = total(list_saved_tensors(arch, False, plan_modules)) + kept
     assert [more - fewer for fewer, more in zip(two, four, strict=True)] == [
         rows * SEQ_LEN * per_token for rows in (2, 3)
     ]
@@ -324,8 +326,8 @@ def test_a_layer_over_a_base_in_nf4(
     arch = architecture(family, 2)
     predicted = modules(arch, mode, recipe)._replace(quantized=True)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(saved_tensors(arch, False, predicted))
-    assert measured.constant == cast_weights(arch, False, predicted)
+    assert measured.per_token == total(list_saved_tensors(arch, False, predicted))
+    assert measured.constant == compute_weight_casts(arch, False, predicted)
 
 
 @pytest.mark.parametrize("targets", [None, *TARGETS])
@@ -360,8 +362,8 @@ def test_a_layer_over_a_base_in_int8(
     arch = architecture(family, 2)
     predicted = modules(arch, mode, recipe)._replace(quantized=True, int8_base=True)
     measured = one_layer(family, mode, recipe)
-    assert measured.per_token == total(saved_tensors(arch, False, predicted))
-    assert cast_weights(arch, False, predicted) == 0
+    assert measured.per_token == total(list_saved_tensors(arch, False, predicted))
+    assert compute_weight_casts(arch, False, predicted) == 0
     # The scales, of which forward makes a view: part of the weights, counted with them.
     assert measured.constant == sum(4 * out for _, (out, _) in arch.layer_linears(0))
 
@@ -387,4 +389,4 @@ def test_llama_by_hand() -> None:
     h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6, 2
     by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * heads * 32 + 2 * 2 * kv * 32 + 4 * heads + 8 * ffn
     assert counted[1] - counted[0] == 2 * SEQ_LEN * by_hand
-    assert total(saved_tensors(arch, False, modules(arch, "bf16", FULL))) == by_hand
+    assert total(list_saved_tensors(arch, False, modules(arch, "bf16", FULL))) == by_hand

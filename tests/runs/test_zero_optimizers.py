@@ -9,7 +9,7 @@ import sys
 
 from tests.needs import needs, thorough
 
-from shardscope.memory.state.optimizers import flat_state
+from shardscope.memory.state.optimizers import compute_flat_state
 
 pytestmark = thorough()
 
@@ -71,7 +71,7 @@ def test_zero_takes_them_and_they_keep_what_is_predicted() -> None:
     found = json.loads(line.removeprefix("FOUND"))
     numel = 2 * 96 * 160
     assert found == {
-        f"{name} {stage}": flat_state(name, numel)
+        f"{name} {stage}": compute_flat_state(name, numel)
         for name in ("adamw_8bit", "adafactor")
         for stage in (1, 2, 3)
     }

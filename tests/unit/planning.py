@@ -17,7 +17,7 @@ from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES, Recipe
 from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 
 class Stranger:
@@ -164,7 +164,7 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
     for field in fields:
-        if listed := supported(layout, field):
+        if listed := list_supported(layout, field):
             fields[field] = tuple(value for value in fields[field] if value is None or value in listed)
     return Plan(
         arch,

@@ -115,7 +115,9 @@ def test_masks_of_biases_are_refused_by_name() -> None:
 def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
     arch = _two_heads_at_least(ONE_OF_EACH[family])
     for moe in {arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)}:
-        whole, cut = ({shape.name: shape for shape in stages.rank_shapes(arch, moe, tp, 1)} for tp in (1, 2))
+        whole, cut = (
+            {shape.name: shape for shape in stages.list_rank_shapes(arch, moe, tp, 1)} for tp in (1, 2)
+        )
         assert whole.keys() == cut.keys()
         kept = {
             name
@@ -135,7 +137,7 @@ def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
                 assert (cut[name].columns < whole[name].columns) == row_parallel, name
         for name in kept:
             group, vector = whole[name].group, whole[name].columns == 1
-            assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._WHOLE, name
+            assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._REPLICATED, name
 
 
 def _two_heads_at_least(arch: Architecture) -> Architecture:

@@ -25,7 +25,7 @@ MAKING = "host memory while the model is made"
 
 def on_host(layout: ss.Layout, model: str = "llama-3.1-8b", **recipe: Any) -> Term:
     plan = ss.Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), layout)
-    return frameworks[layout.framework].building_model().on_host(plan)
+    return frameworks[layout.framework].building_model().compute_host_memory(plan)
 
 
 def test_ranks_that_build_whole_hold_the_model_in_fp32() -> None:
@@ -69,7 +69,7 @@ def test_a_stage_of_a_small_model_is_cut_from_a_whole_one() -> None:
     assert on_host(ss.Layout.zero(1, pp=2), small).num_bytes < on_host(ss.Layout.zero(1), small).num_bytes
     tiny = ss.Architecture.of_size("100m")
     plan = ss.Plan(tiny, EIGHT, ss.Recipe(seq_len=256), ss.Layout.zero(1, pp=2))
-    found = frameworks["deepspeed"].building_model().on_host(plan)
+    found = frameworks["deepspeed"].building_model().compute_host_memory(plan)
     assert found.num_bytes == 4 * tiny.num_parameters
 
 

@@ -8,8 +8,8 @@ import pytest
 from tests.needs import few
 
 import shardscope as ss
-from shardscope.memory.activations.backward import layer_backward
-from shardscope.memory.activations.forward import layer_activations
+from shardscope.memory.activations.backward import compute_layer_backward
+from shardscope.memory.activations.forward import compute_layer_activations
 from shardscope.memory.activations.modules.saved import Modules
 
 LLAMA = ss.models["llama-3.1-8b"]
@@ -50,16 +50,16 @@ def test_a_branch_is_overwritten_by_its_gradient() -> None:
     """Beside the stream's gradient backward makes one inner width, or two where no product was saved."""
     modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
     stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
-    assert layer_backward(LLAMA, False, modules).inside == stream + inner
+    assert compute_layer_backward(LLAMA, False, modules).inside == stream + inner
     frozen = modules._replace(targets=("q_proj", "v_proj"), adapter_rank=8)
-    assert layer_backward(LLAMA, False, frozen).inside == stream + 2 * inner
+    assert compute_layer_backward(LLAMA, False, frozen).inside == stream + 2 * inner
 
 
 def test_a_layer_computed_again_keeps_its_input() -> None:
     """Six inner widths are alive in the kernel that takes the product apart, where three were kept before."""
     modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
     stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
-    none, full = (layer_activations(LLAMA, False, modules, how, 1, 1) for how in ("none", "full"))
+    none, full = (compute_layer_activations(LLAMA, False, modules, how, 1, 1) for how in ("none", "full"))
     assert (full.saved, full.recomputed) == (stream, none.saved - stream + 2 * inner)
     kept, again = (
         plan_of(recompute=how, micro_batch_size=4, global_batch_size=32) for how in ("none", "full")

@@ -17,13 +17,13 @@ import shardscope as ss
 from shardscope.core.architecture import Architecture
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations.forward import layer_activations, modules_of, saved_tensors
+from shardscope.memory.activations.forward import compute_layer_activations, find_modules, list_saved_tensors
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.memory.moments import moments
+from shardscope.memory.moments import compute_phases
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.state.lora import adapter_parameters, layer_adapters
-from shardscope.memory.state.stages import Stage, layer_shard
+from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters
+from shardscope.memory.state.stages import Stage, count_layer_shard
 
 GIB = 2**30
 NAMES = (
@@ -49,8 +49,8 @@ def bytes_of(a_plan: Plan, component: str, phase: str = "optimizer") -> int:
 def each_stage(a_plan: Plan) -> list[Stage]:
     """Every pipeline stage's weights, first to last."""
     model = frameworks[a_plan.layout.framework].memory_model()
-    shapes = model.shapes(a_plan)
-    stages = [model.stage(a_plan, shape) for shape in shapes.kinds]
+    shapes = model.find_shapes(a_plan)
+    stages = [model.count_weights(a_plan, shape) for shape in shapes.kinds]
     return [stages[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of)]
 
 
@@ -103,13 +103,15 @@ def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
     """The example's peak is the optimizer's, and so is its band's: what backward freed is still held."""
     model, report = frameworks[a_plan.layout.framework].memory_model(), a_plan.memory()
     gpu = a_plan.cluster.gpu
-    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
+    runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     lows, highs = [], []
     for stage, found in zip(each_stage(a_plan), report.by_stage, strict=True):
-        buffers = overheads.communication(model.training_state(a_plan, stage).group_sizes, gpu.vendor)
+        buffers = overheads.estimate_communication(
+            model.compute_training_state(a_plan, stage).group_sizes, gpu.vendor
+        )
         step = [moment.components for moment in found.moments if moment.phase != "initialisation"]
         freed = {name: max(p[name] for p in step) - min(p[name] for p in step) for name in NAMES[:6]}
-        gaps = overheads.fragmentation(sum(freed.values()), a_plan.on_gpu).high
+        gaps = overheads.estimate_fragmentation(sum(freed.values()), a_plan.on_gpu).high
         for moment in found.moments:
             lost = moment.components["fragmentation"]
             tensors = moment.total - buffers.point - runtime.point - lost
@@ -137,10 +139,10 @@ def test_no_card_shows_more_than_it_has_while_the_peak_fits(gpus: str, seq_len: 
 
 def test_a_host_gives_nothing_back() -> None:
     """Its band is not cut: there is no allocator that returns what it holds."""
-    assert overheads.on_the_card(12, 9, 10, on_gpu=False) == 12
-    assert overheads.on_the_card(12, 9, 10, on_gpu=True) == 10
-    assert overheads.on_the_card(12, 11, 10, on_gpu=True) == 12
-    assert overheads.on_the_card(9, 9, 10, on_gpu=True) == 9
+    assert overheads.limit_to_usable(12, 9, 10, on_gpu=False) == 12
+    assert overheads.limit_to_usable(12, 9, 10, on_gpu=True) == 10
+    assert overheads.limit_to_usable(12, 11, 10, on_gpu=True) == 12
+    assert overheads.limit_to_usable(9, 9, 10, on_gpu=True) == 9
 
 
 def test_over_four_fifths_of_a_card_is_tight() -> None:
@@ -261,7 +263,9 @@ def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
     number = 2 if sharded and recipe.precision == "bf16" else 4
     each = moments * (1 if recipe.optimizer == "adamw_8bit" else number) + 4 * half * (not sharded)
     lora = recipe.has_adapters
-    trained = adapter_parameters(a_plan.architecture, recipe) if lora else a_plan.architecture.num_parameters
+    trained = (
+        count_adapter_parameters(a_plan.architecture, recipe) if lora else a_plan.architecture.num_parameters
+    )
     ranks = a_plan.world_size // a_plan.degrees.pp
     held = sum(stage.at("rest").components["optimizer"] for stage in a_plan.memory().by_stage)
     assert held * ranks >= each * trained
@@ -337,7 +341,7 @@ def test_adapters_alone_are_trained(
     precision: str, layout: ss.Layout, frozen: int, trained: tuple[int, int, int]
 ) -> None:
     a_plan = plan(LLAMA, layout, method="lora", lora_rank=8, precision=precision)
-    adapters = LLAMA.num_hidden_layers * layer_adapters(LLAMA, a_plan.recipe, False)[0]
+    adapters = LLAMA.num_hidden_layers * count_layer_adapters(LLAMA, a_plan.recipe, False)[0]
     done, rest = a_plan.memory().at("optimizer"), a_plan.memory().at("rest")
     assert done["parameters"] == frozen * LLAMA.num_parameters + trained[0] * adapters
     assert (done["gradients"], rest["optimizer"]) == (trained[1] * adapters, trained[2] * adapters)
@@ -388,7 +392,7 @@ def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
         for _, _, shape in arch.layer_shapes(layer):
             first = torch.empty(shape, device="meta").chunk(num_shards, dim=0)[0]
             worst += first.numel()
-        shard = layer_shard(arch, arch.is_moe_layer(layer), 1, 1, num_shards)
+        shard = count_layer_shard(arch, arch.is_moe_layer(layer), 1, 1, num_shards)
         assert shard.dense_padded + shard.experts_padded == worst
 
 
@@ -402,7 +406,8 @@ def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: s
     shapes += [s for i in range(arch.num_hidden_layers) for _, _, s in arch.layer_shapes(i)]
     weights = sum(torch.empty(shape, device="meta").chunk(3)[0].numel() for shape in shapes)
     adapters = sum(
-        layer_adapters(arch, a_plan.recipe, arch.is_moe_layer(i), 3)[1] for i in range(arch.num_hidden_layers)
+        count_layer_adapters(arch, a_plan.recipe, arch.is_moe_layer(i), 3)[1]
+        for i in range(arch.num_hidden_layers)
     )
     adapters *= method == "lora"
     assert bytes_of(a_plan, "parameters") == (2 if adapters else 4) * weights + 4 * adapters
@@ -432,25 +437,25 @@ def test_llama_8b_fsdp2_as_traced() -> None:
 def test_megatron_ranks_hold_at_least_one_key_value_head(tp: int) -> None:
     arch = ss.models["llama-3.1-70b"]
     modules = Modules("megatron", False, 2, 2048)
-    found = layer_activations(arch, False, modules, "none", tp, tp).attention
+    found = compute_layer_activations(arch, False, modules, "none", tp, tp).attention
     query_and_output, statistics = 2 * 2 * 64 * 128 // tp, 4 * 64 // tp
     assert found == query_and_output + statistics + 2 * 2 * max(1, 8 // tp) * 128
     # linear_qkv itself is cut evenly; its output is gathered where a head lies on several ranks.
-    shard = layer_shard(arch, False, tp, 1, 1)
+    shard = count_layer_shard(arch, False, tp, 1, 1)
     norms = 2 * arch.hidden_size
     assert (shard.dense - norms) * tp == sum(arch.layer_matrix_parameters(0).values())
 
 
 def test_llama_on_a_gpu_keeps_what_was_counted_on_a_cpu() -> None:
-    modules = modules_of(plan(LLAMA_8B, ss.Layout.fsdp2()))
+    modules = find_modules(plan(LLAMA_8B, ss.Layout.fsdp2()))
     h, f, q, kv = 4096, 14_336, 4096, 1024
     by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * q + 2 * 2 * kv + 4 * 32 + 8 * f
-    assert sum(t.bytes_per_token for t in saved_tensors(LLAMA_8B, False, modules)) == by_hand
+    assert sum(t.bytes_per_token for t in list_saved_tensors(LLAMA_8B, False, modules)) == by_hand
 
 
 def test_attention_without_a_fused_kernel_grows_with_the_square_of_the_sequence() -> None:
     def attention(arch: Architecture, seq_len: int) -> int:
-        tensors = saved_tensors(arch, False, Modules("transformers", False, 2, seq_len))
+        tensors = list_saved_tensors(arch, False, Modules("transformers", False, 2, seq_len))
         return seq_len * sum(t.bytes_per_token for t in tensors if t.operator == "attention")
 
     assert attention(LLAMA, 4096) == 2 * attention(LLAMA, 2048)
@@ -571,7 +576,7 @@ def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, p
     report = a_plan.memory()
     for stage, found in zip(each_stage(a_plan), report.by_stage, strict=True):
         alone = sorted(
-            moments(a_plan, modules_of(a_plan), stage, model.training_state(a_plan, stage)),
+            compute_phases(a_plan, find_modules(a_plan), stage, model.compute_training_state(a_plan, stage)),
             key=lambda moment: moment.fraction,
         )
         assert [moment.components for moment in found.moments] == [moment.components for moment in alone]

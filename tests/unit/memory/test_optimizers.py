@@ -13,7 +13,7 @@ from tests.peak import Peak
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture, MixtureOfExperts
-from shardscope.memory.state.optimizers import ELEMENTWISE, flat_working, tensor_state
+from shardscope.memory.state.optimizers import ELEMENTWISE, compute_flat_working, compute_tensor_state
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
 from shardscope.training.optimizers.optimizers import build_optimizer
@@ -178,7 +178,7 @@ def test_torchaos_moments(shape: tuple[int, int]) -> None:
     held = made.codes.nbytes + made.scale.nbytes + made.qmap.nbytes if isinstance(
         made, low_bit.OptimState8bit
     ) else made.nbytes  # fmt: skip
-    assert 2 * held == tensor_state("adamw_8bit", *shape, 4, library="torchao").state
+    assert 2 * held == compute_tensor_state("adamw_8bit", *shape, 4, library="torchao").state
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -186,9 +186,9 @@ def test_torchaos_moments(shape: tuple[int, int]) -> None:
 def test_arrays_give_the_same_bytes(name: str, library: str) -> None:
     rows = np.array([1, 40, 256, 4096, 128_256], dtype=np.int64)
     columns = np.array([1, 512, 1, 4096, 64], dtype=np.int64)
-    together = tensor_state(name, rows, columns, 4, hidden=True, library=library)
+    together = compute_tensor_state(name, rows, columns, 4, hidden=True, library=library)
     for index, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
-        alone = tensor_state(name, row, column, 4, hidden=True, library=library)
+        alone = compute_tensor_state(name, row, column, 4, hidden=True, library=library)
         for ours, theirs in zip(together, alone, strict=True):
             assert np.broadcast_to(ours, rows.shape)[index] == theirs
 
@@ -210,7 +210,7 @@ def test_flat_buffers_have_neither_rows_nor_embeddings() -> None:
     wanted = {"adamw": 12, "adamw_8bit": 6 + scales, "adafactor": 8, "lion": 8, "sgd": 8}
     assert each == pytest.approx(wanted, rel=1e-4)
     # Adafactor squares the gradient of a sub-group, and copies its second moment.
-    assert flat_working("adafactor", 1000) == 8000
+    assert compute_flat_working("adafactor", 1000) == 8000
     more = reports["adafactor"].at("optimizer")["optimizer"] - reports["lion"].at("optimizer")["optimizer"]
     assert 0 < more <= 2 * 4 * part
 
@@ -242,7 +242,7 @@ def test_adafactor_of_a_vector_needs_two_more() -> None:
     with peak:
         optimizer.step()
     # Beside it there are a few single numbers.
-    assert 0 <= peak.most - flat_working("adafactor", 1 << 16) < 64
+    assert 0 <= peak.most - compute_flat_working("adafactor", 1 << 16) < 64
 
 
 def test_frameworks_refuse_what_they_cannot_run() -> None:

@@ -32,7 +32,7 @@ def test_rccl_takes_more_than_nccl() -> None:
 
 
 def test_a_generation_that_nobody_measured_has_the_same_band() -> None:
-    assert overheads.runtime("nvidia", None) == overheads.runtime("nvidia", "ada")
+    assert overheads.estimate_runtime("nvidia", None) == overheads.estimate_runtime("nvidia", "ada")
 
 
 @pytest.mark.parametrize("gpu", ["mi300x-192gb", "h100-sxm-80gb"])

@@ -12,7 +12,7 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
-from shardscope.memory.state.quantization import nf4_bytes
+from shardscope.memory.state.quantization import compute_nf4_bytes
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
 
@@ -117,14 +117,14 @@ def test_bytes_of_an_int8_base_and_its_fp32_adapters(precision: Any) -> None:
 def test_nf4_of_arrays() -> None:
     numel = np.array([64, 100, 4096 * 4096, 3], dtype=np.int64)
     for double in (True, False):
-        together = nf4_bytes(numel, double)
-        assert together.tolist() == [nf4_bytes(n, double) for n in numel.tolist()]
+        together = compute_nf4_bytes(numel, double)
+        assert together.tolist() == [compute_nf4_bytes(n, double) for n in numel.tolist()]
 
 
 def test_a_70b_as_published() -> None:
     """Dettmers et al. 2023, section 3: double quantisation saves 0.373 bits a weight, about 3 GB for 65B."""
     numel = 8192 * 28672
-    saved = 8 * (nf4_bytes(numel, False) - nf4_bytes(numel, True)) / numel
+    saved = 8 * (compute_nf4_bytes(numel, False) - compute_nf4_bytes(numel, True)) / numel
     assert saved == pytest.approx(0.373, abs=0.001)
 
 

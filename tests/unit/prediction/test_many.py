@@ -18,7 +18,7 @@ import shardscope as ss
 from shardscope.core.layout import Layout
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.plan import Plan
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 
 MADE_BY = {
     "ddp": Layout.ddp,
@@ -52,7 +52,7 @@ def neighbours(a_plan: Plan) -> list[Plan]:
 def test_an_array_of_plans_has_the_bytes_of_each(framework: str, data: st.DataObject) -> None:
     several = [plan for _ in range(2) for plan in neighbours(data.draw(plans(framework)))]
     one_by_one = [plan.memory().peak_bytes for plan in several]
-    assert peak_bytes(several).tolist() == one_by_one
+    assert compute_peaks(several).tolist() == one_by_one
 
 
 @pytest.mark.parametrize("framework", MADE_BY)
@@ -62,13 +62,13 @@ def test_a_grid_of_a_large_model(framework: str, name: str) -> None:
     base = Plan(ss.models[name], cluster, ss.Recipe(global_batch_size=384), MADE_BY[framework]())
     several = neighbours(base)
     assert len({plan.degrees for plan in several}) > (5 if framework in ("fsdp2", "megatron") else 0)
-    found = peak_bytes(several)
+    found = compute_peaks(several)
     assert found.dtype == np.int64
     assert found.tolist() == [plan.memory().peak_bytes for plan in several]
 
 
 def test_no_plans_are_no_bytes() -> None:
-    assert peak_bytes([]).shape == (0,)
+    assert compute_peaks([]).shape == (0,)
 
 
 def test_arithmetic_means_the_same_for_numbers_and_arrays() -> None:
@@ -103,4 +103,4 @@ def test_second_partitions_are_counted_of_many_plans_at_once() -> None:
         for gpus in ("8xh100-sxm-80gb", "2x8xh100-sxm-80gb")
         for size in (1, 2)
     ]
-    assert peak_bytes(chosen).tolist() == [plan.memory().peak_bytes for plan in chosen]
+    assert compute_peaks(chosen).tolist() == [plan.memory().peak_bytes for plan in chosen]

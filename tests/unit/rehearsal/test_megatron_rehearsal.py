@@ -18,8 +18,8 @@ import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.rehearsal import cpu_stand_in
 from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
-from shardscope.memory.report import PHASES, Moment
-from shardscope.prediction.support import supported
+from shardscope.memory.report import PHASES, PhaseMemory
+from shardscope.prediction.support import list_supported
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 FILE = STORED / "megatron.jsonl"
@@ -42,7 +42,7 @@ def rows() -> tuple[Rehearsed, ...]:
     return tuple(found)
 
 
-def tensors_of(moment: Moment) -> int:
+def tensors_of(moment: PhaseMemory) -> int:
     return sum(moment.components[name] for name in TENSOR_COMPONENTS)
 
 
@@ -147,7 +147,7 @@ REFUSED = {("precision", "fp8-mixed")}
 def test_every_choice_of_a_recipe_is_played_or_refused_by_name(field: str) -> None:
     layout = ss.Layout.megatron(tp=2, distributed_optimizer=False)
     arch = replace(ss.Architecture.of_size("60m"), num_hidden_layers=1)
-    values = supported(layout, field)
+    values = list_supported(layout, field)
     assert len(values) >= (1 if field == "method" else 2)
     for value in values:
         recipe = ss.Recipe(seq_len=256, **{field: value})

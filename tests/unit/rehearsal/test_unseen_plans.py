@@ -14,7 +14,7 @@ from tests.needs import few
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 
 UNSEEN = sorted(STORED.glob("*-unseen.jsonl"))
 """Of :mod:`wide_sampling` and :mod:`recipe_sampling`, seed 78811; ``mixed`` is 78812, drawn once formulas had
@@ -149,7 +149,7 @@ def test_arrays_look_at_the_first_layer_of_a_later_forward() -> None:
         global_batch_size=384,
     )
     other = replace(one, recipe=replace(one.recipe, micro_batch_size=3))
-    assert peak_bytes([one, other]).tolist() == [each.memory().peak_bytes for each in (one, other)]
+    assert compute_peaks([one, other]).tolist() == [each.memory().peak_bytes for each in (one, other)]
 
 
 def test_arrays_tell_one_sequence_from_several_where_a_key_head_is_alone() -> None:
@@ -158,7 +158,7 @@ def test_arrays_tell_one_sequence_from_several_where_a_key_head_is_alone() -> No
         plan(falcon, "2xh100-sxm-80gb", DDP, seq_len=512, micro_batch_size=micro, global_batch_size=12)
         for micro in (1, 2, 3)
     ]
-    assert peak_bytes(several).tolist() == [each.memory().peak_bytes for each in several]
+    assert compute_peaks(several).tolist() == [each.memory().peak_bytes for each in several]
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -14,7 +14,7 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.prediction.pipeline import bubbles
+from shardscope.prediction.pipeline import compute_bubbles
 from shardscope.timing.pipeline import bubble_seconds
 from shardscope.timing.report import PARTS, StepReport, seconds_words
 
@@ -343,19 +343,19 @@ def test_other_schedules_bubbles_are_told_beside_the_one_that_runs() -> None:
         return ss.Plan(ss.models["llama-3.1-8b"], cluster, replace(recipe, **changes), layout)
 
     plain = made(ss.Layout.megatron(tp=2, pp=4))
-    found = bubbles(plain)
+    found = compute_bubbles(plain)
     own = plain.step().parts["bubble"]
     assert found["1f1b"] == found["gpipe"] == pytest.approx(own)
     assert found["interleaved"] == pytest.approx(own / 2)
     assert found["zb-h2"] < found["zb-h1"] < found["1f1b"]
     chunked = made(ss.Layout.megatron(tp=2, pp=4, vpp=4))
-    assert bubbles(chunked)["interleaved"] == pytest.approx(chunked.step().parts["bubble"])
+    assert compute_bubbles(chunked)["interleaved"] == pytest.approx(chunked.step().parts["bubble"])
     assert "forward_backward_pipelining_with_interleaving" in chunked.step().explain("bubble")
     told = made(ss.Layout.zero(stage=1, pp=4)).step().explain("bubble")
     assert "TrainSchedule" in told and "GPipe" in told and "ZB-H1" in told
     # Frozen matrices have no gradients to fill a bubble with.
-    adapters = bubbles(made(ss.Layout.fsdp2(pp=4), method="lora", lora_rank=8))
+    adapters = compute_bubbles(made(ss.Layout.fsdp2(pp=4), method="lora", lora_rank=8))
     assert adapters["zb-h1"] == adapters["1f1b"]
     whole = made(ss.Layout.fsdp2())
-    assert bubbles(whole) == {}
+    assert compute_bubbles(whole) == {}
     assert "GPipe" not in whole.step().explain("bubble")

@@ -38,7 +38,7 @@ def sent(report: StepReport, collective: str) -> dict[int, float]:
 def traffic_of(plan: ss.Plan) -> list[tuple[Stage, StateTraffic]]:
     framework = frameworks[plan.layout.framework]
     model, timing = framework.memory_model(), framework.timing_model()
-    stages = [model.stage(plan, shape) for shape in model.shapes(plan).kinds]
+    stages = [model.count_weights(plan, shape) for shape in model.find_shapes(plan).kinds]
     return [(stage, timing.state_traffic(plan, stage)) for stage in stages]
 
 
@@ -90,7 +90,7 @@ def test_megatron_updates_what_its_memory_says(plan: ss.Plan) -> None:
     kept = FP32 * (num_moments[plan.recipe.optimizer] + (widths[plan.recipe.precision].compute < FP32))
     model = frameworks["megatron"].memory_model()
     for stage, traffic in traffic_of(plan):
-        state = model.training_state(plan, stage)
+        state = model.compute_training_state(plan, stage)
         if plan.layout.use_precision_aware_optimizer:  # type: ignore[attr-defined]
             continue
         # Buffers are padded to whole shards.

@@ -102,13 +102,13 @@ class Plan(Serializable):
         memory bandwidth, its link, or the NVMe bandwidth. ``ss.calibrate()`` measures them. The report is
         cached on the plan, once per stored calibration.
         """
-        from shardscope.prediction.step import step
+        from shardscope.prediction.step import predict_step
         from shardscope.timing.calibration.curves import rates_for
 
         rates = rates_for(self.cluster)
         report = self._steps.get(rates)
         if report is None:
-            report = self._steps[rates] = step(self, rates)
+            report = self._steps[rates] = predict_step(self, rates)
         return report
 
     def _repr_html_(self) -> str:
@@ -259,9 +259,9 @@ class Plan(Serializable):
 
     @cached_property
     def _memory(self) -> MemoryReport:
-        from shardscope.prediction.memory import predict
+        from shardscope.prediction.memory import predict_memory
 
-        return predict(self)
+        return predict_memory(self)
 
     @cached_property
     def _steps(self) -> dict[Rates, StepReport]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.defaults import FrameworkDefaults
     from shardscope.frameworks.grid import Grid
     from shardscope.memory.report import Term
-    from shardscope.memory.state.stages import Shapes, Stage, StageShape
+    from shardscope.memory.state.stages import Stage, StageShape, StageShapes
     from shardscope.memory.state.training_state import TrainingState
     from shardscope.timing.traffic import TimingModel
 
@@ -34,24 +34,24 @@ _DEGREES = ("tp", "pp", "vpp", "cp", "ep")
 class MemoryModel(Protocol):
     """Interface of every framework's ``memory/training_state.py``.
 
-    :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: for plans whose numbers are
-    :class:`~shardscope.prediction.batch.column.Column`, they return columns.
+    :meth:`count_weights` and :meth:`compute_training_state` are arithmetic that broadcasts: for plans whose
+    numbers are :class:`~shardscope.prediction.batch.column.Column`, they return columns.
     """
 
-    def shapes(self, plan: Plan) -> Shapes:
+    def find_shapes(self, plan: Plan) -> StageShapes:
         """Return the shapes of the pipeline stages, grouped by identical stages."""
 
-    def stage(self, plan: Plan, shape: StageShape) -> Stage:
+    def count_weights(self, plan: Plan, shape: StageShape) -> Stage:
         """Return the weights on one rank of a stage."""
 
-    def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
+    def compute_training_state(self, plan: Plan, stage: Stage) -> TrainingState:
         """Return the bytes of parameters, gradients, optimizer state and buffers on one rank of a stage."""
 
 
 class BuildingModel(Protocol):
     """Interface of every framework's ``memory/building.py``."""
 
-    def on_host(self, plan: Plan) -> Term:
+    def compute_host_memory(self, plan: Plan) -> Term:
         """Return the host memory of one rank while it builds or loads the model, before training. Bytes."""
 
 

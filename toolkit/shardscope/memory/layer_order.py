@@ -11,16 +11,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
-from shardscope.memory.activations.float8 import layer_working
-from shardscope.memory.activations.forward import cast_weights, casts_in_forward
-from shardscope.memory.activations.modules.instants import Instant, LayerInstants, layer_instants
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.activations.float8 import compute_layer_working
+from shardscope.memory.activations.forward import compute_weight_casts, count_weight_casts
+from shardscope.memory.activations.modules.instants import LayerPeak, LayerPeaks, compute_layer_peaks
+from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
-    from shardscope.memory.activations.step import StageStep
+    from shardscope.memory.activations.step import TransformersActivations
 
 
-class KindOfLayer(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers of one kind (dense or MoE, recomputed or not) on one rank. Bytes per layer and micro-batch."""
 
     moe: bool
@@ -34,7 +34,7 @@ class KindOfLayer(NamedTuple):
     """Bytes saved for backward by one layer."""
     forward: Any
     """Maximum bytes of one layer during its forward."""
-    backward: tuple[Instant, ...]
+    backward: tuple[LayerPeak, ...]
     """Peak candidates during the layer's backward; ``held`` are bytes."""
     casts: Any
     """Bytes of autocast's half-precision copies of its matrices, made again if the layer is recomputed."""
@@ -46,27 +46,27 @@ class KindOfLayer(NamedTuple):
     """Number of weights with gradients in one layer."""
 
 
-class Place(NamedTuple):
+class StageLayer(NamedTuple):
     """One layer of a stage, and the activations saved before it."""
 
-    kind: KindOfLayer
+    kind: LayerKind
     index: Any
     """Index in forward order, from 0."""
     before: Any
     """Bytes saved by the layers before it and by all other micro-batches in flight."""
 
 
-class Order(NamedTuple):
+class LayerOrder(NamedTuple):
     """The layers of one stage, in forward order."""
 
     num_layers: Any
     dense: Any
     """Number of layers without routed experts; they come first."""
     interval: int
-    kinds: tuple[KindOfLayer, ...]
+    kinds: tuple[LayerKind, ...]
 
     def sum_before(self, index: Any, field: str) -> Any:
-        """Return the sum of one :class:`KindOfLayer` field over all layers before ``index``."""
+        """Return the sum of one :class:`LayerKind` field over all layers before ``index``."""
         if len(self.kinds) == 1:
             return index * getattr(self.kinds[0], field)
         dense = minimum(index, self.dense)
@@ -81,7 +81,7 @@ class Order(NamedTuple):
             found = found + number * getattr(kind, field)
         return found
 
-    def places(self, saved: Any, growth: Callable[[bool], Any]) -> list[Place]:
+    def places(self, saved: Any, growth: Callable[[bool], Any]) -> list[StageLayer]:
         """Return, for each kind, the layers whose backward may be the stage's peak.
 
         These are the kind's last layer (no gradients wait for reduction yet), its first layer (its prefetch
@@ -90,7 +90,7 @@ class Order(NamedTuple):
         ``saved``: bytes saved by all layers and by other micro-batches in flight.
         """
         others = saved - self.sum_before(self.num_layers, "saved")
-        found: list[Place] = []
+        found: list[StageLayer] = []
         seen: set[Any] = set()
         for kind in self.kinds:
             second = maximum(kind.highest - self.interval, kind.lowest)
@@ -104,7 +104,7 @@ class Order(NamedTuple):
                 found.append(self._place(kind, index, others))
         return found
 
-    def last_places(self, saved: Any) -> list[Place]:
+    def last_places(self, saved: Any) -> list[StageLayer]:
         """Return the last layer of each kind, where the forward of that kind has its peak."""
         others = saved - self.sum_before(self.num_layers, "saved")
         return [
@@ -113,7 +113,7 @@ class Order(NamedTuple):
             if not isinstance(kind.num_layers, int) or kind.num_layers
         ]
 
-    def _place(self, kind: KindOfLayer, index: Any, others: Any) -> Place:
+    def _place(self, kind: LayerKind, index: Any, others: Any) -> StageLayer:
         """Return one layer with the bytes saved before it.
 
         ``before`` is at least 0: the tensors that the first layer does not save under adapters may make it
@@ -133,28 +133,28 @@ class Order(NamedTuple):
                 casts_kept=there * kind.casts_kept,
                 weights=there * kind.weights,
             )
-        return Place(kind, index, maximum(0, others + self.sum_before(index, "saved")))
+        return StageLayer(kind, index, maximum(0, others + self.sum_before(index, "saved")))
 
 
-def order_of(step: StageStep) -> Order:
+def build_layer_order(step: TransformersActivations) -> LayerOrder:
     """Return the layers of one stage, with the bytes of each kind at its peak candidates."""
     plan, stage = step.plan, step.stage
     arch, recipe = plan.architecture, plan.recipe
     interval = recipe.recompute_interval if recipe.recompute != "none" else 1
-    present = layers_by_kind(arch, stage)
+    present = count_layers_by_kind(arch, stage)
     dense = stage.num_layers - stage.num_moe_layers
     ways = [recipe.recompute] if interval == 1 else [recipe.recompute, "none"]
-    kinds: list[KindOfLayer] = []
+    kinds: list[LayerKind] = []
     for recompute in ways:
         for moe, layers in present:
             low, high = (dense, stage.num_layers - 1) if moe else (0 * dense, dense - 1)
-            kinds.append(_kind(step, moe, recompute, low, high, layers, interval))
-    return Order(stage.num_layers, dense, interval, tuple(kinds))
+            kinds.append(_build_kind(step, moe, recompute, low, high, layers, interval))
+    return LayerOrder(stage.num_layers, dense, interval, tuple(kinds))
 
 
-def _kind(
-    step: StageStep, moe: bool, recompute: str, low: Any, high: Any, layers: Any, interval: int
-) -> KindOfLayer:
+def _build_kind(
+    step: TransformersActivations, moe: bool, recompute: str, low: Any, high: Any, layers: Any, interval: int
+) -> LayerKind:
     arch, modules, tokens = step.plan.architecture, step.modules, step.tokens
     if interval > 1:
         if recompute == "none":
@@ -168,19 +168,19 @@ def _kind(
     extra = 0 if modules.int8_base else step.dequantised()
     few_bits = modules.compute * modules.quantized
     cut = step.cut
-    of_one = partial(layer_instants, arch, moe, modules, recompute)
-    instants: LayerInstants = map_distinct(of_one, step.plan.degrees.tp, cut)
+    of_one = partial(compute_layer_peaks, arch, moe, modules, recompute)
+    instants: LayerPeaks = map_distinct(of_one, step.plan.degrees.tp, cut)
     backward = [
-        Instant(tokens * held + few_bits * whole, done, making, experts, products)
+        LayerPeak(tokens * held + few_bits * whole, done, making, experts, products)
         for held, done, making, experts, products, whole in instants.backward
     ]
     if step.plan.recipe.precision == "fp8-mixed":
         stream = ceil_div(arch.hidden_size * modules.stream, cut)
-        held = tokens * (each.saved + each.recomputed + stream) + layer_working(arch, moe, tokens)
-        backward.append(Instant(held))
-    casts = cast_weights(arch, moe, modules)
-    made, kept = casts_in_forward(modules, recompute)
-    return KindOfLayer(
+        held = tokens * (each.saved + each.recomputed + stream) + compute_layer_working(arch, moe, tokens)
+        backward.append(LayerPeak(held))
+    casts = compute_weight_casts(arch, moe, modules)
+    made, kept = count_weight_casts(modules, recompute)
+    return LayerKind(
         moe=moe,
         num_layers=layers,
         lowest=low,

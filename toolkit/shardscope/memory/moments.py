@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.ops import map_distinct, maximum
-from shardscope.memory.activations.backward import Peak
-from shardscope.memory.activations.step import StageStep
+from shardscope.memory.activations.backward import PeakCandidate
+from shardscope.memory.activations.step import TransformersActivations
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.report import Component, Moment, Term, chosen, no_bytes
+from shardscope.memory.report import Component, PhaseMemory, Term, choose_term, zero_term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -18,74 +18,76 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import TrainingState
 
-_NONE_YET = no_bytes("none before backward: freed after the last optimizer step")
-_NOTHING = no_bytes("nothing is held at this moment")
+_NO_GRADIENTS = zero_term("none before backward: freed after the last optimizer step")
+_NOTHING = zero_term("nothing is held at this moment")
 
 
-def moments(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Moment]:
+def compute_phases(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[PhaseMemory]:
     """Return all phases of one stage; peak candidates between rest and optimizer step are unordered."""
-    resident = _Resident(plan, state)
-    peaks = [resident.busy(peak) for peak in _found(plan, modules, stage, state)]
+    resident = _StagePhases(plan, state)
+    peaks = [resident.busy(peak) for peak in _find_candidates(plan, modules, stage, state)]
     return [*resident.idle(), *peaks]
 
 
-def fullest(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Moment:
+def find_peak_phase(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> PhaseMemory:
     """Return the stage's peak phase (the earliest one on ties) in full, and only totals for the rest."""
-    resident = _Resident(plan, state)
+    resident = _StagePhases(plan, state)
     found = max(resident.idle(), key=lambda moment: moment.total)
     most, at, peak = found.total, found.fraction, None
-    for one in _found(plan, modules, stage, state):
+    for one in _find_candidates(plan, modules, stage, state):
         total = resident.total_at(one)
         if total > most or (total == most and one.fraction < at):
             most, at, peak = total, one.fraction, one
     return found if peak is None else resident.busy(peak)
 
 
-def peak_total(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Any:
+def compute_peak_bytes(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Any:
     """Return the bytes of the stage's peak phase; they may be columns of many plans.
 
     For candidates with the same gradients, the maximum of the other bytes is taken first: fragmentation grows
     with these bytes only.
     """
-    resident = _Resident(plan, state)
+    resident = _StagePhases(plan, state)
     beside: dict[int, tuple[Any, list[Any]]] = {}
-    for peak in _found(plan, modules, stage, state):
-        beside.setdefault(id(peak.gradients), (peak.gradients, []))[1].append(_churned(peak))
+    for peak in _find_candidates(plan, modules, stage, state):
+        beside.setdefault(id(peak.gradients), (peak.gradients, []))[1].append(_compute_step_bytes(peak))
     busy = maximum(*(gradients + resident.with_gaps(maximum(*most)) for gradients, most in beside.values()))
     return maximum(*(moment.total for moment in resident.idle()), resident.busy_total + busy)
 
 
-def _found(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
+def _find_candidates(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[PeakCandidate]:
     if state.find_peaks is not None:
         return state.find_peaks(stage, modules)
-    return _peaks(plan, modules, stage, state)
+    return _find_transformers_candidates(plan, modules, stage, state)
 
 
-def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
+def _find_transformers_candidates(
+    plan: Plan, modules: Modules, stage: Stage, state: TrainingState
+) -> list[PeakCandidate]:
     """Return the end of forward and the peak candidates of backward, for transformers' modules."""
-    step = StageStep(plan, modules, stage)
+    step = TransformersActivations(plan, modules, stage)
     at_end, at_start = state.find_logits(step) if state.find_logits is not None else step.logits()
-    once = state.gradients_rest or (state.gradients if state.gradients_stay else _NONE_YET)
-    gradients = chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
-    forward = Peak.of(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
+    once = state.gradients_rest or (state.gradients if state.gradients_stay else _NO_GRADIENTS)
+    gradients = choose_term(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
+    forward = PeakCandidate.of(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
     assert state.find_backward is not None
     return [forward, *state.find_backward(step.backward(at_start))]
 
 
-class _Resident:
+class _StagePhases:
     """Bytes that a stage holds throughout the step, and the phases built on top of them."""
 
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
         gpu = self.gpu = plan.cluster.gpu
-        self.communication = map_distinct(partial(_communication, gpu.vendor), *state.group_sizes)
-        self.runtime = overheads.runtime(gpu.vendor, gpu.architecture).point
+        self.communication = map_distinct(partial(_compute_communication, gpu.vendor), *state.group_sizes)
+        self.runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture).point
         self.gradients = state.gradients_rest or (state.gradients if state.gradients_stay else None)
         self.gather = state.gather_rest
         self.total = state.parameters[0] + self.communication + self.runtime
         self.busy_total = self.total + state.optimizer[0]
 
-    def idle(self) -> list[Moment]:
+    def idle(self) -> list[PhaseMemory]:
         """Return the phases without activations: initialisation, rest and optimizer step."""
         state = self.state
         return [
@@ -94,9 +96,9 @@ class _Resident:
             self.updating(state.gradients_reduced or state.gradients),
         ]
 
-    def initialisation(self) -> Moment:
+    def initialisation(self) -> PhaseMemory:
         """Return the framework's initialisation phase, with its own terms if it declares any."""
-        return Moment.of(
+        return PhaseMemory.of(
             "initialisation",
             0.0,
             {**self._terms(None, self.gradients, self.gather), **self.state.initialisation},
@@ -104,16 +106,16 @@ class _Resident:
 
     def moment(
         self, phase: Any, fraction: float, optimizer: Term, gradients: Term | None, gather: Term | None
-    ) -> Moment:
+    ) -> PhaseMemory:
         """Return a phase without activations, and so without fragmentation."""
         total = self.total + optimizer[0]
         if gradients is not None:
             total = total + gradients[0]
         if gather is not None:
             total = total + gather[0]
-        return Moment(phase, fraction, total, lambda: self._terms(optimizer, gradients, gather))
+        return PhaseMemory(phase, fraction, total, lambda: self._terms(optimizer, gradients, gather))
 
-    def updating(self, gradients: Term) -> Moment:
+    def updating(self, gradients: Term) -> PhaseMemory:
         """Return the phase of the optimizer step."""
         state, working = self.state, self.state.optimizer_working
 
@@ -124,27 +126,27 @@ class _Resident:
         gather = self.gather if state.gather_update is None else state.gather_update
         return self.moment("optimizer", 0.98, optimizer, gradients, gather)
 
-    def busy(self, peak: Peak) -> Moment:
+    def busy(self, peak: PeakCandidate) -> PhaseMemory:
         """Return a phase of forward or backward, fragmentation included."""
-        return Moment(peak.phase, peak.fraction, self.total_at(peak), partial(self._busy_terms, peak))
+        return PhaseMemory(peak.phase, peak.fraction, self.total_at(peak), partial(self._busy_terms, peak))
 
-    def total_at(self, peak: Peak) -> Any:
+    def total_at(self, peak: PeakCandidate) -> Any:
         """Return the total bytes of a phase of forward or backward."""
-        return self.busy_total + peak.gradients + self.with_gaps(_churned(peak))
+        return self.busy_total + peak.gradients + self.with_gaps(_compute_step_bytes(peak))
 
     def with_gaps(self, churned: Any) -> Any:
         """Return the bytes that a step allocates and frees, plus fragmentation on a GPU."""
-        return churned + overheads.lost_to_gaps(churned) if self.on_gpu else churned
+        return churned + overheads.compute_fragmentation(churned) if self.on_gpu else churned
 
-    def _busy_terms(self, peak: Peak) -> dict[Component, Term]:
-        churned = _churned(peak)
-        lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
+    def _busy_terms(self, peak: PeakCandidate) -> dict[Component, Term]:
+        churned = _compute_step_bytes(peak)
+        lost = overheads.compute_fragmentation(churned) if self.on_gpu else 0
         terms = peak.find_terms()
         found = self._terms(self.state.optimizer, terms.gradients, terms.gather)
         found["activations"] = terms.activations
         if peak.logits is not None:
             found["logits"] = peak.logits
-        found["fragmentation"] = Term(lost, lambda: _lost_words(churned))
+        found["fragmentation"] = Term(lost, lambda: _explain_fragmentation(churned))
         return found
 
     def _terms(
@@ -153,7 +155,7 @@ class _Resident:
         sizes = self.state.group_sizes
         found: dict[Component, Term] = {
             "parameters": self.state.parameters,
-            "communication": Term(self.communication, lambda: _communication_words(sizes, self.gpu.vendor)),
+            "communication": Term(self.communication, lambda: _explain_communication(sizes, self.gpu.vendor)),
             "runtime": Term(self.runtime, self._runtime_words),
         }
         held: tuple[tuple[Component, Term | None], ...] = (
@@ -174,11 +176,11 @@ class _Resident:
         return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
 
 
-def _communication(vendor: str, *group_sizes: int) -> int:
-    return overheads.communication(group_sizes, vendor).point
+def _compute_communication(vendor: str, *group_sizes: int) -> int:
+    return overheads.estimate_communication(group_sizes, vendor).point
 
 
-def _churned(peak: Peak) -> Any:
+def _compute_step_bytes(peak: PeakCandidate) -> Any:
     """Return the bytes that a step allocates and frees.
 
     Activations and logits are added first: they depend on fewer columns than the gather buffers, so the sum
@@ -188,7 +190,7 @@ def _churned(peak: Peak) -> Any:
     return held + peak.gather
 
 
-def _lost_words(churned: int) -> str:
+def _explain_fragmentation(churned: int) -> str:
     return (
         f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that come and go at this moment; the "
         f"band's top has {overheads.FRAGMENTATION_HIGH_PERCENT} % of all that a step allocates and frees "
@@ -196,7 +198,7 @@ def _lost_words(churned: int) -> str:
     )
 
 
-def _communication_words(group_sizes: tuple[int, ...], vendor: str) -> str:
+def _explain_communication(group_sizes: tuple[int, ...], vendor: str) -> str:
     groups = [size for size in group_sizes if size > 1]
     if not groups:
         return "one rank needs no communicator"

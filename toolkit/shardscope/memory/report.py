@@ -43,7 +43,7 @@ class Term(NamedTuple):
         return self.words()
 
 
-class Moment(NamedTuple):
+class PhaseMemory(NamedTuple):
     """Memory of one rank at one phase of a step."""
 
     phase: Phase
@@ -55,7 +55,7 @@ class Moment(NamedTuple):
     """Computes the bytes by component; lazy, because most phases only need their sum."""
 
     @classmethod
-    def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> Moment:
+    def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> PhaseMemory:
         """Build a phase from its terms, and compute the total."""
         return cls(phase, fraction, sum([term[0] for term in terms.values()]), lambda: terms)
 
@@ -79,9 +79,9 @@ class StageMemory:
     """Index of the stage, from 0."""
     num_layers: int
     """Number of decoder layers on the stage."""
-    find_moments: Callable[[], tuple[Moment, ...]]
+    find_moments: Callable[[], tuple[PhaseMemory, ...]]
     """Computes :attr:`moments`; lazy, because most stages of a long pipeline are never inspected."""
-    find_peak: Callable[[], Moment] | None = None
+    find_peak: Callable[[], PhaseMemory] | None = None
     """Computes :attr:`peak` where that is cheaper than all moments; None: the maximum of the moments."""
     host_bytes: int = 0
     """Host memory per rank of this stage with offloading."""
@@ -89,12 +89,12 @@ class StageMemory:
     """NVMe bytes per rank of this stage with offloading."""
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[PhaseMemory, ...]:
         """Phases of a step in order, initialisation first."""
         return self.find_moments()
 
     @cached_property
-    def peak(self) -> Moment:
+    def peak(self) -> PhaseMemory:
         """The phase with the most bytes."""
         if self.find_peak is not None:
             return self.find_peak()
@@ -110,7 +110,7 @@ class StageMemory:
         """Bytes by component at the peak."""
         return self.peak.components
 
-    def at(self, phase: Phase) -> Moment:
+    def at(self, phase: Phase) -> PhaseMemory:
         """Return the moment with the most bytes of a phase."""
         return max((m for m in self.moments if m.phase == phase), key=lambda m: m.total)
 
@@ -261,7 +261,7 @@ class MemoryReport:
         )
 
 
-def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:
+def sum_parts(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:
     """Return the sum of several (bytes, explanation) parts as one term.
 
     ``source`` is appended to the explanation.
@@ -275,12 +275,12 @@ def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> 
     return Term(num_bytes, words)
 
 
-def no_bytes(why: str) -> Term:
+def zero_term(why: str) -> Term:
     """Return a term of 0 bytes with the reason."""
     return Term(0, lambda: why)
 
 
-def chosen(condition: Any, then: Term, otherwise: Term) -> Term:
+def choose_term(condition: Any, then: Term, otherwise: Term) -> Term:
     """Return ``then`` if ``condition`` is true, else ``otherwise``; elementwise over arrays of plans."""
     if isinstance(condition, bool):
         return then if condition else otherwise

@@ -17,7 +17,7 @@ from shardscope.core.errors import check_choice
 from shardscope.core.layout import Layout
 from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,7 +172,7 @@ def _cell(framework: Framework, ability: str) -> Cell:
 def _layout_with(framework: Framework, ability: str) -> Layout | None:
     layout_class = framework.layout_class
     for field, value in COLUMNS[ability].recipe.items():
-        return layout_class() if value in supported(layout_class, field) else None
+        return layout_class() if value in list_supported(layout_class, field) else None
     options = layout_class.abilities.get(ability)
     return None if options is None else layout_class(**options)
 

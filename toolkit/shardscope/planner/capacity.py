@@ -42,7 +42,7 @@ def places(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
 def _making(plan: Plan) -> tuple[Place, ...]:
     """Return the host memory needed before the first step, when all ranks of a node build or load the
     model."""
-    each = frameworks[plan.layout.framework].building_model().on_host(plan).num_bytes
+    each = frameworks[plan.layout.framework].building_model().compute_host_memory(plan).num_bytes
     if not each:
         return ()
     on_a_node = each * plan.cluster.gpus_per_node

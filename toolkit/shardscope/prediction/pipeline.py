@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations.forward import modules_of
+from shardscope.memory.activations.forward import find_modules
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.pipeline import NAMES, Schedule, bubble_seconds, schedule_of
 from shardscope.timing.report import seconds_words
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WEIGHTS_SHARE = 1 / 3
 """Fraction of a trained matrix's FLOPs that computes the weight gradient: forward and input gradient take
 as many FLOPs each (Kaplan et al. 2020, section 2.1)."""
-ALIKE = 1 - 1e-12
+TIE_TOLERANCE = 1 - 1e-12
 """Relative tolerance of ties for the slowest stage, of which the first is used: where one link bounds all
 stages, their sums differ by rounding only."""
 
@@ -46,20 +46,20 @@ class Pipeline(NamedTuple):
         return found
 
 
-def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
+def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
     """Return the seconds of all stages. Raises ``ValueError`` that names an unknown figure."""
     framework = frameworks[plan.layout.framework]
     model = framework.memory_model()
-    shapes = model.shapes(plan)
-    work = work_of(plan, modules_of(plan), rates, framework.timing_model())
-    kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
+    shapes = model.find_shapes(plan)
+    work = work_of(plan, find_modules(plan), rates, framework.timing_model())
+    kinds = [seconds_of(work, model.count_weights(plan, shape)) for shape in shapes.kinds]
     busy = [one.busy for one in kinds]
-    most = ALIKE * max(busy)
+    most = TIE_TOLERANCE * max(busy)
     slowest = next(one for one, seconds in zip(kinds, busy, strict=True) if seconds >= most)
     return Pipeline(kinds, shapes.kind_of, slowest)
 
 
-def bubbles(plan: Plan) -> dict[Schedule, float]:
+def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
     """Return the bubble of the slowest stage in seconds per step, by schedule; empty without a pipeline.
 
     GPipe has the bubble of 1F1B and holds the activations of all micro-batches where 1F1B holds pp (Huang et
@@ -73,7 +73,7 @@ def bubbles(plan: Plan) -> dict[Schedule, float]:
     """
     if schedule_of(plan) is None:
         return {}
-    found = pipeline_of(plan, rates_for(plan.cluster))
+    found = compute_pipeline(plan, rates_for(plan.cluster))
     micro_batches, pp = plan.num_micro_batches, plan.degrees.pp
     plain = found.waits(1, micro_batches)
     share = 0.0 if plan.recipe.has_adapters else _WEIGHTS_SHARE
@@ -87,13 +87,17 @@ def bubbles(plan: Plan) -> dict[Schedule, float]:
     return told | {"zb-h1": max(0.0, plain - 2 * weights), "zb-h2": max(0.0, plain - 3 * weights)}
 
 
-def words(plan: Plan) -> str:
+def explain_schedule(plan: Plan) -> str:
     """Return text with the plan's schedule, by its framework's own name, and the bubbles of the others."""
     own = schedule_of(plan)
     if own is None:
         return ""
     upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[own]
-    others = [f"{NAMES[name]} {seconds_words(waits)}" for name, waits in bubbles(plan).items() if name != own]
+    others = [
+        f"{NAMES[name]} {seconds_words(waits)}"
+        for name, waits in compute_bubbles(plan).items()
+        if name != own
+    ]
     return (
         f"; {NAMES[own]} runs ({upstream}), the same stages would wait with {', '.join(others)} "
         "(Huang et al. 2019; Qi et al. 2023, table 2)"

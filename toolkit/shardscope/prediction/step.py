@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardscope.prediction.pipeline import pipeline_of
-from shardscope.prediction.pipeline import words as schedule_words
+from shardscope.prediction.pipeline import compute_pipeline
+from shardscope.prediction.pipeline import explain_schedule as schedule_words
 from shardscope.timing.calibration.finished_runs import residual
 from shardscope.timing.collectives import bounding_link
 from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from shardscope.timing.sent import Told
 
 
-def step(plan: Plan, rates: Rates) -> StepReport:
+def predict_step(plan: Plan, rates: Rates) -> StepReport:
     """Return the step report of ``plan`` at ``rates``. Raises ``ValueError`` that names an unknown figure."""
-    pipeline = pipeline_of(plan, rates)
+    pipeline = compute_pipeline(plan, rates)
     slowest, bubble = pipeline.slowest, pipeline.waits(plan.degrees.vpp, plan.num_micro_batches)
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.
         paged = travelling_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
-    return _report(plan, rates, parts, slowest)
+    return _build_report(plan, rates, parts, slowest)
 
 
-def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
+def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     recipe, gpu = plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.find_hidden()
@@ -43,7 +43,7 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
     return StepReport(
         parts=MappingProxyType(parts),
         hidden=MappingProxyType(hidden),
-        find_communication=lambda: _communication(plan, rates, slowest.find_told()),
+        find_communication=lambda: _build_communication(plan, rates, slowest.find_told()),
         num_gpus=plan.world_size,
         num_tokens=tokens,
         model_flops=model_flops_per_token(plan, causal=True) * tokens,
@@ -58,7 +58,7 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
     )
 
 
-def _communication(plan: Plan, rates: Rates, collectives: list[Told]) -> tuple[Communication, ...]:
+def _build_communication(plan: Plan, rates: Rates, collectives: list[Told]) -> tuple[Communication, ...]:
     per_node = plan.cluster.gpus_per_node
     return tuple(
         Communication(

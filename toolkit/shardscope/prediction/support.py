@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Fix, find_nearest, refuse
 from shardscope.families.registry import families_with, family_of
-from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
 
@@ -73,7 +73,7 @@ def check_sequence(arch: Architecture, recipe: Recipe) -> None:
         )
 
 
-def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
+def list_supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
     """Return the values of a recipe field that ``layout`` supports; ``()`` for a field without a list."""
     found: tuple[Any, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
     return found
@@ -83,7 +83,7 @@ def check_supported(plan: Plan) -> None:
     """Raise ``ValueError`` that names the first recipe field that the framework does not support."""
     for field in SUPPORT:
         value = getattr(plan.recipe, field)
-        if value is not None and value not in supported(plan.layout, field):
+        if value is not None and value not in list_supported(plan.layout, field):
             _refuse_unsupported(plan, field, value)
     _check_attention(plan)
     _check_float8(plan)
@@ -97,7 +97,7 @@ def check_supported(plan: Plan) -> None:
 
 
 def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
-    values = supported(plan.layout, field)
+    values = list_supported(plan.layout, field)
     open_field = field in ("kernels", "attention", "loss", "quantization")
     allowed = ", ".join(map(repr, (None, *values) if open_field else values))
     fix: Fix
@@ -125,7 +125,7 @@ def _check_kernels(plan: Plan) -> None:
         )
     if uses_liger and not plan.on_gpu:
         refuse(f"Recipe.{field}", value, "None on CPU ranks: Liger's kernels need a GPU", {field: None})
-    if loss_in_force(plan) != "full" and plan.degrees.tp > 1:
+    if resolve_loss(plan) != "full" and plan.degrees.tp > 1:
         refuse(
             f"Recipe.{field}",
             value,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardscope.families.unknown import UnknownFamily
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.overheads.band import TENSORS, band
-from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
+from shardscope.memory.overheads.band import TENSORS, compute_band
+from shardscope.memory.report import Component, MemoryReport, Phase, PhaseMemory, StageMemory, Term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -99,7 +99,7 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
         find_stages=lambda: by_stage,
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: band(
+        find_band=lambda: compute_band(
             plan, [(stage.moments, beside[stage.stage].communication) for stage in by_stage]
         ),
         tier="rehearsed",
@@ -124,12 +124,12 @@ def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
     if isinstance(plan.architecture, UnknownFamily):
         plan = replace(plan, architecture=plan.architecture.look_alike)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
-    shapes, runtime = model.shapes(plan), overheads.runtime(gpu.vendor, gpu.architecture)
+    shapes, runtime = model.find_shapes(plan), overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     found = {}
     for number in stages:
         kind = shapes.kinds[shapes.kind_of[min(number, len(shapes.kind_of) - 1)]]
-        groups = model.training_state(plan, model.stage(plan, kind)).group_sizes
-        found[number] = _Beside(overheads.communication(groups, gpu.vendor), runtime)
+        groups = model.compute_training_state(plan, model.count_weights(plan, kind)).group_sizes
+        found[number] = _Beside(overheads.estimate_communication(groups, gpu.vendor), runtime)
     return found
 
 
@@ -137,7 +137,7 @@ def _stage(plan: Plan, stage: RehearsedStage, beside: _Beside) -> StageMemory:
     note = f" · {stage.note}" if stage.note else ""
     title = plan.layout.title
 
-    def moment(seen: RehearsedMoment) -> Moment:
+    def moment(seen: RehearsedMoment) -> PhaseMemory:
         terms: dict[Component, Term] = {
             "communication": Term(beside.communication.point, lambda: _COMMUNICATION_WORDS),
             "runtime": Term(beside.runtime.point, lambda: _RUNTIME_WORDS),
@@ -147,12 +147,12 @@ def _stage(plan: Plan, stage: RehearsedStage, beside: _Beside) -> StageMemory:
                 words = f"counted storage by storage while {title}'s own code ran on fake tensors{note}"
                 terms[name] = Term(seen.components[name], lambda words=words: words)  # type: ignore[misc]
         if seen.phase in _BUSY:
-            gaps = overheads.fragmentation(_churned(seen), plan.on_gpu)
+            gaps = overheads.estimate_fragmentation(_churned(seen), plan.on_gpu)
             percent = overheads.FRAGMENTATION_PERCENT
             terms["fragmentation"] = Term(
                 gaps.point, lambda: f"{percent} % of what a step allocates and frees"
             )
-        return Moment.of(seen.phase, seen.fraction, terms)
+        return PhaseMemory.of(seen.phase, seen.fraction, terms)
 
     return StageMemory(
         stage=stage.stage,

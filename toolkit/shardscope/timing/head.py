@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, loss_in_force
-from shardscope.memory.activations.logits import logits_per_token
-from shardscope.memory.state.stages import vocab_rows
+from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, resolve_loss
+from shardscope.memory.activations.logits import compute_logits_per_token
+from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.matmul import unaligned
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     if stage.is_last is False:
         return _NOTHING._replace(lookup=_lookup(work, stage))
     plan, modules, arch, tokens = work.plan, work.modules, work.arch, work.tokens
-    rows = vocab_rows(plan)
-    kind = loss_in_force(plan)
+    rows = count_vocab_rows(plan)
+    kind = resolve_loss(plan)
     chunks: Any = 1
     if kind == "chunked":
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
@@ -59,7 +59,7 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     # The padded rows of the vocabulary are included.
     missed = tokens * map_distinct(partial(unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
-    each = logits_per_token(
+    each = compute_logits_per_token(
         rows,
         modules.kernels,
         modules.compute,
@@ -83,5 +83,7 @@ def _lookup(work: LayerWork, stage: Stage) -> Any:
     Backward zeroes a gradient of all rows, and adds to the rows in use.
     """
     stream, hidden, tokens = work.modules.stream, work.arch.hidden_size, work.tokens
-    filled = work.modules.trained * (2 * vocab_rows(work.plan) * hidden * stream + 2 * tokens * hidden * FP32)
+    filled = work.modules.trained * (
+        2 * count_vocab_rows(work.plan) * hidden * stream + 2 * tokens * hidden * FP32
+    )
     return stage.is_first * (2 * tokens * hidden * stream + filled) / work.memory

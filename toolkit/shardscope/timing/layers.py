@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, where
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.forward import saved_tensors
-from shardscope.memory.activations.modules.attention import in_plain_math, is_eager
-from shardscope.memory.activations.modules.attention import widths as attention_widths
+from shardscope.memory.activations.forward import list_saved_tensors
+from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
+from shardscope.memory.activations.modules.attention import is_eager, uses_math_backend
 from shardscope.timing.collectives import calls_on
 from shardscope.timing.matmul import (
     LayerProducts,
@@ -182,7 +182,7 @@ class LayerWork:
         """
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
-        if is_eager(arch, modules) or (modules.kernels != "megatron" and in_plain_math(arch, modules)):
+        if is_eager(arch, modules) or (modules.kernels != "megatron" and uses_math_backend(arch, modules)):
             once = self.half_rate.seconds(*plain_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
         rate = self.rates.attend(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
@@ -265,4 +265,6 @@ def saved_per_token(
         "expert_tokens": tp / expert_tp,
         "whole": 1,
     }
-    return sum(tensor.bytes_per_token / parts[tensor.cut_by] for tensor in saved_tensors(arch, moe, modules))
+    return sum(
+        tensor.bytes_per_token / parts[tensor.cut_by] for tensor in list_saved_tensors(arch, moe, modules)
+    )

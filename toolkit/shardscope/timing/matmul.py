@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import names_of
-from shardscope.memory.state.lora import adapter_targets, first_layer
-from shardscope.memory.state.stages import rank_shapes
+from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -95,13 +95,13 @@ def _layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: 
     dense = last = expert = _Edges()
     num_experts = 0
     down = names_of(arch).down
-    for group, name, _, rows, columns in rank_shapes(arch, moe, tp, ep):
+    for group, name, _, rows, columns in list_rank_shapes(arch, moe, tp, ep):
         if group == "experts" or columns == 1:
             continue
         dense = dense.joined(rows, columns)
         if down in name and not moe and arch.norms_per_layer <= 2:
             last = _Edges().joined(rows, columns)
-    for group, _, copies, rows, columns in rank_shapes(arch, moe, expert_tp, ep):
+    for group, _, copies, rows, columns in list_rank_shapes(arch, moe, expert_tp, ep):
         if group == "experts" and rows > 1:
             expert = expert.joined(rows, columns)
             num_experts = copies
@@ -132,9 +132,9 @@ def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> 
 
 @lru_cache(maxsize=1024)
 def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
-    rank, targets = recipe.adapter_rank, adapter_targets(arch, recipe)
+    rank, targets = recipe.adapter_rank, find_adapter_targets(arch, recipe)
     weights = edges = 0
-    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+    for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
             weights += ceil_div(rank * (out + inner), tp)
             edges += ceil_div(out + inner, tp) + 2 * rank
@@ -143,8 +143,8 @@ def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) ->
 
 def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
     """Return the number of adapters in one layer."""
-    targets = adapter_targets(arch, recipe)
-    return sum(target in targets for target, _ in arch.layer_linears(first_layer(arch, moe)))
+    targets = find_adapter_targets(arch, recipe)
+    return sum(target in targets for target, _ in arch.layer_linears(find_first_layer(arch, moe)))
 
 
 @lru_cache(maxsize=1024)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct, where
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.modules.attention import widths as attention_widths
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
+from shardscope.memory.state.stages import count_layers_by_kind
 from shardscope.timing.sent import Sent, sent
 from shardscope.timing.traffic import Beneath, Collective, Transfer
 
@@ -53,7 +53,7 @@ def _pairs(work: LayerWork, stage: Stage) -> Any:
     If each tensor-parallel rank has its own experts, an expert layer has none around its MLP.
     """
     pairs: Any = stage.is_first + stage.is_last * 1
-    for moe, layers in layers_by_kind(work.arch, stage):
+    for moe, layers in count_layers_by_kind(work.arch, stage):
         pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
     return pairs
 

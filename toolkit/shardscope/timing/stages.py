@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, maximum, minimum, where
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.state.stages import count_layers_by_kind
 from shardscope.timing.head import ends
 from shardscope.timing.layers import LayerWork
 from shardscope.timing.offload import host_seconds
@@ -117,7 +117,7 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     dropped: Any = 0.0
     attention_forward: Any = 0.0
     leaves = recipe.recompute == "offload"
-    for moe, layers in layers_by_kind(work.arch, stage):
+    for moe, layers in count_layers_by_kind(work.arch, stage):
         each = work.layer(moe)
         matrices = matrices + layers * each.both.matrices
         attention = attention + layers * each.both.attention

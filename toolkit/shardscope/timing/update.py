@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import map_distinct
 from shardscope.core.precision import FP32, widths
-from shardscope.memory.state.stages import INPUTS, layers_by_kind, rank_shapes
+from shardscope.memory.state.stages import EMBEDDING_GROUPS, count_layers_by_kind, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -69,7 +69,7 @@ def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
     """
     arch, degrees = plan.architecture, plan.degrees
     found: Any = 0.0
-    for moe, layers in layers_by_kind(arch, stage):
+    for moe, layers in count_layers_by_kind(arch, stage):
         each = map_distinct(lambda tp, ep, moe=moe: _rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
         found = found + layers * rates.matrix("bf16").seconds(each.multiplied, each.moved)
     return found
@@ -83,8 +83,8 @@ def _rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
     matrix with n <= m.
     """
     multiplied = moved = 0
-    for group, _, copies, rows, columns in rank_shapes(arch, moe, tp, ep):
-        if group in ("experts", *INPUTS, "lm_head") or columns == 1:
+    for group, _, copies, rows, columns in list_rank_shapes(arch, moe, tp, ep):
+        if group in ("experts", *EMBEDDING_GROUPS, "lm_head") or columns == 1:
             continue
         short, long = sorted((rows, columns))
         multiplied += copies * short * short * (2 * long + short)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.memory.activations.head import loss_in_force
-from shardscope.memory.overheads.building import is_drawn_in_parts
+from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.training import micro_batches
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
@@ -200,7 +200,7 @@ class MicroBatchEngine(Engine):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.built(build_model)
-            if loss_in_force(self.plan) == "chunked":
+            if resolve_loss(self.plan) == "chunked":
                 apply_chunked_loss(model)
             if self.recipe.has_adapters:
                 model = self._adapted(model)
@@ -228,7 +228,7 @@ class MicroBatchEngine(Engine):
     @property
     def is_drawn_in_parts(self) -> bool:
         """Whether the weights are initialized randomly shard by shard: too large to build on every rank."""
-        return self.fresh_weights and self.weights is None and is_drawn_in_parts(self.plan)
+        return self.fresh_weights and self.weights is None and is_initialized_sharded(self.plan)
 
     def first_weights(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:
         """Return the source of a meta ``model``'s weights; random ones are generated on ``device``."""

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.recipe import CHOICES, OPEN_CHOICES
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
 
@@ -59,7 +59,7 @@ def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[st
     """
     values = CHOICES.get(field) or OPEN_CHOICES[field]
     if layout is not None:
-        possible = supported(layout, field)
+        possible = list_supported(layout, field)
         values = tuple(value for value in values if value in possible or value == current)
     words = LOSSES if field == "loss" else WORDS
     found: list[tuple[str, Any]] = [(words.get(value, value), value) for value in values]

@@ -17,7 +17,7 @@ from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed.defaults import get_reduce_type, suggest_fp32_reduction
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.memory.buckets import Cut, Piece, all_reduce_bucket, copied
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -194,7 +194,7 @@ def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
             *({"pp": 2} for _ in range(stage < 2)),
         )
     ]
-    assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
+    assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
 def test_a_search_leaves_it_open() -> None:

@@ -38,14 +38,14 @@ from shardscope.frameworks.deepspeed.memory.tensors import (
     sub_groups,
     tensors_of,
 )
-from shardscope.memory.state.stages import Stage, shapes_of, stage_of
+from shardscope.memory.state.stages import Stage, count_stage_weights, find_stage_shapes
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 P = LLAMA.num_parameters
 
 
 def first_stage(a_plan: Plan) -> Stage:
-    return stage_of(a_plan, shapes_of(a_plan.architecture, a_plan.stage_layers).kinds[0])
+    return count_stage_weights(a_plan, find_stage_shapes(a_plan.architecture, a_plan.stage_layers).kinds[0])
 
 
 def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA, **rest: Any) -> Plan:

@@ -9,7 +9,7 @@ from planning import LLAMA
 
 import shardscope as ss
 from shardscope.frameworks.megatron.memory.eager import eager_attention, takes_plain_softmax
-from shardscope.memory.activations.modules.megatron import copies_query, fused_product, repeats_heads
+from shardscope.memory.activations.modules.megatron import copies_query, list_fused_projection, repeats_heads
 from shardscope.memory.activations.modules.saved import Modules
 
 GPT = ss.models["gpt-3-175b"]
@@ -62,4 +62,4 @@ def test_heads_are_repeated_up_to_a_rank_s_queries() -> None:
     assert [repeats_heads(grouped, tp) for tp in (1, 8, 16, 32)] == [True, True, True, False]
     assert [copies_query(grouped, tp) for tp in (1, 8, 16, 32)] == [True, False, False, False]
     # Past the groups, the product of all is gathered on every rank.
-    assert [fused_product(grouped, modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]
+    assert [list_fused_projection(grouped, modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]

@@ -18,7 +18,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.fp8 import copies
 from shardscope.frameworks.megatron.memory.layer import Cuts, layer
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 
 LLAMA_8B = ss.models["llama-3.1-8b"]
 HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32
@@ -125,7 +125,7 @@ def test_arrays_have_the_same_bytes() -> None:
         for micro in (1, 2)
         for layout in ({}, {"tp": 2}, {"pp": 2})
     ]
-    assert peak_bytes(several).tolist() == [each.memory().peak_bytes for each in several]
+    assert compute_peaks(several).tolist() == [each.memory().peak_bytes for each in several]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import shardscope as ss
 from shardscope.core.plan import Plan
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -107,7 +107,7 @@ def test_arrays_of_plans_give_the_same_bytes() -> None:
     several = [
         plan(MOE, tp=tp, ep=ep, **chosen) for chosen in options for tp, ep in ((1, 1), (2, 1), (1, 2), (2, 4))
     ]
-    assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
+    assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
 def test_a_plan_and_its_json_are_the_same() -> None:

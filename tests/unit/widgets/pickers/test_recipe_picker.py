@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.prediction.support import SUPPORT, supported
+from shardscope.prediction.support import SUPPORT, list_supported
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import RecipePicker
 from shardscope_widgets.pickers.recipe_choices import ADVANCED, OPEN, chosen, options
@@ -80,7 +80,7 @@ def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
         "recompute": picker.recompute,
     }.items():
         offered = {chosen(value) for _, value in control.options}
-        assert offered - {None} == set(supported(LAYOUTS[name], field))
+        assert offered - {None} == set(list_supported(LAYOUTS[name], field))
         assert (None in offered) == (field in OPEN)
     assert picker.value == ss.Recipe(), "offering changes nothing that is chosen"
 

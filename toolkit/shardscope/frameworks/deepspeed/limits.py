@@ -17,7 +17,7 @@ from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
-from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.head import resolve_loss
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -67,7 +67,7 @@ def _check_processor(precision: str) -> None:
 def check_loss(plan: Plan) -> None:
     """Raise ``ValueError`` for a loss that the ZeRO stage does not support."""
     layout: Any = plan.layout
-    if loss_in_force(plan) == "chunked" and layout.stage == 3:
+    if resolve_loss(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
             "chunked",
@@ -179,7 +179,7 @@ def check_whole(plan: Plan) -> None:
 def check_pipeline(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's pipeline module cannot run."""
     check_staged(plan)
-    if loss_in_force(plan) != "full":
+    if resolve_loss(plan) != "full":
         refuse(
             "Recipe.loss",
             plan.recipe.loss,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.families.registry import family_of
 from shardscope.frameworks.formats.exported import Absent, Exported
-from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.head import resolve_loss
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -44,7 +44,7 @@ FULL_TRAINING: TrainedValues = {
 
 def why_no_train_file(plan: Plan, trained: TrainedValues) -> str | None:
     """Return a sentence that names the first field of ``plan`` outside of ``trained``, or None."""
-    effective = {"Recipe.kernels": plan.kernels, "Recipe.loss": loss_in_force(plan)}
+    effective = {"Recipe.kernels": plan.kernels, "Recipe.loss": resolve_loss(plan)}
     for field, values in trained.items():
         noun, _, name = field.partition(".")
         value = effective[field] if field in effective else getattr(getattr(plan, noun.lower()), name)

@@ -14,7 +14,7 @@ from shardscope.frameworks.limits import (
     check_recipe,
     check_staged,
 )
-from shardscope.memory.activations.modules.attention import fused_attention
+from shardscope.memory.activations.modules.attention import find_fused_attention
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -159,7 +159,7 @@ def check_context(plan: Plan) -> None:
             f"{', '.join(RING_FAMILIES)} with cp > 1: others' attention was never seen in torch's ring",
             {"cp": 1},
         )
-    if fused_attention(plan) == "none":
+    if find_fused_attention(plan) == "none":
         refuse(
             "Recipe.precision",
             recipe.precision,

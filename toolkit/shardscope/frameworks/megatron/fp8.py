@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import map_distinct
-from shardscope.memory.activations.modules.attention import widths
-from shardscope.memory.state.stages import layers_by_kind, rank_shapes
+from shardscope.memory.activations.modules.attention import get_attention_widths
+from shardscope.memory.state.stages import count_layers_by_kind, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -53,7 +53,7 @@ def weight_copies(plan: Plan, stage: Stage) -> Any:
         return 0
     arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
     numel: Any = 0
-    for moe, layers in layers_by_kind(arch, stage):
+    for moe, layers in count_layers_by_kind(arch, stage):
         each = map_distinct(
             lambda tp, expert_tp, ep, moe=moe: _layer_matrices(arch, moe, tp, expert_tp, ep),
             degrees.tp,
@@ -69,12 +69,12 @@ def _layer_matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int, ep: 
     """Return the elements of one layer's matmul weights on one rank, without the router's."""
     dense = sum(
         shape.rows * shape.columns
-        for shape in rank_shapes(arch, moe, tp, ep)
+        for shape in list_rank_shapes(arch, moe, tp, ep)
         if shape.columns > 1 and shape.group not in ("experts", "router")
     )
     experts = sum(
         shape.copies * shape.rows * shape.columns
-        for shape in rank_shapes(arch, moe, expert_tp, ep)
+        for shape in list_rank_shapes(arch, moe, expert_tp, ep)
         if shape.columns > 1 and shape.group == "experts"
     )
     return dense + experts
@@ -101,7 +101,7 @@ def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int,
             {"precision": "bf16-mixed"},
         )
     # Output sizes must be multiples too: the rows of a weight are the columns of the next matmul's input.
-    inner = [arch.intermediate_size, widths(arch).output]
+    inner = [arch.intermediate_size, get_attention_widths(arch).output]
     if arch.mixture_of_experts is not None:
         inner.append(arch.mixture_of_experts.moe_intermediate_size)
     if arch.hidden_size % _COLUMNS or any(size % (_COLUMNS * tp) for size in inner):

@@ -17,20 +17,20 @@ from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import (
+    compute_saved_scores,
+    get_attention_widths,
     has_one_key_head,
     is_eager,
-    scores_per_token,
-    widths,
 )
-from shardscope.memory.activations.modules.decoder import mlp_copies
-from shardscope.memory.activations.modules.experts import expert_tensors
-from shardscope.memory.activations.modules.saved import stream_readers
+from shardscope.memory.activations.modules.decoder import count_mlp_copies
+from shardscope.memory.activations.modules.experts import list_expert_tensors
+from shardscope.memory.activations.modules.saved import list_stream_readers
 from shardscope.memory.report import Phase, Term
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.memory.activations.modules.saved import Modules
-    from shardscope.memory.layer_order import Order
+    from shardscope.memory.layer_order import LayerOrder
 
 
 class LayerBackward(NamedTuple):
@@ -52,7 +52,7 @@ class LayerBackward(NamedTuple):
     are not materialized, and in a dense layer, whose ``inside`` includes them."""
 
 
-class Backward(NamedTuple):
+class StageBackward(NamedTuple):
     """Bytes on one rank during backward, one micro-batch."""
 
     layers: int
@@ -72,13 +72,13 @@ class Backward(NamedTuple):
     """Logits and their gradients at the backward of the loss."""
     explain_layers: Callable[[], str]
     """Returns the formula and source of the layers' saved activations."""
-    find_order: Callable[[], Order]
+    find_order: Callable[[], LayerOrder]
     """Returns the layers one by one, for frameworks that treat layers differently."""
-    find_fullest: Callable[[], FullestLayer]
+    find_fullest: Callable[[], LargestLayer]
     """Returns the largest layer, for frameworks that use it for all layers."""
 
 
-class FullestLayer(NamedTuple):
+class LargestLayer(NamedTuple):
     """The layer with the largest backward peak. Bytes on one rank, one micro-batch."""
 
     saved: int
@@ -106,7 +106,7 @@ class PeakTerms(NamedTuple):
 
 
 @dataclass(slots=True)
-class Peak:
+class PeakCandidate:
     """One peak candidate in forward or backward, with the framework's own state. Bytes on one rank.
 
     Bytes are plain numbers and terms are built lazily, because most candidates only need their sum. About two
@@ -133,20 +133,20 @@ class Peak:
         gradients: Term,
         logits: Term | None = None,
         phase: Phase = "backward",
-    ) -> Peak:
+    ) -> PeakCandidate:
         """Build a peak candidate from terms."""
         terms = PeakTerms(activations, gather, gradients)
         return cls(fraction, activations[0], gather[0], gradients[0], lambda: terms, logits, phase)
 
 
-def places(deepest: Any) -> list[Any]:
+def list_candidate_depths(deepest: Any) -> list[Any]:
     """Return the numbers of layers that backward has passed at its peak candidates: 0, 1 and ``deepest``."""
     found = [0, minimum(1, deepest), deepest]
     return found if is_array(deepest) else sorted(set(found))
 
 
 @lru_cache(maxsize=4096)
-def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
+def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
     """Return the bytes of one layer's backward, dense or MoE, for its attention implementation."""
     c, hidden = modules.compute, arch.hidden_size
     stream = hidden * modules.stream
@@ -159,24 +159,26 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         # cast.
         weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
-        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)
         inside = stream + inner - rows * hidden * width
         # After the backward of the experts and their norm, eager attention may need more.
-        scores = _score_gradients(arch, modules)
+        scores = _compute_score_gradients(arch, modules)
         core = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
         return LayerBackward(inside, stream, stream + both - saved, stream + weighted, core)
-    inner = arch.intermediate_size * (c * inner_gradients(arch, modules) - dropped_mask(arch, modules))
-    inside = stream + max(inner, _scores(arch, modules))
+    inner = arch.intermediate_size * (
+        c * count_inner_gradients(arch, modules) - compute_dropped_mask(arch, modules)
+    )
+    inside = stream + max(inner, _compute_attention_excess(arch, modules))
     return LayerBackward(inside, stream, inside, inside, 0)
 
 
-def dropped_mask(arch: Architecture, modules: Modules) -> int:
+def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
     """Return bytes per element of the down projection's adapter dropout mask, which is freed by then."""
     return int(modules.adapter_dropout and modules.on_gpu and names_of(arch).down in (modules.targets or ()))
 
 
-def inner_gradients(arch: Architecture, modules: Modules) -> int:
+def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
     if not arch.gated_mlp:
         product = modules.inner_copies(names_of(arch).down)
@@ -196,14 +198,14 @@ def inner_gradients(arch: Architecture, modules: Modules) -> int:
     return 2 if modules.inner_copies("down_proj") else 3
 
 
-def _scores(arch: Architecture, modules: Modules) -> int:
+def _compute_attention_excess(arch: Architecture, modules: Modules) -> int:
     """Return the bytes of unfused attention's backward: gradients of probabilities, softmax and soft cap."""
-    if not scores_per_token(arch, modules):
+    if not compute_saved_scores(arch, modules):
         return 0
-    scores = _score_gradients(arch, modules)
+    scores = _compute_score_gradients(arch, modules)
     c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
     if is_eager(arch, modules):
-        return max(0, scores - _behind_attention(arch, modules))
+        return max(0, scores - _compute_freed_after_attention(arch, modules))
     if has_one_key_head(arch):
         # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
         return max(0, scores - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
@@ -211,9 +213,9 @@ def _scores(arch: Architecture, modules: Modules) -> int:
     return max(0, scores - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
 
 
-def _score_gradients(arch: Architecture, modules: Modules) -> int:
+def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token of the gradients of attention scores alive at once; 0 for a fused kernel."""
-    if not scores_per_token(arch, modules):
+    if not compute_saved_scores(arch, modules):
         return 0
     each = arch.num_attention_heads * modules.seq_len
     if family_of(arch).has_attention_sinks:
@@ -223,17 +225,17 @@ def _score_gradients(arch: Architecture, modules: Modules) -> int:
     return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
 
 
-def _behind_attention(arch: Architecture, modules: Modules) -> int:
+def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:
     """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
     c, hidden = modules.compute, arch.hidden_size
     normed = FP32 if family_of(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
-    copies = modules.stream_copies(*stream_readers(arch)[1]) * hidden * c
-    output = modules.inner_copies(names_of(arch).output) * widths(arch).output * c
-    return mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output
+    copies = modules.stream_copies(*list_stream_readers(arch)[1]) * hidden * c
+    output = modules.inner_copies(names_of(arch).output) * get_attention_widths(arch).output * c
+    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output
 
 
-def final_norm(arch: Architecture, modules: Modules) -> int:
+def compute_final_norm(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token at the final norm's backward, on top of its saved tensors."""
     if arch.norm == "layernorm" or modules.kernels == "liger":
         return arch.hidden_size * modules.normed
@@ -241,14 +243,14 @@ def final_norm(arch: Architecture, modules: Modules) -> int:
     return arch.hidden_size * (4 * FP32)
 
 
-def norm_before_head(arch: Architecture, modules: Modules, head_input: int) -> int:
+def compute_norm_after_head(arch: Architecture, modules: Modules, head_input: int) -> int:
     """Return bytes per token at the final norm's backward, after the head's.
 
     The head has freed ``head_input`` bytes per token by then. A trained RMSNorm has also freed its normalized
     output when the gradient of x^2 is computed.
     """
     if not modules.trained or modules.kernels != "transformers":
-        return final_norm(arch, modules)
+        return compute_final_norm(arch, modules)
     if arch.norm == "layernorm":
         return arch.hidden_size * 2 * modules.stream - head_input
     normed = FP32 if family_of(arch).scales_before_cast else modules.stream

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32, HALF
-from shardscope.memory.state.lora import first_layer
+from shardscope.memory.state.lora import find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -21,7 +21,7 @@ CAST = 2 * FP32 + 1
 """Bytes per element during a cast."""
 
 
-def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
+def compute_linear_working(tokens: Any, out: Any, inner: Any) -> Any:
     """Return the peak bytes of one Linear's backward, on top of its saved input and its output's gradient.
 
     The maximum of three points: the weight's cast, with the cast gradient; the second cast of the gradient,
@@ -33,12 +33,14 @@ def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
     return maximum(gradient + CAST * weight, last)
 
 
-def layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
-    """Return the maximum of :func:`linear_working` over one layer's Linears; fused experts stay in bf16."""
-    return maximum(*(linear_working(tokens, out, inner) for out, inner in _shapes(architecture, moe)))
+def compute_layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
+    """Return the maximum over one layer's Linears; fused experts stay in bf16."""
+    return maximum(
+        *(compute_linear_working(tokens, out, inner) for out, inner in _list_shapes(architecture, moe))
+    )
 
 
 @lru_cache(maxsize=1024)
-def _shapes(architecture: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
-    linears = architecture.layer_linears(first_layer(architecture, moe))
+def _list_shapes(architecture: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
+    linears = architecture.layer_linears(find_first_layer(architecture, moe))
     return tuple(dict.fromkeys((out, inner) for _, (out, inner) in linears))

@@ -15,22 +15,25 @@ from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
-    fused_attention,
+    find_fused_attention,
+    find_window_layers,
     is_eager,
-    layers_with_windows,
-    masked,
+    passes_mask,
 )
-from shardscope.memory.activations.modules.compiled import compiled_again, compiled_layer
-from shardscope.memory.activations.modules.decoder import decoder_layer
-from shardscope.memory.activations.modules.first_layer import unsaved_in_first_layer
-from shardscope.memory.activations.modules.gpt2 import gpt2_layer
+from shardscope.memory.activations.modules.compiled import (
+    compute_compiled_recomputation,
+    list_compiled_tensors,
+)
+from shardscope.memory.activations.modules.decoder import list_decoder_tensors
+from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
+from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
 from shardscope.memory.activations.modules.known import check_known
-from shardscope.memory.activations.modules.layernorm import casts_norms, layernorm_layer, norms_are_upcast
-from shardscope.memory.activations.modules.liger import liger_edge, liger_layer
-from shardscope.memory.activations.modules.megatron import megatron_layer, megatron_selective
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.activations.modules.selective import held_by_products, selective_layer
-from shardscope.memory.state.lora import adapter_targets, first_layer
+from shardscope.memory.activations.modules.layernorm import casts_norms, list_layernorm_tensors, upcasts_norms
+from shardscope.memory.activations.modules.liger import compute_liger_final_norm, list_liger_tensors
+from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.selective import compute_int8_inputs, list_selective_tensors
+from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -51,7 +54,7 @@ class LayerActivations(NamedTuple):
     """Bytes that backward recomputes or fetches before the layer's backward starts."""
 
 
-def modules_of(plan: Plan) -> Modules:
+def find_modules(plan: Plan) -> Modules:
     """Return the modules that a plan runs. Raise ``ValueError`` for a family with unknown activations."""
     check_known(plan.architecture)
     recipe = plan.recipe
@@ -64,25 +67,25 @@ def modules_of(plan: Plan) -> Modules:
         autocast=autocast,
         compute=widths[recipe.precision].compute,
         seq_len=recipe.seq_len,
-        targets=adapter_targets(plan.architecture, recipe) if lora else None,
+        targets=find_adapter_targets(plan.architecture, recipe) if lora else None,
         adapter_rank=recipe.adapter_rank if lora else 0,
         adapter_dropout=lora and recipe.lora_dropout > 0,
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
         attention=recipe.attention,
-        fused_attention=fused_attention(plan),
+        fused_attention=find_fused_attention(plan),
         broadcasts_views=all_true(broadcasts_views(plan.architecture, recipe.micro_batch_size)),
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         int8_base=recipe.base_quantization == "int8",
         eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
-        upcasts_norms=autocast and plan.on_gpu and norms_are_upcast(plan.architecture),
+        upcasts_norms=autocast and plan.on_gpu and upcasts_norms(plan.architecture),
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs and uses_linear,
     )
 
 
 @lru_cache(maxsize=4096)
-def layer_activations(
+def compute_layer_activations(
     architecture: Architecture,
     moe: bool,
     modules: Modules,
@@ -102,7 +105,9 @@ def layer_activations(
         modules = modules._replace(joins_by_heads=True)
     if modules.windowed is None and _mixes_windows(architecture, modules):
         inside, outside = (
-            layer_activations(architecture, moe, modules._replace(windowed=windowed), recompute, tp, cut)
+            compute_layer_activations(
+                architecture, moe, modules._replace(windowed=windowed), recompute, tp, cut
+            )
             for windowed in (True, False)
         )
         layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
@@ -113,7 +118,7 @@ def layer_activations(
         return mean._replace(
             recomputed=max(inside.recomputed, outside.recomputed),
         )
-    saved = saved_tensors(architecture, moe, modules)
+    saved = list_saved_tensors(architecture, moe, modules)
     parts = {
         "tp": tp,
         "key_value_heads": min(tp, architecture.num_key_value_heads),
@@ -121,7 +126,7 @@ def layer_activations(
         "whole": 1,
     }
 
-    def on_rank(tensors: tuple[Saved, ...], *operators: str) -> int:
+    def on_rank(tensors: tuple[SavedTensor, ...], *operators: str) -> int:
         return sum(
             -(-tensor.bytes_per_token // parts[tensor.cut_by])
             for tensor in tensors
@@ -134,32 +139,38 @@ def layer_activations(
     if recompute == "full":
         kept = stream
     elif recompute == "selective":
-        kept = on_rank(kept_by_selective(architecture, moe, modules))
+        kept = on_rank(list_kept_by_selective(architecture, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
         # On a CPU rank nothing is freed: the offloaded tensors stay in the same memory.
         kept = 0
-    kept += held_by_products(architecture, moe, modules, recompute)
+    kept += compute_int8_inputs(architecture, moe, modules, recompute)
     return LayerActivations(
         norms=on_rank(saved, "norms"),
         attention=on_rank(saved, "attention"),
         mlp=on_rank(saved, "mlp", "experts"),
         saved=kept,
         offloaded=everything if kept == 0 else 0,
-        recomputed=max(0, everything + kept_apart(architecture, moe, modules, recompute, stream) - kept),
+        recomputed=max(
+            0,
+            everything + compute_kept_for_recomputation(architecture, moe, modules, recompute, stream) - kept,
+        ),
     )
 
 
-def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int) -> int:
+def compute_kept_for_recomputation(
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int
+) -> int:
     """Return bytes per token kept by recomputation that the recomputed layer does not save itself.
 
     These are the layer's input, if its first norm saves an fp32 copy instead; and the last matmul's output,
     which is not recomputed: recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's
-    early stop), unless a norm after it saves it. For ``compiled`` kernels see :func:`compiled_again`.
+    early stop), unless a norm after it saves it.
+    For ``compiled`` kernels see :func:`compute_compiled_recomputation`.
     """
     if recompute not in ("full", "selective"):
         return 0
     if modules.kernels == "compiled":
-        return compiled_again(arch, modules)
+        return compute_compiled_recomputation(arch, modules)
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
     if family_of(arch).is_post_norm:  # projections read the input without a norm
@@ -170,7 +181,7 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
     only_before = arch.norms_per_layer <= 2 and not family_of(arch).is_post_norm
     if recompute == "selective" and ends_dense and only_before:
         apart += arch.hidden_size * modules.compute
-    return apart + held_by_products(arch, moe, modules, recompute)
+    return apart + compute_int8_inputs(arch, moe, modules, recompute)
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
@@ -183,40 +194,44 @@ def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tuple[Saved, ...]:
+def list_saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tuple[SavedTensor, ...]:
     """Return every tensor that one decoder layer saves with ``recompute="none"``."""
     if modules.kernels == "megatron":
-        return tuple(megatron_layer(architecture, moe, modules))
+        return tuple(list_megatron_tensors(architecture, moe, modules))
     if modules.kernels == "liger":
-        tensors = liger_layer(architecture, modules)
+        tensors = list_liger_tensors(architecture, modules)
     elif modules.kernels == "compiled":
-        tensors = compiled_layer(architecture, modules)
+        tensors = list_compiled_tensors(architecture, modules)
     elif family_of(architecture).projections == "conv1d":
-        tensors = gpt2_layer(architecture, modules)
+        tensors = list_gpt2_tensors(architecture, modules)
     elif architecture.norm == "layernorm":
-        tensors = layernorm_layer(architecture, modules)
+        tensors = list_layernorm_tensors(architecture, modules)
     else:
-        tensors = decoder_layer(architecture, moe, modules)
-    return (*tensors, *_adapter_tensors(architecture, moe, modules), *_wide_branches(architecture, modules))
+        tensors = list_decoder_tensors(architecture, moe, modules)
+    return (
+        *tensors,
+        *_list_adapter_tensors(architecture, moe, modules),
+        *_list_wide_branches(architecture, modules),
+    )
 
 
-def _wide_branches(arch: Architecture, modules: Modules) -> list[Saved]:
+def _list_wide_branches(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return the extra bytes of a quantized MLP under autocast: its outputs have the norm's wider dtype."""
     if not (modules.quantized and modules.autocast):
         return []
     branches = 3 if arch.gated_mlp else 1
-    return [Saved("mlp", branches * arch.intermediate_size * (modules.normed - modules.compute), "tp")]
+    return [SavedTensor("mlp", branches * arch.intermediate_size * (modules.normed - modules.compute), "tp")]
 
 
 @lru_cache(maxsize=4096)
-def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int:
+def compute_weight_casts(architecture: Architecture, moe: bool, modules: Modules) -> int:
     """Return the bytes of autocast's half-precision copies of one layer's trained matrices.
 
     Routed experts have none. With adapters, only the adapters are in fp32.
     """
     if not modules.autocast:
         return 0
-    layer = first_layer(architecture, moe)
+    layer = find_first_layer(architecture, moe)
     if modules.targets is not None:
         linears = architecture.layer_linears(layer)
         adapted = sum(sum(shape) for target, shape in linears if target in modules.targets)
@@ -225,7 +240,7 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
     return sum(count for group, count in matrices.items() if group != "experts") * modules.compute
 
 
-def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
+def count_weight_casts(modules: Modules, recompute: str) -> tuple[int, int]:
     """Return how many sets of these copies exist after a layer's forward, and how many in backward.
 
     Autocast's cache keeps them until its context exits, and autograd keeps those it needs. On a CPU rank,
@@ -236,7 +251,9 @@ def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def masks_kept(architecture: Architecture, modules: Modules, recompute: str, interval: int = 1) -> int:
+def compute_kept_masks(
+    architecture: Architecture, modules: Modules, recompute: str, interval: int = 1
+) -> int:
     """Return the bytes per token of attention masks kept as inputs of recomputed layers, once for all layers.
 
     One mask for layers with a window and one for those without, if any recomputed layer uses it
@@ -245,30 +262,30 @@ def masks_kept(architecture: Architecture, modules: Modules, recompute: str, int
     """
     if recompute not in ("full", "selective") or modules.kernels == "megatron":
         return 0
-    windows = layers_with_windows(architecture.num_hidden_layers, architecture.sliding_window_layers)
+    windows = find_window_layers(architecture.num_hidden_layers, architecture.sliding_window_layers)
     again = windows[::interval]
     if is_eager(architecture, modules):
         return len(set(again)) * modules.seq_len * modules.stream
     needed = any(again) or not any(windows)  # Falcon needs one without windows
-    return modules.seq_len if needed and masked(architecture, modules) else 0
+    return modules.seq_len if needed and passes_mask(architecture, modules) else 0
 
 
 @lru_cache(maxsize=4096)
-def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut: int) -> int:
+def compute_unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut: int) -> int:
     """Return the bytes per token that the first layer does not save under adapters: no gradient passes it."""
     parts = {"tp": tp, "sequence": cut}
     return sum(
         -(-tensor.bytes_per_token // parts[tensor.cut_by])
-        for tensor in unsaved_in_first_layer(architecture, modules)
+        for tensor in list_unsaved_in_first_layer(architecture, modules)
     )
 
 
 @lru_cache(maxsize=4096)
-def edge_activations(architecture: Architecture, modules: Modules) -> int:
+def compute_final_norm_saved(architecture: Architecture, modules: Modules) -> int:
     """Return the bytes per token saved by the final norm, without the head's input."""
     hidden = architecture.hidden_size
     if modules.kernels == "liger":
-        return liger_edge(architecture, modules)
+        return compute_liger_final_norm(architecture, modules)
     if architecture.norm == "layernorm":
         number = modules.compute if casts_norms(architecture, modules) else modules.normed
         return hidden * number + 2 * FP32
@@ -276,7 +293,7 @@ def edge_activations(architecture: Architecture, modules: Modules) -> int:
     return hidden * FP32 + FP32 + hidden * normed * modules.trained
 
 
-def head_input(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
+def compute_head_input(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
     """Return the bytes per token of the head's saved input, never sharded by sequence parallelism.
 
     A fused loss saves gradients instead (memory/activations/head.py), a chunked loss its input.
@@ -287,24 +304,26 @@ def head_input(architecture: Architecture, modules: Modules, loss: str = "full")
 
 
 @lru_cache(maxsize=4096)
-def kept_by_selective(architecture: Architecture, moe: bool, modules: Modules) -> tuple[Saved, ...]:
+def list_kept_by_selective(
+    architecture: Architecture, moe: bool, modules: Modules
+) -> tuple[SavedTensor, ...]:
     """Return every tensor that one decoder layer keeps with ``recompute="selective"``."""
     if modules.kernels == "megatron":
-        return tuple(megatron_selective(architecture, moe, modules))
-    return tuple(selective_layer(architecture, moe, modules))
+        return tuple(list_megatron_selective(architecture, moe, modules))
+    return tuple(list_selective_tensors(architecture, moe, modules))
 
 
-def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+def _list_adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[SavedTensor]:
     """Return the saved inputs of the adapters' second matrices, and what adapter dropout adds."""
     if modules.targets is None:
         return []
-    linears = arch.layer_linears(first_layer(arch, moe))
+    linears = arch.layer_linears(find_first_layer(arch, moe))
     adapted = [(target, shape[1]) for target, shape in linears if target in modules.targets]
     narrow = len(adapted) * modules.adapter_rank * (FP32 if modules.int8_base else modules.compute)
-    return [Saved("attention", narrow + _dropped_inputs(arch, modules, adapted), "sequence")]
+    return [SavedTensor("attention", narrow + _compute_dropped_inputs(arch, modules, adapted), "sequence")]
 
 
-def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
+def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
     """Return the bytes per token added by dropout before adapters: masks, and inputs no longer shared.
 
     A mask takes a byte per element on a GPU, a full number on a CPU. If inputs are cast, each adapter has its
@@ -326,7 +345,7 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
     copies = sum(inner for _, inner in adapted) * c
     if modules.keeps_frozen_inputs:
         return masks + copies
-    for readers in stream_readers(arch):
+    for readers in list_stream_readers(arch):
         copies -= modules.stream_copies(*readers) * arch.hidden_size * c
     product = (names_of(arch).down, arch.intermediate_size)
     copies -= adapted.count(product) * arch.intermediate_size * c

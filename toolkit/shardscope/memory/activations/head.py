@@ -8,7 +8,7 @@ from shardscope.core.number_format import count
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.logits import Logits, logits_per_token
+from shardscope.memory.activations.logits import Logits, compute_logits_per_token
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ LOSS_CHUNK_TOKENS = 1024
 """Tokens per chunk of logits with ``loss="chunked"`` (training/model/loss.py)."""
 
 
-def loss_in_force(plan: Plan) -> str:
+def resolve_loss(plan: Plan) -> str:
     """Return the loss that a plan runs: the recipe's, or its kernels' default."""
     return plan.recipe.loss or ("fused" if plan.kernels == "liger" else "full")
 
 
-def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool = False) -> Logits:
+def compute_chunked_loss(
+    tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool = False
+) -> Logits:
     """Return the bytes of a chunked head and loss, recomputed in backward.
 
     Forward: one chunk's fp32 logits and log-softmax. Backward with several chunks: these, the logits'
@@ -46,23 +48,23 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
     return Logits(chunk * vocab * 2 * FP32, maximum(inside, where(several, between, once)))
 
 
-def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
+def compute_fused_loss(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
     """Return the bytes of Liger's fused linear cross-entropy (liger-kernel 0.8).
 
     Source: ops/fused_linear_cross_entropy.py. Forward already computes the gradients of its input and of the
     head's weight, in their own dtypes; logits exist for one chunk of tokens at a time, with as many bytes as
     the input.
     """
-    chunk = minimum(_next_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
+    chunk = minimum(_round_up_to_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
     kept = hidden * modules.stream * (tokens + vocab * modules.trained)
     return Logits(chunk * vocab * modules.compute + kept, kept)
 
 
-def _next_power_of_2(number: Any) -> Any:
+def _round_up_to_power_of_2(number: Any) -> Any:
     return map_distinct(lambda number: 1 << (number - 1).bit_length(), number)
 
 
-def head_terms(
+def compute_logits_terms(
     plan: Plan, modules: Modules, tokens: Any, is_last: Any, vocab: Any = None
 ) -> tuple[Term, Term]:
     """Return logits and loss at the end of forward and at the start of backward; 0 but on the last stage.
@@ -71,23 +73,23 @@ def head_terms(
     """
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
-    loss, hidden = loss_in_force(plan), plan.architecture.hidden_size
+    loss, hidden = resolve_loss(plan), plan.architecture.hidden_size
     capped = family_of(plan.architecture).has_softcapping
     if loss == "full":
-        each = logits_per_token(
+        each = compute_logits_per_token(
             vocab, modules.kernels, modules.compute, capped, parallel=plan.layout.splits_sequence
         )
         found = Logits(tokens * each.forward, tokens * each.backward)
     elif loss == "fused":
-        found = fused(tokens, vocab, hidden, modules)
+        found = compute_fused_loss(tokens, vocab, hidden, modules)
     else:
-        found = chunked(tokens, vocab, hidden, modules, capped)
+        found = compute_chunked_loss(tokens, vocab, hidden, modules, capped)
 
     def words(num_bytes: int, when: str) -> str:
         if not is_last:
             return "only the last pipeline stage has the head"
         if loss != "full":
-            return f"{count(tokens, 'token')}, {vocab:,} vocabulary · {_SPARING[loss]}"
+            return f"{count(tokens, 'token')}, {vocab:,} vocabulary · {_OTHER_LOSSES[loss]}"
         return (
             f"{count(tokens, 'token')} × {vocab:,} vocabulary × {num_bytes // (tokens * vocab)} bytes {when} "
             f"· {modules.kernels} loss: logits, fp32 copies, gradient"
@@ -99,7 +101,7 @@ def head_terms(
     )
 
 
-_SPARING = {
+_OTHER_LOSSES = {
     "fused": "gradients of the head's input and weight, and a chunk of logits (liger-kernel 0.8)",
     "chunked": f"logits of {LOSS_CHUNK_TOKENS:,} tokens at a time, computed again in backward",
 }

@@ -14,7 +14,7 @@ class Logits(NamedTuple):
     backward: Any
 
 
-def logits_per_token(
+def compute_logits_per_token(
     vocab: Any, kernels: str, compute: Any, capped: bool = False, parallel: Any = False
 ) -> Logits:
     """Return the bytes of one token's logits on the rank that has the head.

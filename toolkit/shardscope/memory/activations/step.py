@@ -10,29 +10,29 @@ from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, mi
 from shardscope.families.parameter_names import attention_inputs
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.backward import (
-    Backward,
-    FullestLayer,
-    final_norm,
-    layer_backward,
-    norm_before_head,
+    LargestLayer,
+    StageBackward,
+    compute_final_norm,
+    compute_layer_backward,
+    compute_norm_after_head,
 )
-from shardscope.memory.activations.float8 import layer_working
+from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     LayerActivations,
-    cast_weights,
-    casts_in_forward,
-    edge_activations,
-    head_input,
-    layer_activations,
-    masks_kept,
-    unsaved_at_start,
+    compute_final_norm_saved,
+    compute_head_input,
+    compute_kept_masks,
+    compute_layer_activations,
+    compute_unsaved_at_start,
+    compute_weight_casts,
+    count_weight_casts,
 )
-from shardscope.memory.activations.head import head_terms, loss_in_force
+from shardscope.memory.activations.head import compute_logits_terms, resolve_loss
 from shardscope.memory.activations.modules.attention import is_eager
-from shardscope.memory.layer_order import order_of
+from shardscope.memory.layer_order import build_layer_order
 from shardscope.memory.report import Term
-from shardscope.memory.state.quantization import largest_matrix
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.state.quantization import find_largest_matrix
+from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 
-class Kind(NamedTuple):
+class LayersOfKind(NamedTuple):
     """Layers of one kind on a stage, with the same recomputation."""
 
     num_layers: int
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     recompute: str
 
 
-class StageStep:
+class TransformersActivations:
     """Activations of one stage's micro-batches, in forward and backward."""
 
     def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
@@ -59,7 +59,7 @@ class StageStep:
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         """Number of shards of the residual stream."""
         self.kinds = self._kinds()
-        self.num_chunks, self.chunks = in_flight(plan, stage.number)
+        self.num_chunks, self.chunks = count_in_flight(plan, stage.number)
         saved = sum([kind.num_layers * kind.each.saved for kind in self.kinds])
         self.saved = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks
         """Bytes of all layers' activations, of all micro-batches in flight."""
@@ -82,7 +82,7 @@ class StageStep:
 
     def _explain_layers(self) -> str:
         parts = " + ".join(
-            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_layer_words(kind)})"
+            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_explain_layer(kind)})"
             for kind in self.kinds
             if kind.num_layers
         )
@@ -96,12 +96,12 @@ class StageStep:
 
     def logits(self) -> tuple[Term, Term]:
         """Return logits and loss at the end of forward and at the start of backward."""
-        return head_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
+        return compute_logits_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
 
-    def backward(self, logits: Term) -> Backward:
+    def backward(self, logits: Term) -> StageBackward:
         """Return the bytes that autograd holds during the stage's backward."""
         arch, stage, tokens = self.plan.architecture, self.stage, self.tokens
-        return Backward(
+        return StageBackward(
             layers=self.saved + self.start,
             edges=self.end,
             cast=self._autocast_copies()[1],
@@ -110,17 +110,17 @@ class StageStep:
             norm=stage.is_last * tokens * self._in_norm(),
             logits=logits,
             explain_layers=self._explain_layers,
-            find_order=lambda: order_of(self),
+            find_order=lambda: build_layer_order(self),
             find_fullest=self._fullest_layer,
         )
 
-    def _fullest_layer(self) -> FullestLayer:
+    def _fullest_layer(self) -> LargestLayer:
         arch, modules, stage, tokens = self.plan.architecture, self.modules, self.stage, self.tokens
         layer, tp = self._fullest(), self.plan.degrees.tp
         # Layers with experts come last, and so first in backward.
-        own = layer_backward(arch, layers_by_kind(arch, stage)[-1][0], modules)
+        own = compute_layer_backward(arch, count_layers_by_kind(arch, stage)[-1][0], modules)
         if 0 < arch.num_moe_layers < arch.num_hidden_layers:
-            own = where(stage.num_moe_layers > 0, own, layer_backward(arch, False, modules))
+            own = where(stage.num_moe_layers > 0, own, compute_layer_backward(arch, False, modules))
         dequantised, float8 = self.dequantised(), self._float8()
 
         def inside(num_bytes: Any) -> Any:
@@ -128,7 +128,7 @@ class StageStep:
             rest = ceil_div(num_bytes - own.stream, tp)
             return tokens * (ceil_div(own.stream, self.cut) + rest + layer.recomputed) + dequantised
 
-        return FullestLayer(
+        return LargestLayer(
             saved=tokens * layer.saved,
             inside=maximum(
                 inside(own.inside),
@@ -160,34 +160,36 @@ class StageStep:
         away = sum(kind.num_layers * kind.each.offloaded for kind in self.kinds)
         casts = 0
         if modules.autocast:
-            moved = zip(self.kinds, layers_by_kind(arch, self.stage), strict=False)
-            casts = sum(kind.num_layers * cast_weights(arch, moe, modules) for kind, (moe, _) in moved)
+            moved = zip(self.kinds, count_layers_by_kind(arch, self.stage), strict=False)
+            casts = sum(
+                kind.num_layers * compute_weight_casts(arch, moe, modules) for kind, (moe, _) in moved
+            )
         found: int = ceil_div(self.tokens * away, self.num_chunks) * self.chunks + casts
         return found
 
-    def _kinds(self) -> list[Kind]:
+    def _kinds(self) -> list[LayersOfKind]:
         """Return the layers of each kind on the stage, recomputed or offloaded ones first.
 
         Every ``recompute_interval``-th layer of the stage is recomputed, its first one included; dense layers
         come before those with experts.
         """
         recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
-        present = layers_by_kind(self.plan.architecture, self.stage)
+        present = count_layers_by_kind(self.plan.architecture, self.stage)
         if recompute == "none" or interval == 1:
-            return [Kind(layers, self.layer(moe, recompute), recompute) for moe, layers in present]
+            return [LayersOfKind(layers, self.layer(moe, recompute), recompute) for moe, layers in present]
         chosen, plain, before, chosen_before = [], [], 0, 0
         for moe, layers in present:
             before = before + layers
             recomputed = ceil_div(before, interval) - chosen_before
             chosen_before = chosen_before + recomputed
-            chosen.append(Kind(recomputed, self.layer(moe, recompute), recompute))
-            plain.append(Kind(layers - recomputed, self.layer(moe, "none"), "none"))
+            chosen.append(LayersOfKind(recomputed, self.layer(moe, recompute), recompute))
+            plain.append(LayersOfKind(layers - recomputed, self.layer(moe, "none"), "none"))
         return chosen + plain
 
     def layer(self, moe: bool, recompute: str) -> LayerActivations:
         """Return the activations of one layer of a kind."""
         arch, modules = self.plan.architecture, self.modules
-        of_one = partial(layer_activations, arch, moe, modules, recompute)
+        of_one = partial(compute_layer_activations, arch, moe, modules, recompute)
         in_parts = self.plan.layout.joins_attention_by_heads
         joins = where(self.plan.degrees.cp > 1, 1, 0) if in_parts else 0
         found: LayerActivations = map_distinct(of_one, self.plan.degrees.tp, self.cut, joins)
@@ -206,16 +208,16 @@ class StageStep:
         if self.plan.recipe.precision != "fp8-mixed":
             return 0
         found: Any = 0
-        for moe, layers in layers_by_kind(self.plan.architecture, self.stage):
+        for moe, layers in count_layers_by_kind(self.plan.architecture, self.stage):
             # Layers with experts come last, and so first in backward.
-            found = where(layers > 0, layer_working(self.plan.architecture, moe, self.tokens), found)
+            found = where(layers > 0, compute_layer_working(self.plan.architecture, moe, self.tokens), found)
         return found
 
     def dequantised(self) -> Any:
         """Return bytes of the largest dequantized matrix, in the compute dtype (bitsandbytes, MatMul4Bit)."""
         if not self.modules.quantized:
             return 0
-        return self.modules.compute * largest_matrix(self.plan.architecture, self.stage)
+        return self.modules.compute * find_largest_matrix(self.plan.architecture, self.stage)
 
     def _start_bytes(self) -> Any:
         """Return bytes per token saved before the layers: its id, and the masks of recomputed layers.
@@ -224,13 +226,13 @@ class StageStep:
         """
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
-            masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
+            masks: Any = compute_kept_masks(arch, modules, recipe.recompute, recipe.recompute_interval)
             if not is_eager(arch, modules) and not family_of(arch).always_passes_mask:
                 # Boolean window masks are the same for all sequences, and exist once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks
         unsaved = map_distinct(
-            lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
+            lambda tp, cut: compute_unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
         )
         return self.stage.is_first * (8 - unsaved)
 
@@ -239,7 +241,7 @@ class StageStep:
         modules = self.modules
         if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
             return 0
-        return self.stage.is_first * modules.compute * _first_adapters(self.plan.architecture, modules)
+        return self.stage.is_first * modules.compute * _count_first_adapters(self.plan.architecture, modules)
 
     def _output(self) -> Any:
         """Return bytes of the final norm's output, returned by the model, unless it is saved anyway."""
@@ -252,16 +254,16 @@ class StageStep:
     def _end_bytes(self) -> Any:
         """Return bytes per token saved after the layers: by the final norm, and the head's input."""
         arch, modules = self.plan.architecture, self.modules
-        norm = ceil_div(edge_activations(arch, modules), self.cut)
-        return norm + head_input(arch, modules, loss_in_force(self.plan))
+        norm = ceil_div(compute_final_norm_saved(arch, modules), self.cut)
+        return norm + compute_head_input(arch, modules, resolve_loss(self.plan))
 
     def _in_norm(self) -> Any:
         """Return bytes per token at the final norm's backward, on top of all saved activations."""
-        arch, modules, loss = self.plan.architecture, self.modules, loss_in_force(self.plan)
-        whole = final_norm(arch, modules)
+        arch, modules, loss = self.plan.architecture, self.modules, resolve_loss(self.plan)
+        whole = compute_final_norm(arch, modules)
         if loss == "fused":
             return ceil_div(whole, self.cut)
-        alone = norm_before_head(arch, modules, head_input(arch, modules, loss))
+        alone = compute_norm_after_head(arch, modules, compute_head_input(arch, modules, loss))
         return where(self.cut > 1, ceil_div(whole, self.cut), alone)
 
     def _autocast_copies(self) -> tuple[Any, Any]:
@@ -276,22 +278,22 @@ class StageStep:
         arch = self.plan.architecture
         head = modules.trained * arch.embedding_parameters
         made = kept = self.stage.is_last * head * modules.compute
-        present = layers_by_kind(arch, self.stage)
+        present = count_layers_by_kind(arch, self.stage)
         # The kinds after the recomputed ones are the same kinds, not recomputed.
         for kind, (moe, _) in zip(self.kinds, (*present, *present), strict=False):
-            casts = kind.num_layers * cast_weights(arch, moe, modules)
-            often, often_kept = casts_in_forward(modules, kind.recompute)
+            casts = kind.num_layers * compute_weight_casts(arch, moe, modules)
+            often, often_kept = count_weight_casts(modules, kind.recompute)
             made, kept = made + often * casts, kept + often_kept * casts
         return made, kept - self._unsaved_copies()
 
 
-def _first_adapters(arch: Architecture, modules: Modules) -> int:
+def _count_first_adapters(arch: Architecture, modules: Modules) -> int:
     """Return the number of weights in the adapters' first matrices that read the model's embeddings."""
     adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
     return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
 
 
-def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
+def count_in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
     """Return a stage's number of model chunks, and of the chunk activations that it holds at once.
 
     1F1B holds pp - stage micro-batches; interleaving more, in chunks of 1/vpp (Narayanan et al. 2021, section
@@ -305,7 +307,7 @@ def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
     return vpp, minimum(where(vpp == 1, plain, interleaved), micro_batches * vpp)
 
 
-def _layer_words(kind: Kind) -> str:
+def _explain_layer(kind: LayersOfKind) -> str:
     layer = kind.each
     if kind.recompute == "none":
         return (

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shardscope.memory.overheads import libraries as overheads
-from shardscope.memory.report import COMPONENTS, Component, Moment
+from shardscope.memory.report import COMPONENTS, Component, PhaseMemory
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-_BESIDE_TENSORS = ("communication", "runtime", "fragmentation")
-TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _BESIDE_TENSORS)
+_OVERHEADS = ("communication", "runtime", "fragmentation")
+TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _OVERHEADS)
 """Components made of tensors."""
 
 
-def allocated_and_freed(moments: Sequence[Moment]) -> int:
+def compute_allocated_and_freed(moments: Sequence[PhaseMemory]) -> int:
     """Return the bytes that one step of a stage allocates and frees, summed over components.
 
     The allocator keeps the blocks of freed tensors, and reuses them only for matching sizes, so each
@@ -32,7 +32,9 @@ def allocated_and_freed(moments: Sequence[Moment]) -> int:
     return found
 
 
-def band(plan: Plan, stages: Iterable[tuple[Sequence[Moment], overheads.Band]]) -> tuple[int, int]:
+def compute_band(
+    plan: Plan, stages: Iterable[tuple[Sequence[PhaseMemory], overheads.Band]]
+) -> tuple[int, int]:
     """Return the peak with the smallest and with the largest library buffers and allocator loss, in bytes.
 
     ``stages`` are each stage's moments and its communicators' buffers. The minimum may be at another phase
@@ -40,9 +42,9 @@ def band(plan: Plan, stages: Iterable[tuple[Sequence[Moment], overheads.Band]]) 
     """
     low = high = peak = 0
     gpu = plan.cluster.gpu
-    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
+    runtime = overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     for moments, communication in stages:
-        held = overheads.fragmentation(allocated_and_freed(moments), plan.on_gpu).high
+        held = overheads.estimate_fragmentation(compute_allocated_and_freed(moments), plan.on_gpu).high
         for moment in moments:
             terms = moment.terms
             lost = terms["fragmentation"].num_bytes if "fragmentation" in terms else 0
@@ -51,4 +53,4 @@ def band(plan: Plan, stages: Iterable[tuple[Sequence[Moment], overheads.Band]]) 
             low = max(low, tensors + communication.low + runtime.low)
             high = max(high, tensors + communication.high + runtime.high + gaps)
             peak = max(peak, moment.total)
-    return low, overheads.on_the_card(high, peak, plan.cluster.usable_bytes_per_gpu, plan.on_gpu)
+    return low, overheads.limit_to_usable(high, peak, plan.cluster.usable_bytes_per_gpu, plan.on_gpu)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, widths
-from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.state.lora import layer_adapters
-from shardscope.memory.state.quantization import frozen_base_bytes
-from shardscope.memory.state.stages import shapes_of, stage_of
+from shardscope.memory.report import Term, zero_term
+from shardscope.memory.state.lora import count_layer_adapters
+from shardscope.memory.state.quantization import compute_frozen_base_bytes
+from shardscope.memory.state.stages import count_stage_weights, find_stage_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -25,34 +25,36 @@ _PACKING_BYTES = 12
 (bitsandbytes 0.50, backends/default/ops.py, ``quantize_4bit``; int8 takes less)."""
 
 
-def is_drawn_in_parts(plan: Plan) -> bool:
+def is_initialized_sharded(plan: Plan) -> bool:
     """Return whether random weights are too large to be initialized whole (see ``HOST_BUILD_BYTES``)."""
     return FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES
 
 
-def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
+def compute_fp32_model(plan: Plan, num_parameters: int, where: str) -> Term:
     """Return host bytes of ``num_parameters`` and their adapters in fp32, as transformers builds them.
 
     The same if every rank loads a checkpoint: safetensors maps the file, whose pages are page cache and no
     rank's memory. CPU ranks train the model in place, which adds nothing.
     """
     if not plan.on_gpu:
-        return no_bytes("CPU ranks train the model where they made it")
-    made = num_parameters + _adapters(plan)
+        return zero_term("CPU ranks train the model where they made it")
+    made = num_parameters + _count_adapters(plan)
     return Term(FP32 * made, lambda: f"{count(made, 'parameter')} × 4 bytes = {gib(FP32 * made)} GiB {where}")
 
 
-def packed(plan: Plan, where: str) -> Term:
+def compute_quantized_model(plan: Plan, where: str) -> Term:
     """Return host bytes of a quantized base, its adapters, and the largest matrix while it is quantized.
 
     transformers' ``from_pretrained`` with a ``BitsAndBytesConfig`` works matrix by matrix too.
     """
     if not plan.on_gpu:
-        return no_bytes("CPU ranks train the model where they made it")
-    (whole,) = shapes_of(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
-    base = frozen_base_bytes(plan, stage_of(plan, whole), widths[plan.recipe.precision].compute)
-    adapters = FP32 * _adapters(plan)
-    one = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _largest_linear(plan)
+        return zero_term("CPU ranks train the model where they made it")
+    (whole,) = find_stage_shapes(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
+    base = compute_frozen_base_bytes(
+        plan, count_stage_weights(plan, whole), widths[plan.recipe.precision].compute
+    )
+    adapters = FP32 * _count_adapters(plan)
+    one = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _find_largest_linear(plan)
     return Term(
         base + adapters + one,
         lambda: (
@@ -62,15 +64,15 @@ def packed(plan: Plan, where: str) -> Term:
     )
 
 
-def _largest_linear(plan: Plan) -> int:
+def _find_largest_linear(plan: Plan) -> int:
     arch = plan.architecture
     layers = {0, arch.num_hidden_layers - 1}
     return max(out * inner for layer in layers for _, (out, inner) in arch.layer_linears(layer))
 
 
-def _adapters(plan: Plan) -> int:
+def _count_adapters(plan: Plan) -> int:
     arch = plan.architecture
     if not plan.recipe.has_adapters:
         return 0
     kinds = ((False, arch.num_hidden_layers - arch.num_moe_layers), (True, arch.num_moe_layers))
-    return sum(layers * layer_adapters(arch, plan.recipe, moe)[0] for moe, layers in kinds if layers)
+    return sum(layers * count_layer_adapters(arch, plan.recipe, moe)[0] for moe, layers in kinds if layers)

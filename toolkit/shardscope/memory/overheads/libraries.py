@@ -66,7 +66,7 @@ class Band(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def communication(group_sizes: tuple[int, ...], vendor: str) -> Band:
+def estimate_communication(group_sizes: tuple[int, ...], vendor: str) -> Band:
     """Return the buffers of one communicator per group of two or more ranks.
 
     ``vendor`` is :attr:`Gpu.vendor`.
@@ -92,7 +92,7 @@ def has_world_group(group_sizes: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def runtime(vendor: str, generation: str | None) -> Band:
+def estimate_runtime(vendor: str, generation: str | None) -> Band:
     """Return one rank's memory before its first tensor.
 
     ``vendor`` is :attr:`Gpu.vendor`, ``generation`` :attr:`Gpu.architecture`.
@@ -103,15 +103,15 @@ def runtime(vendor: str, generation: str | None) -> Band:
     return Band(CONTEXT_AT_LEAST + space, CONTEXT + space, CONTEXT_AT_MOST + space)
 
 
-def fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:
+def estimate_fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:
     """Return the bytes that the caching allocator cannot reuse."""
     if not on_gpu:
         return Band(0, 0, 0)
     high = allocated_and_freed * FRAGMENTATION_HIGH_PERCENT // 100
-    return Band(0, lost_to_gaps(allocated_and_freed), high)
+    return Band(0, compute_fragmentation(allocated_and_freed), high)
 
 
-def on_the_card(high: int, peak: int, usable: int, on_gpu: bool) -> int:
+def limit_to_usable(high: int, peak: int, usable: int, on_gpu: bool) -> int:
     """Return the band's top as a GPU can show it: at most the usable bytes, if the ``peak`` itself fits.
 
     Before the caching allocator fails, it frees every unsplit cached block and retries
@@ -121,6 +121,6 @@ def on_the_card(high: int, peak: int, usable: int, on_gpu: bool) -> int:
     return max(peak, min(high, usable)) if on_gpu and peak <= usable else high
 
 
-def lost_to_gaps(allocated_and_freed: int) -> int:
-    """Return the point estimate of :func:`fragmentation` on a GPU."""
+def compute_fragmentation(allocated_and_freed: int) -> int:
+    """Return the point estimate of :func:`estimate_fragmentation` on a GPU."""
     return allocated_and_freed * FRAGMENTATION_PERCENT // 100

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
-def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ...]:
+def find_adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ...]:
     """Return the adapted projections: the recipe's, or by default all of attention's."""
     if recipe.lora_targets:
         return recipe.lora_targets
@@ -22,30 +22,30 @@ def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ..
     return tuple(target for target, _ in architecture.layer_linears(0) if target in attention)
 
 
-def adapter_parameters(architecture: Architecture, recipe: Recipe) -> int:
+def count_adapter_parameters(architecture: Architecture, recipe: Recipe) -> int:
     """Return trainable weights of all decoder layers: rank x (in + out) for each adapted projection."""
     moe_layers = architecture.num_moe_layers
     kinds = ((False, architecture.num_hidden_layers - moe_layers), (True, moe_layers))
-    return sum(layers * layer_adapters(architecture, recipe, moe)[0] for moe, layers in kinds if layers)
+    return sum(layers * count_layer_adapters(architecture, recipe, moe)[0] for moe, layers in kinds if layers)
 
 
 @lru_cache(maxsize=4096)
-def layer_adapters(
+def count_layer_adapters(
     architecture: Architecture, recipe: Recipe, moe: bool, num_shards: int = 1
 ) -> tuple[int, int]:
     """Return one layer's adapter weights, and the largest shard of them over ``num_shards`` ranks.
 
     A is (rank, in) and B is (out, rank); each is sharded by rows, rounded up.
     """
-    targets, rank = adapter_targets(architecture, recipe), recipe.adapter_rank
+    targets, rank = find_adapter_targets(architecture, recipe), recipe.adapter_rank
     whole = part = 0
-    for target, (out, inner) in architecture.layer_linears(first_layer(architecture, moe)):
+    for target, (out, inner) in architecture.layer_linears(find_first_layer(architecture, moe)):
         if target in targets:
             whole += rank * (inner + out)
             part += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
     return whole, part
 
 
-def first_layer(architecture: Architecture, moe: bool) -> int:
+def find_first_layer(architecture: Architecture, moe: bool) -> int:
     """Return the index of the first decoder layer with (``moe``) or without routed experts."""
     return next(i for i in range(architecture.num_hidden_layers) if architecture.is_moe_layer(i) == moe)

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.ops import ceil_div, map_distinct
-from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.state.lora import adapter_targets, first_layer
-from shardscope.memory.state.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
-from shardscope.memory.state.stages import INPUTS, Stage, outer_tensors, rank_shapes
+from shardscope.memory.report import Term, zero_term
+from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.optimizers import (
+    ELEMENTWISE,
+    TensorState,
+    compute_constant_state,
+    compute_tensor_state,
+)
+from shardscope.memory.state.stages import EMBEDDING_GROUPS, Stage, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -41,7 +46,7 @@ class OptimizerBytes(NamedTuple):
     """Bytes of managed memory, which moves to the host when the GPU is full."""
 
 
-class _Kind(NamedTuple):
+class _OptimizerKind(NamedTuple):
     """The optimizer, its library, and the bytes per trained element."""
 
     optimizer: str
@@ -50,7 +55,7 @@ class _Kind(NamedTuple):
     library: str
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """The part of a model that one rank trains: plain numbers, or arrays of them."""
 
     tp: int
@@ -62,14 +67,16 @@ class _Part(NamedTuple):
     num_moe_layers: int
 
 
-def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, library: str) -> OptimizerBytes:
+def compute_optimizer_bytes(
+    plan: Plan, stage: Stage, width: int, num_shards: int, library: str
+) -> OptimizerBytes:
     """Return the optimizer memory of a rank that keeps 1/``num_shards`` of each tensor's rows, rounded up.
 
     ``width`` is the bytes per trained element; ``library`` the one whose 8-bit AdamW runs on such tensors.
     """
     name, trained = plan.recipe.optimizer, stage.trainable_shard
     degrees = plan.degrees
-    part = _Part(
+    part = _RankPart(
         degrees.tp,
         degrees.ep,
         num_shards,
@@ -82,18 +89,18 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
         state = ELEMENTWISE[name] * width * trained
         return OptimizerBytes(
             Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {WORDS[name]}"),
-            _loop_working(plan, part, width, are_plain=library != "torchao"),
+            _compute_elementwise_working(plan, part, width, are_plain=library != "torchao"),
             0,
         )
-    kind = _Kind(name, width, library)
-    found = _sum(plan, part, kind)
+    kind = _OptimizerKind(name, width, library)
+    found = _sum_tensors(plan, part, kind)
     paged = found.paged if plan.on_gpu else 0
-    state = found.state + found.paged - paged + constant_state(name, library)
+    state = found.state + found.paged - paged + compute_constant_state(name, library)
     working = found.working
     if name == "adafactor":
-        arch, adapted = plan.architecture, _adapted(plan)
+        arch, adapted = plan.architecture, _get_adapter_recipe(plan)
         working = map_distinct(
-            lambda *numbers: _adafactor_working(arch, adapted, kind, _Part(*numbers)), *part
+            lambda *numbers: _compute_adafactor_working(arch, adapted, kind, _RankPart(*numbers)), *part
         )
     elif not plan.on_gpu and name != "muon":
         working = 0
@@ -111,7 +118,7 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
     )
 
 
-def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Term:
+def _compute_elementwise_working(plan: Plan, part: _RankPart, width: int, *, are_plain: bool) -> Term:
     """Return temporaries of elementwise optimizers, such as the decayed gradient of SGD and Lion.
 
     It exists tensor by tensor; SGD on plain GPU tensors has all at once: ``torch._foreach_add`` is the
@@ -120,16 +127,16 @@ def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Te
     """
     name = plan.recipe.optimizer
     if name == "adamw":
-        return no_bytes("fused AdamW updates in place")
+        return zero_term("fused AdamW updates in place")
     if name == "adamw_foreach":
         # All matrices' square roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another
         # group.
-        roots = _sum(plan, part, _Kind("matrices", width, "")).state
+        roots = _sum_tensors(plan, part, _OptimizerKind("matrices", width, "")).state
         return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
-    largest = _sum(plan, part, _Kind(name, width, "")).working
+    largest = _sum_tensors(plan, part, _OptimizerKind(name, width, "")).working
     at_once = name == "sgd" and are_plain and plan.on_gpu
     if at_once:
-        largest = _sum(plan, part, _Kind("matrices", width, "")).state
+        largest = _sum_tensors(plan, part, _OptimizerKind("matrices", width, "")).state
 
     def words() -> str:
         if at_once:
@@ -139,44 +146,55 @@ def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Te
     return Term(largest, words)
 
 
-def _adapted(plan: Plan) -> Recipe | None:
+def _get_adapter_recipe(plan: Plan) -> Recipe | None:
     return plan.recipe if plan.recipe.has_adapters else None
 
 
-def _sum(plan: Plan, part: _Part, kind: _Kind) -> TensorState:
+def _sum_tensors(plan: Plan, part: _RankPart, kind: _OptimizerKind) -> TensorState:
     """Return the optimizer state of all tensors that train on a rank of the stage."""
-    arch, adapted = plan.architecture, _adapted(plan)
+    arch, adapted = plan.architecture, _get_adapter_recipe(plan)
     found: TensorState = map_distinct(
-        lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part
+        lambda *numbers: _compute_part_state(arch, adapted, kind, _RankPart(*numbers)), *part
     )
     return found
 
 
 @lru_cache(maxsize=4096)
-def _part_state(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> TensorState:
+def _compute_part_state(
+    arch: Architecture, adapted: Recipe | None, kind: _OptimizerKind, part: _RankPart
+) -> TensorState:
     state = paged = working = 0
-    for moe, layers in _layers(part):
-        layer = _layer(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
+    for moe, layers in _count_layers_by_kind(part):
+        layer = _compute_layer_state(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
         state, paged = state + layers * layer.state, paged + layers * layer.paged
         working = max(working, layer.working)
     if adapted is None:
-        for group, rows, columns in outer_tensors(arch, part.tp, part.is_first, part.is_last):
-            one = _tensor(kind, part.ep, part.num_shards, (1, rows, columns, group))
+        for group, rows, columns in list_outer_tensors(arch, part.tp, part.is_first, part.is_last):
+            one = _compute_shard_state(kind, part.ep, part.num_shards, (1, rows, columns, group))
             state, paged, working = state + one.state, paged + one.paged, max(working, one.working)
     return TensorState(state, paged, working)
 
 
-def _layers(part: _Part) -> list[tuple[bool, int]]:
+def _count_layers_by_kind(part: _RankPart) -> list[tuple[bool, int]]:
     kinds = ((False, part.num_layers - part.num_moe_layers), (True, part.num_moe_layers))
     return [(moe, layers) for moe, layers in kinds if layers]
 
 
 @lru_cache(maxsize=4096)
-def _layer(
-    arch: Architecture, adapted: Recipe | None, moe: bool, kind: _Kind, tp: int, ep: int, num_shards: int
+def _compute_layer_state(
+    arch: Architecture,
+    adapted: Recipe | None,
+    moe: bool,
+    kind: _OptimizerKind,
+    tp: int,
+    ep: int,
+    num_shards: int,
 ) -> TensorState:
     """Return the optimizer state of one decoder layer's trained tensors: its own, or its adapters."""
-    tensors = [_tensor(kind, ep, num_shards, shape) for shape in _layer_shapes(arch, adapted, moe, tp, ep)]
+    tensors = [
+        _compute_shard_state(kind, ep, num_shards, shape)
+        for shape in _list_trained_shapes(arch, adapted, moe, tp, ep)
+    ]
     return TensorState(
         sum(tensor.state for tensor in tensors),
         sum(tensor.paged for tensor in tensors),
@@ -184,47 +202,52 @@ def _layer(
     )
 
 
-def _layer_shapes(
+def _list_trained_shapes(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, int, int, str]]:
     """Return (copies, rows, columns, group) of each trained tensor of one decoder layer, in order."""
     if adapted is None:
         return [
-            (shape.copies, shape.rows, shape.columns, shape.group) for shape in rank_shapes(arch, moe, tp, ep)
+            (shape.copies, shape.rows, shape.columns, shape.group)
+            for shape in list_rank_shapes(arch, moe, tp, ep)
         ]
-    rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
+    rank, targets = adapted.adapter_rank, find_adapter_targets(arch, adapted)
     found = []
-    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+    for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
             found += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
     return found
 
 
 @lru_cache(maxsize=4096)
-def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> int:
+def _compute_adafactor_working(
+    arch: Architecture, adapted: Recipe | None, kind: _OptimizerKind, part: _RankPart
+) -> int:
     """Return Adafactor's temporaries: an update is still alive while the next one is computed.
 
     Source: the loop in ``torch/optim/_adafactor.py``.
     """
-    outer = [] if adapted else outer_tensors(arch, part.tp, part.is_first, part.is_last)
+    outer = [] if adapted else list_outer_tensors(arch, part.tp, part.is_first, part.is_last)
     sizes = {group: kind.width * rows * columns for group, rows, columns in outer if columns > 1}
     most = 0
-    for moe, layers in _layers(part):
+    for moe, layers in _count_layers_by_kind(part):
         # Vectors are a separate group, after the matrices.
         inner = [
-            _tensor(kind, part.ep, part.num_shards, shape).working
-            for shape in _layer_shapes(arch, adapted, moe, part.tp, part.ep)
+            _compute_shard_state(kind, part.ep, part.num_shards, shape).working
+            for shape in _list_trained_shapes(arch, adapted, moe, part.tp, part.ep)
             if shape[2] > 1
         ]
         following = inner[1:] + (inner[:1] if layers > 1 else [0])
         most = max(most, *(one + after for one, after in zip(inner, following, strict=True)))
-        before = [sizes[group] for group in INPUTS if group in sizes]
+        before = [sizes[group] for group in EMBEDDING_GROUPS if group in sizes]
         ahead = [one + after for one, after in zip(before, [*before[1:], inner[0]], strict=False)]
         most = max(most, *ahead, inner[-1] + sizes.get("lm_head", 0))
     return most
 
 
-def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, str]) -> TensorState:
+def _compute_shard_state(
+    kind: _OptimizerKind, ep: int, num_shards: int, shape: tuple[int, int, int, str]
+) -> TensorState:
     """Return one tensor's optimizer state; experts are sharded by their first dimension, the expert index."""
     copies, rows, columns, group = shape
     if group == "experts":
@@ -237,13 +260,13 @@ def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, s
     if kind.optimizer in ("sgd", "lion"):
         # Weight decay is added out of place (sgd.py); Lion's update is a tensor of its own.
         return TensorState(width * numel, working=width * numel)
-    return tensor_state(
+    return compute_tensor_state(
         kind.optimizer,
         rows,
         columns,
         width,
         copies=copies,
-        hidden=columns > 1 and group not in ("experts", *INPUTS, "lm_head"),
+        hidden=columns > 1 and group not in ("experts", *EMBEDDING_GROUPS, "lm_head"),
         embedding=group == "embedding",
         library=kind.library,
     )

@@ -36,7 +36,7 @@ class TensorState(NamedTuple):
     """Temporaries of this tensor's update."""
 
 
-def tensor_state(
+def compute_tensor_state(
     optimizer: str,
     rows: Any,
     columns: Any,
@@ -57,12 +57,14 @@ def tensor_state(
     if optimizer in ELEMENTWISE:
         return TensorState(ELEMENTWISE[optimizer] * width * numel)
     if optimizer == "adafactor":
-        return _adafactor(copies, rows, columns, width)
+        return _compute_adafactor_state(copies, rows, columns, width)
     if optimizer == "muon":
-        return _muon(rows, columns, width) if hidden else TensorState(2 * width * numel)
+        return _compute_muon_state(rows, columns, width) if hidden else TensorState(2 * width * numel)
     eight = optimizer.endswith("8bit")
     if library == "torchao":
-        return TensorState(where(_torchao_fits(numel), _torchao(numel), 2 * width * numel))
+        return TensorState(
+            where(_is_quantized_by_torchao(numel), _compute_torchao_moments(numel), 2 * width * numel)
+        )
     quantised = (numel >= MIN_EIGHT_BIT) * (eight and not embedding)
     moments = where(quantised, 2 * numel, 2 * FP32 * numel)
     scales = where(quantised, 2 * FP32 * ceil_div(numel, EIGHT_BIT_BLOCK), 0)
@@ -75,22 +77,24 @@ def tensor_state(
     )
 
 
-def constant_state(optimizer: str, library: str) -> int:
+def compute_constant_state(optimizer: str, library: str) -> int:
     """Return bytes shared by all tensors: bitsandbytes' two quantile maps."""
     return 2 * QUANTILE_MAP if optimizer.endswith("8bit") and library == "bitsandbytes" else 0
 
 
-def flat_state(optimizer: str, numel: Any) -> Any:
+def compute_flat_state(optimizer: str, numel: Any) -> Any:
     """Return state bytes of a flat fp32 buffer of ``numel`` elements, without rows or embeddings.
 
     Adafactor keeps a full second moment of it, as of any vector.
     """
     if optimizer in ELEMENTWISE:
         return ELEMENTWISE[optimizer] * FP32 * numel
-    return tensor_state(optimizer, numel, 1, FP32).state + constant_state(optimizer, "bitsandbytes")
+    return compute_tensor_state(optimizer, numel, 1, FP32).state + compute_constant_state(
+        optimizer, "bitsandbytes"
+    )
 
 
-def flat_working(optimizer: str, numel: Any) -> Any:
+def compute_flat_working(optimizer: str, numel: Any) -> Any:
     """Return temporary bytes while such a buffer is updated, besides its state and gradient.
 
     Adafactor squares a vector's gradient, and copies its second moment (``_adafactor.py``).
@@ -98,7 +102,7 @@ def flat_working(optimizer: str, numel: Any) -> Any:
     return 2 * FP32 * numel if optimizer == "adafactor" else 0
 
 
-def _adafactor(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:
+def _compute_adafactor_state(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:
     """Return second moments of rows and columns, and their product as temporary (``_adafactor.py``).
 
     Vectors keep a full second moment.
@@ -107,7 +111,7 @@ def _adafactor(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:
     return TensorState(width * factors, working=width * copies * rows * columns)
 
 
-def _muon(rows: Any, columns: Any, width: int) -> TensorState:
+def _compute_muon_state(rows: Any, columns: Any, width: int) -> TensorState:
     """Return one momentum, and temporaries of five Newton-Schulz iterations in bf16 (``_muon.py``).
 
     Alive at once: the update in the weight's dtype, the iteration's matrix before and after, its Gram matrix
@@ -117,10 +121,10 @@ def _muon(rows: Any, columns: Any, width: int) -> TensorState:
     return TensorState(width * numel, working=(width + 2 * HALF) * numel + 2 * HALF * short * short)
 
 
-def _torchao_fits(numel: Any) -> Any:
+def _is_quantized_by_torchao(numel: Any) -> Any:
     return (numel >= MIN_EIGHT_BIT) * (numel % EIGHT_BIT_BLOCK == 0)
 
 
-def _torchao(numel: Any) -> Any:
+def _compute_torchao_moments(numel: Any) -> Any:
     """Return bytes of two moments: codes, block scales and a quantile map (``optim/subclass_8bit.py``)."""
     return 2 * (numel + FP32 * (numel // EIGHT_BIT_BLOCK) + QUANTILE_MAP)

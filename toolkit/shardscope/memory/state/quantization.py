@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
-from shardscope.memory.state.lora import first_layer
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.state.lora import find_first_layer
+from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -31,7 +31,7 @@ CODES = 16 * FP32
 """Bytes of the 16 values of the 4-bit code, once per tensor."""
 
 
-def nf4_bytes(numel: Any, double: bool) -> Any:
+def compute_nf4_bytes(numel: Any, double: bool) -> Any:
     """Return bytes of one matrix of ``numel`` weights: 4 bits each, and one scale per block.
 
     ``double``: scales are 8 bits each, with an fp32 scale per block of scales, one offset and a map of the
@@ -55,41 +55,41 @@ def check_kernels(recipe: Recipe) -> None:
         )
 
 
-def int8_bytes(rows: Any, columns: Any) -> Any:
+def compute_int8_bytes(rows: Any, columns: Any) -> Any:
     """Return bytes of one int8 matrix: a byte per weight, and an fp32 scale per row."""
     return rows * columns + FP32 * rows
 
 
 @lru_cache(maxsize=1024)
-def layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int, int, int]:
+def measure_layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int, int, int]:
     """Return (weights, quantized bytes, weights of the largest matrix) of one layer's Linears.
 
     ``kind`` is "int8", "nf4", or "nf4_double" with scales that are quantized too.
     """
-    shapes = [shape for _, shape in architecture.layer_linears(first_layer(architecture, moe))]
+    shapes = [shape for _, shape in architecture.layer_linears(find_first_layer(architecture, moe))]
     sizes = [out * inner for out, inner in shapes]
     if kind == "int8":
-        quantised = sum(int8_bytes(*shape) for shape in shapes)
+        quantised = sum(compute_int8_bytes(*shape) for shape in shapes)
     else:
-        quantised = sum(nf4_bytes(size, kind == "nf4_double") for size in sizes)
+        quantised = sum(compute_nf4_bytes(size, kind == "nf4_double") for size in sizes)
     return sum(sizes), quantised, max(sizes)
 
 
-def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
+def compute_frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Return bytes of a stage's frozen weights: quantized Linears, and the rest at ``width`` bytes each."""
     kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
     quantised = saved = 0
-    for moe, layers in layers_by_kind(plan.architecture, stage):
-        numel, num_bytes, _ = layer_linears(plan.architecture, moe, kind)
+    for moe, layers in count_layers_by_kind(plan.architecture, stage):
+        numel, num_bytes, _ = measure_layer_linears(plan.architecture, moe, kind)
         quantised += layers * num_bytes
         saved += layers * numel
     return quantised + width * (stage.base - saved)
 
 
-def largest_matrix(architecture: Architecture, stage: Stage) -> int:
+def find_largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Return the number of weights of the largest quantized matrix, dequantized during its matmul."""
     found: int = maximum(*(
-        (layers > 0) * layer_linears(architecture, moe, "nf4")[2]
-        for moe, layers in layers_by_kind(architecture, stage)
+        (layers > 0) * measure_layer_linears(architecture, moe, "nf4")[2]
+        for moe, layers in count_layers_by_kind(architecture, stage)
     ))  # fmt: skip
     return found

@@ -15,7 +15,7 @@ from shardscope.core.ops import (
     maximum,
 )
 from shardscope.families.registry import family_of
-from shardscope.memory.state.lora import first_layer, layer_adapters
+from shardscope.memory.state.lora import count_layer_adapters, find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Small matrices that are replicated on every tensor-parallel rank: latent attention's down projections
 # (DeepSeek-V2, section 2.1), the router, and the gate of Qwen's shared expert.
-_WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate"})
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate"})
 # Column-parallel projections; their biases are sharded with them (Shoeybi et al. 2019, section 3).
 _COLUMN = frozenset({
     "q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "q_b_proj", "kv_b_proj",
@@ -33,7 +33,7 @@ _COLUMN = frozenset({
 _ROW = frozenset({"o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2"})
 
 
-class Shard(NamedTuple):
+class LayerShard(NamedTuple):
     """Number of weights of one decoder layer on one rank, before and after data-parallel sharding."""
 
     dense: int
@@ -85,12 +85,12 @@ class Stage(NamedTuple):
         return self.layers + self.experts + self.edges
 
 
-def layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
+def count_layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
     """Return (has routed experts, number of layers on the stage) for each kind of layer in the model."""
-    return _by_kind(arch, stage.num_layers, stage.num_moe_layers)
+    return _count_by_kind(arch, stage.num_layers, stage.num_moe_layers)
 
 
-def _by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
+def _count_by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
     if not arch.num_moe_layers:
         return [(False, num_layers)]
     if arch.num_moe_layers == arch.num_hidden_layers:
@@ -109,7 +109,7 @@ class StageShape(NamedTuple):
     num_moe_layers: int
 
 
-class Shapes(NamedTuple):
+class StageShapes(NamedTuple):
     """A pipeline's stages, deduplicated: most stages of a long pipeline are identical."""
 
     kinds: tuple[StageShape, ...]
@@ -119,9 +119,9 @@ class Shapes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def shapes_of(
+def find_stage_shapes(
     architecture: Architecture, stage_layers: tuple[int, ...], moe_layers: tuple[int, ...] | None = None
-) -> Shapes:
+) -> StageShapes:
     """Return the stages with these numbers of layers.
 
     ``moe_layers`` is the number of layers with routed experts on each stage, if stages are not consecutive
@@ -140,26 +140,28 @@ def shapes_of(
         kinds.setdefault(shape, StageShape(number, *shape))
         seen.append(shape)
     places = {shape: place for place, shape in enumerate(kinds)}
-    return Shapes(tuple(kinds.values()), tuple(places[shape] for shape in seen))
+    return StageShapes(tuple(kinds.values()), tuple(places[shape] for shape in seen))
 
 
-def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
+def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
     """Return the weights of one stage on one rank.
 
     ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
     """
     degrees = plan.degrees
     num_shards = group_equal(degrees.shard * degrees.cp)
-    found: Stage = _whole(plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape)
+    found: Stage = _count_trained_stage(
+        plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape
+    )
     if not plan.recipe.has_adapters:
         return found
-    kinds = _by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
-    adapters, adapters_shard = _adapters(plan, kinds, num_shards)
+    kinds = _count_by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
+    adapters, adapters_shard = _count_adapters(plan, kinds, num_shards)
     return found._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
 
 
 @cache_by_numbers
-def _whole(
+def _count_trained_stage(
     arch: Architecture,
     tp: Any,
     ep: Any,
@@ -173,15 +175,15 @@ def _whole(
 ) -> Stage:
     """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
     layers = experts = edges = shard = edge_shard = most = largest_shard = 0
-    for moe, count in _by_kind(arch, num_layers, moe_layers):
-        one = map_distinct(partial(layer_shard, arch, moe), tp, ep, num_shards)
+    for moe, count in _count_by_kind(arch, num_layers, moe_layers):
+        one = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, num_shards)
         layers += count * one.dense
         experts += count * one.experts
         padded = one.dense_padded + one.experts_padded
         shard += count * padded
         most = maximum(most, (count > 0) * (one.dense + one.experts))
         largest_shard = maximum(largest_shard, (count > 0) * padded)
-    for _, rows, columns in outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
+    for _, rows, columns in list_outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
         edges += rows * columns
         edge_shard += ceil_div(rows, num_shards) * columns
     shard += edge_shard
@@ -194,7 +196,7 @@ def _whole(
         layers=layers,
         experts=experts,
         edges=edges,
-        head=is_last * _rows(arch, tp, vocab_multiple) * arch.hidden_size,
+        head=is_last * _count_vocab_rows(arch, tp, vocab_multiple) * arch.hidden_size,
         shard=shard,
         edge_shard=edge_shard,
         largest_layer=most,
@@ -205,39 +207,39 @@ def _whole(
     )
 
 
-def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
+def _count_adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
     """Return adapter weights of a stage, and one rank's shard of them."""
     arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
     whole = part = 0
     for moe, layers in kinds:
-        each: tuple[int, int] = map_distinct(partial(layer_adapters, arch, recipe, moe), num_shards)
+        each: tuple[int, int] = map_distinct(partial(count_layer_adapters, arch, recipe, moe), num_shards)
         whole += layers * ceil_div(each[0], tp)
         part += layers * ceil_div(each[1], tp)
     return whole, part
 
 
-def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
+def count_vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
     """Return rows of the embedding or head on one tensor-parallel rank, padding included."""
-    rows: int = _rows(plan.architecture, plan.degrees.tp, vocab_multiple)
+    rows: int = _count_vocab_rows(plan.architecture, plan.degrees.tp, vocab_multiple)
     return rows
 
 
-def _rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
+def _count_vocab_rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
     return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
 
 
-INPUTS = ("embedding", "positions")
-"""Groups of :func:`outer_tensors` before the first layer."""
+EMBEDDING_GROUPS = ("embedding", "positions")
+"""Groups of :func:`list_outer_tensors` before the first layer."""
 
 
-def outer_tensors(
+def list_outer_tensors(
     arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
 ) -> list[tuple[str, int, int]]:
     """Return (group, rows, columns) of each tensor outside the layers on one rank of a stage.
 
     For arrays of plans, plans without a tensor have 0 rows of it.
     """
-    rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
+    rows, hidden = _count_vocab_rows(arch, tp, vocab_multiple), arch.hidden_size
     found: list[tuple[str, int, int]] = []
     if any_true(is_first):
         found.append(("embedding", is_first * rows, hidden))
@@ -263,10 +265,10 @@ def _moe_layers_before(architecture: Architecture) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> Shard:
+def count_layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> LayerShard:
     """Return one decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
     dense = experts = dense_padded = experts_padded = 0
-    for group, _, copies, rows, columns in rank_shapes(architecture, moe, tp, ep):
+    for group, _, copies, rows, columns in list_rank_shapes(architecture, moe, tp, ep):
         if group == "experts":
             # One row is one expert, so a rank keeps whole experts, or none.
             experts += copies * rows * columns
@@ -274,7 +276,7 @@ def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_sha
             continue
         dense += rows * columns
         dense_padded += ceil_div(rows, num_shards) * columns
-    return Shard(dense, experts, dense_padded, experts_padded)
+    return LayerShard(dense, experts, dense_padded, experts_padded)
 
 
 class RankShape(NamedTuple):
@@ -290,10 +292,10 @@ class RankShape(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
+def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
     """Return every tensor of one decoder layer on one rank."""
     found = []
-    for group, name, shape in architecture.layer_shapes(first_layer(architecture, moe)):
+    for group, name, shape in architecture.layer_shapes(find_first_layer(architecture, moe)):
         numel = 1
         for size in shape:
             numel *= size
@@ -306,8 +308,8 @@ def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tupl
             found.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
             continue
         rows, columns = shape[0], numel // shape[0]
-        if _is_cut(name, shape):
-            if _module(name) in _ROW:
+        if _is_sharded(name, shape):
+            if _get_module_name(name) in _ROW:
                 columns = ceil_div(columns, tp)
             else:
                 rows = ceil_div(rows, tp)
@@ -315,14 +317,14 @@ def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tupl
     return tuple(found)
 
 
-def _is_cut(name: str, shape: tuple[int, ...]) -> bool:
-    module = _module(name)
-    if module in _WHOLE:
+def _is_sharded(name: str, shape: tuple[int, ...]) -> bool:
+    module = _get_module_name(name)
+    if module in _REPLICATED:
         return False
     # gpt-oss has one sink for each head.
     return len(shape) > 1 or name.endswith("sinks") or (name.endswith("bias") and module in _COLUMN)
 
 
-def _module(name: str) -> str:
+def _get_module_name(name: str) -> str:
     """Return the parameter's module: "o_proj" for "self_attn.o_proj.weight"."""
     return name.split(".")[-2]

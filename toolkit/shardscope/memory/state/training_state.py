@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.activations.backward import Backward, Peak
-from shardscope.memory.report import Component, Term, no_bytes
+from shardscope.memory.activations.backward import PeakCandidate, StageBackward
+from shardscope.memory.report import Component, Term, zero_term
 
 if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
-    from shardscope.memory.activations.step import StageStep
+    from shardscope.memory.activations.step import TransformersActivations
     from shardscope.memory.state.stages import Stage
 
 _NOTHING: Mapping[Component, Term] = MappingProxyType({})
@@ -26,9 +26,9 @@ class TrainingState(NamedTuple):
     """Gradients after backward, until the optimizer has used them."""
     optimizer: Term
     """Moments, and the fp32 main copies that the framework keeps besides the module."""
-    gather_forward: Term = no_bytes("nothing is gathered")
+    gather_forward: Term = zero_term("nothing is gathered")
     """All-gathered parameters and staging buffers at the end of forward, when activations are largest."""
-    optimizer_working: Term = no_bytes("this optimizer step updates in place")
+    optimizer_working: Term = zero_term("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False
     """Whether the gradient buffer is never freed, and so exists at rest and in forward too."""
@@ -48,13 +48,13 @@ class TrainingState(NamedTuple):
     """Host memory per rank with offloading."""
     nvme_bytes: int = 0
     """NVMe bytes per rank with offloading."""
-    find_peaks: Callable[[Stage, Modules], list[Peak]] | None = None
+    find_peaks: Callable[[Stage, Modules], list[PeakCandidate]] | None = None
     """Returns the peak candidates of forward and backward, if the framework has its own modules and
     schedule."""
-    find_backward: Callable[[Backward], list[Peak]] | None = None
+    find_backward: Callable[[StageBackward], list[PeakCandidate]] | None = None
     """Otherwise: returns the peak candidates of backward for transformers' modules, from the framework's
     collectives."""
-    find_logits: Callable[[StageStep], tuple[Term, Term]] | None = None
+    find_logits: Callable[[TransformersActivations], tuple[Term, Term]] | None = None
     """Returns logits at the end of forward and the start of backward, if the framework shards the head
     itself."""
     gradients_waiting: Term | None = None

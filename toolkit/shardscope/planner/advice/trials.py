@@ -17,7 +17,7 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.planner.capacity import Place, shortages
 from shardscope.planner.repairs.changes import OFFLOADS
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -275,12 +275,12 @@ def _is_less(again: Recompute, than: Recompute) -> bool:
 
 
 def _recomputed(layout: Layout, values: Iterable[Recompute]) -> Iterator[Recompute]:
-    return (value for value in values if value in supported(layout, "recompute"))
+    return (value for value in values if value in list_supported(layout, "recompute"))
 
 
 def _losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
     yield recipe.loss
-    if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
+    if recipe.loss is None and recipe.kernels is None and "chunked" in list_supported(layout, "loss"):
         yield "chunked"
 
 

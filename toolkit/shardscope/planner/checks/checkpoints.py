@@ -13,7 +13,7 @@ from shardscope.core.finding import Finding
 from shardscope.core.number_format import count
 from shardscope.frameworks.defaults import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.state.lora import adapter_targets
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.planner.checks.case import Case, changed_plan, changed_task
 from shardscope.planner.checks.other_frameworks import elsewhere, searched_elsewhere, with_parts
 
@@ -194,7 +194,7 @@ def _trained(plan: Plan) -> str:
         return "all weights"
     kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
     double = " with double quantisation" if recipe.method == "qlora" else ""
-    targets = ", ".join(sorted(adapter_targets(plan.architecture, recipe)))
+    targets = ", ".join(sorted(find_adapter_targets(plan.architecture, recipe)))
     return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
 
 

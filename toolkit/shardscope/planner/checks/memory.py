@@ -23,7 +23,7 @@ from shardscope.planner.repairs.several import (
     searched,
     with_a_smaller_model,
 )
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -61,9 +61,9 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     changes: list[dict[str, Any]] = []
     if recipe.recompute in RECOMPUTED:
         more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
-        changes += [{"recompute": value} for value in more if value in supported(layout, "recompute")]
+        changes += [{"recompute": value} for value in more if value in list_supported(layout, "recompute")]
     changes += [{"micro_batch_size": size} for size in list_divisors(recipe.micro_batch_size)[:-1]]
-    if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
+    if recipe.loss is None and recipe.kernels is None and "chunked" in list_supported(layout, "loss"):
         changes.append({"loss": "chunked"})
     found = variants(case.plan, [(change, {}) for change in changes])
     best = fastest(variant for variant in found if not variant.memory.is_tight)

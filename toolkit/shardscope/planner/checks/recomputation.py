@@ -8,7 +8,7 @@ from shardscope.core.finding import Finding
 from shardscope.core.number_format import gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, fastest, variants
 from shardscope.planner.checks.words import percent
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 from shardscope.timing.report import seconds_words
 
 WORDS = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
@@ -19,7 +19,9 @@ def recomputing(case: Case) -> Variant | None:
     none or no need."""
     if case.plan.recipe.recompute != "none" or case.has_room is not False:
         return None
-    values = [value for value in supported(case.plan.layout, "recompute") if value in ("selective", "full")]
+    values = [
+        value for value in list_supported(case.plan.layout, "recompute") if value in ("selective", "full")
+    ]
     return fastest(variants(case.plan, [({"recompute": value}, {}) for value in values]))
 
 
@@ -57,7 +59,7 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
     if case.step is None or case.memory is None or recipe.recompute == "none" or not case.has_room:
         return
     less = [value for value in ("none", "selective") if value != recipe.recompute]
-    less = [value for value in less if value in supported(case.plan.layout, "recompute")]
+    less = [value for value in less if value in list_supported(case.plan.layout, "recompute")]
     found = variants(case.plan, [({"recompute": value, "recompute_interval": 1}, {}) for value in less])
     mended = fastest(variant for variant in found if not variant.memory.is_tight)
     if mended is None or case.gain(mended) < NOTICEABLE:

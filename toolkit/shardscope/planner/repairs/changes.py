@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.layout import list_divisors
-from shardscope.prediction.support import supported
+from shardscope.prediction.support import list_supported
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
@@ -105,7 +105,7 @@ def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
     recipe, layout = plan.recipe, plan.layout
     for (field, value), words in RECIPE_WORDS.items():
         current = getattr(recipe, field)
-        if value == current or value not in supported(layout, field) or not _saves(recipe, field, value):
+        if value == current or value not in list_supported(layout, field) or not _saves(recipe, field, value):
             continue
         yield _made([(words, partial(_with_recipe, plan, {field: value}))])
     if recipe.recompute != "none" and recipe.recompute_interval > 1:

@@ -13,10 +13,10 @@ from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.frameworks.registry import frameworks
-from shardscope.prediction.batch.deduplicate import distinct
+from shardscope.prediction.batch.deduplicate import find_distinct
 from shardscope.prediction.batch.object_batch import ObjectBatch
-from shardscope.prediction.batch.table import Table, split
-from shardscope.prediction.support import check_supported, supported
+from shardscope.prediction.batch.table import Table, split_columns
+from shardscope.prediction.support import check_supported, list_supported
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,7 +70,7 @@ def candidates_of(
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)
     runnable = _Supported(arch, cluster)
-    for value in supported(framework.layout_class, "recompute"):
+    for value in list_supported(framework.layout_class, "recompute"):
         if recompute is not None and value not in recompute:
             continue
         try:
@@ -91,7 +91,7 @@ def candidates_of(
             if (id(columns),) not in tables:
                 model = framework.memory_model()
                 tables[id(columns),] = [
-                    Table(arch, layout, model, recipe, piece) for piece in split(arch, columns)
+                    Table(arch, layout, model, recipe, piece) for piece in split_columns(arch, columns)
                 ]
             for table in tables[id(columns),]:
                 yield Candidates(layout=layout, recipe=again, table=table)
@@ -160,6 +160,6 @@ def _above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64
     kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
     for name in names:
         kind_of = 2 * kind_of + (columns[name] > 1)
-    found = distinct(kind_of, 2 ** len(names))
+    found = find_distinct(kind_of, 2 ** len(names))
     kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in found.rows]
     return kinds, found.codes

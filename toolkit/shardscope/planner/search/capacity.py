@@ -10,8 +10,8 @@ from shardscope.core.layout import Degrees
 from shardscope.core.ops import map_distinct
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
-from shardscope.memory.activations.forward import modules_of
-from shardscope.prediction.batch.memory import StageBytes, stage_bytes
+from shardscope.memory.activations.forward import find_modules
+from shardscope.prediction.batch.memory import StageBytes, compute_stage_bytes
 from shardscope.prediction.batch.object_batch import ObjectBatch
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def needs(
         # The number of micro-batches in flight depends on the stage, and a node has several stages.
         table = table.with_every_stage()
         plans = table.plans(cluster, recipe, layout)
-        found = stage_bytes(plans, modules_of(plans), table.stage(plans, layout))
+        found = compute_stage_bytes(plans, find_modules(plans), table.stage(plans, layout))
     nvme = _on_a_node(table, cluster, table.rows.spread(found.nvme)) if _is_some(found.nvme) else None
     nothing = np.zeros(table.num_plans, np.int64)
     if not _is_some(found.host):
@@ -122,7 +122,7 @@ def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
             degrees=spread,
             stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
         )
-        return model.on_host(plan).num_bytes
+        return model.compute_host_memory(plan).num_bytes
 
     on_a_rank = map_distinct(each, *(table.number(name) for name in names)) if names else each()
     on_a_node: NDArray[np.int64] = table.rows.spread(on_a_rank) * cluster.gpus_per_node

@@ -15,12 +15,12 @@ from shardscope.core.errors import FieldError, check_choice, check_integer, find
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
-from shardscope.memory.activations.forward import modules_of
+from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.search.candidates import Candidates, candidates_of
 from shardscope.planner.search.capacity import Needs, making_bytes, needs
 from shardscope.planner.search.ranking import Ranking, of_needs
-from shardscope.prediction.batch.memory import stage_bytes
-from shardscope.prediction.batch.step import step_seconds
+from shardscope.prediction.batch.memory import compute_stage_bytes
+from shardscope.prediction.batch.step import compute_step_seconds
 from shardscope.prediction.support import check_sequence, check_targets
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.layers import PEAKS
@@ -196,15 +196,15 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
     """
     table, recipe, layout = found.table, found.recipe, found.layout
     plans: Any = table.plans(cluster, recipe, layout)
-    modules = modules_of(plans)
+    modules = find_modules(plans)
     stage = table.stage(plans, layout)
     making = making_bytes(table, cluster, recipe, layout)
-    needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
+    needed = needs(table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):
         # Page transfers depend on the whole report; only DDP supports paging, with a handful of plans.
         each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]
         return needed, np.array(each, np.float64)
-    return needed, step_seconds(table, plans, stage)
+    return needed, compute_step_seconds(table, plans, stage)
 
 
 def _names(frameworks: Sequence[str] | None) -> list[str]:

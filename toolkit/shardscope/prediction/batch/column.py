@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.core.ops import Array
-from shardscope.prediction.batch.deduplicate import value_codes
+from shardscope.prediction.batch.deduplicate import encode_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class Column(Array):
     @staticmethod
     def maximum(*values: Any) -> Any:
         """Return the largest value, row by row."""
-        return Column.call_cached(_maximum, *values)
+        return Column.call_cached(_compute_maximum, *values)
 
     @staticmethod
     def where(condition: Any, then: Any, otherwise: Any) -> Any:
@@ -85,7 +85,7 @@ class Column(Array):
         key = Column.group_equal, self.number
         grouped: Column | None = self.rows.known.get(key)
         if grouped is None:
-            keys, first = self.rows.regrouped(self.keys, value_codes(self.values)[0])
+            keys, first = self.rows.regrouped(self.keys, encode_values(self.values)[0])
             grouped = self.rows.known[key] = Column(self.rows, keys, self.values[first])
         return grouped
 
@@ -119,21 +119,21 @@ class Column(Array):
         return _compute_unary(np.invert, self)
 
     def __add__(self, other: Any) -> Any:
-        if other.__class__ in _WHOLE and not other:
+        if other.__class__ in _INTEGERS and not other:
             return self
         return compute(np.add, self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
-        if other.__class__ in _WHOLE and not other:
+        if other.__class__ in _INTEGERS and not other:
             return 0
         return compute(np.multiply, self, other)
 
     __rmul__ = __mul__
 
 
-_WHOLE = (int, bool)
+_INTEGERS = (int, bool)
 """Types whose 0 is neutral in a sum. The float 0.0 is not: adding it turns integers into floats."""
 
 
@@ -240,7 +240,7 @@ def sum_columns(values: Sequence[Any]) -> Any:
     return sum(sorted(by_keys.values(), key=lambda value: len(value.values)), numbers)
 
 
-def _maximum(*values: Any) -> Any:
+def _compute_maximum(*values: Any) -> Any:
     """Return the maximum. Columns with equal keys are compared first, because they have the fewest rows."""
     by_keys: dict[int, Any] = {}
     numbers: list[Any] = []
@@ -256,12 +256,12 @@ def _maximum(*values: Any) -> Any:
     return largest
 
 
-def _operator(ufunc: Any, name: str) -> None:
+def _define_operator(ufunc: Any, name: str) -> None:
     def straight(self: Column, other: Any) -> Any:
         return compute(ufunc, self, other)
 
     def reflected(self: Column, other: Any) -> Any:
-        if name == "floordiv" and other.__class__ in _WHOLE and not other:
+        if name == "floordiv" and other.__class__ in _INTEGERS and not other:
             return 0
         return compute_jointly(ufunc, other, self)
 
@@ -287,6 +287,6 @@ _COMPARISONS: dict[str, Any] = {
     "ne": np.not_equal,
 }
 for _name, _ufunc in _ARITHMETIC.items():
-    _operator(_ufunc, _name)
+    _define_operator(_ufunc, _name)
 for _name, _ufunc in _COMPARISONS.items():
     setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: compute(ufunc, self, other))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SPARSE = 64
-"""Largest ratio of possible codes to rows for which :func:`distinct` uses a lookup table, not a sort."""
+"""Largest ratio of possible codes to rows for which :func:`find_distinct` uses a lookup table, not a sort."""
 
 
 class Distinct(NamedTuple):
@@ -25,14 +25,14 @@ class Distinct(NamedTuple):
     """Index of one element that has each distinct value, shape ``(number,)``."""
 
 
-class Index:
+class Grouping:
     """Grouping of a table's rows by the values of some keys."""
 
     __slots__ = ("_codes", "base", "number", "rows", "within")
 
     rows: NDArray[np.int64]
 
-    def __init__(self, within: Distinct, base: Index | None = None) -> None:
+    def __init__(self, within: Distinct, base: Grouping | None = None) -> None:
         self.number = within.number
         """Count of distinct rows."""
         self.rows = within.rows if base is None else base.rows.take(within.rows, mode="clip")
@@ -49,7 +49,7 @@ class Index:
             self._codes = self.within.take(self.base.codes, mode="clip")
         return self._codes
 
-    def at(self, other: Index) -> NDArray[np.int64]:
+    def at(self, other: Grouping) -> NDArray[np.int64]:
         """Return the index of the distinct row here for each distinct row of ``other``."""
         if self.base is other:
             return self.within
@@ -58,7 +58,7 @@ class Index:
         return self.codes.take(other.rows, mode="clip")
 
 
-def in_order(index: Index) -> NDArray[np.int64]:
+def renumber_by_occurrence(index: Grouping) -> NDArray[np.int64]:
     """Return ``index.codes`` renumbered by first occurrence, which is equal for equal groupings."""
     codes = index.codes
     first, order = np.empty(index.number, np.int64), np.empty(index.number, np.int64)
@@ -68,7 +68,7 @@ def in_order(index: Index) -> NDArray[np.int64]:
     return order.take(codes, mode="clip")
 
 
-def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
+def find_distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
     """Return the distinct values of ``codes``, integers in ``[0, limit)``."""
     if limit > _SPARSE * len(codes) + 1024:
         _, first, places = np.unique(codes, return_index=True, return_inverse=True)
@@ -87,18 +87,18 @@ def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
     return Distinct(len(present), found, rows)
 
 
-def rows_alike(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
+def find_distinct_rows(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
     """Return the distinct rows of several columns, each given as its codes and their count."""
     (found, limit), *others = codes
     for own, number in others:
         # Renumber before the product of the counts outgrows the lookup table (and, later, int64).
         if limit * number > _SPARSE * len(found) + 1024:
-            limit, found, _ = distinct(found, limit)
+            limit, found, _ = find_distinct(found, limit)
         found, limit = found * number + own, limit * number
-    return distinct(found, limit)
+    return find_distinct(found, limit)
 
 
-def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+def encode_values(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
     """Return integer codes from 0 that are equal where ``values`` are, and an upper bound of their count."""
     if values.dtype == bool:
         return values.astype(np.int64), 2

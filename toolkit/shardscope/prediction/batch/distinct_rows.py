@@ -11,7 +11,7 @@ import numpy as np
 
 from shardscope.core.ops import stack_fields
 from shardscope.prediction.batch.column import Column, cache_key, expand, joint_keys
-from shardscope.prediction.batch.deduplicate import distinct, value_codes
+from shardscope.prediction.batch.deduplicate import encode_values, find_distinct
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,10 +74,10 @@ def _find_argument_rows(rows: Rows, numbers: Sequence[Any]) -> _ArgumentRows:
         values = expand(rows, keys, number)
         at.append(values)
         if type(number) is Column:
-            places, different = value_codes(number.values)
+            places, different = encode_values(number.values)
             codes = codes * different + expand(rows, keys, Column(rows, number.keys, places))
             limit *= different
-    found = distinct(codes, limit)
+    found = find_distinct(codes, limit)
     each = [
         values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
         for values in at

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.core.layout import Degrees
-from shardscope.memory.activations.forward import modules_of
+from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.modules.attention import broadcasts_views
-from shardscope.memory.activations.step import StageStep
-from shardscope.memory.moments import peak_total
+from shardscope.memory.activations.step import TransformersActivations
+from shardscope.memory.moments import compute_peak_bytes
 from shardscope.memory.state.stages import StageShape
 from shardscope.prediction.batch.object_batch import ObjectBatch
 from shardscope.prediction.batch.rows import Rows
@@ -29,7 +29,7 @@ _SIZES = ("micro_batch_size", "global_batch_size")
 _DEGREES = tuple(field.name for field in fields(Degrees))
 _SPREAD = (*_DEGREES, "sequence_parallel", "etp")
 """Layout fields that may differ between plans that are computed together."""
-_TOLD = ("splits_sequence", "expert_tp")
+_DERIVED = ("splits_sequence", "expert_tp")
 """Layout properties derived from these fields by more than arithmetic, evaluated plan by plan."""
 
 
@@ -43,18 +43,18 @@ class StageBytes(NamedTuple):
     nvme: Any
 
 
-def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
+def compute_stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
     """Return the peak, host and NVMe bytes of one stage's ranks. ``plan`` may be :class:`ObjectBatch`."""
     from shardscope.frameworks.registry import frameworks
 
-    state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
-    peak = peak_total(plan, modules, stage, state)
+    state = frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
+    peak = compute_peak_bytes(plan, modules, stage, state)
     offloads = plan.recipe.recompute == "offload"
-    offloaded = StageStep(plan, modules, stage).offloaded() if offloads else 0
+    offloaded = TransformersActivations(plan, modules, stage).offloaded() if offloads else 0
     return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
 
 
-def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
+def compute_peaks(plans: Sequence[Plan]) -> NDArray[np.int64]:
     """Return ``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, exact to the byte.
 
     Plans that differ in degrees and batch sizes only are computed together, which makes each of them cheaper.
@@ -62,19 +62,19 @@ def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, plan in enumerate(plans):
-        groups.setdefault(_kind(plan), []).append(index)
+        groups.setdefault(_build_group_key(plan), []).append(index)
     found = np.zeros(len(plans), np.int64)
     for indices in groups.values():
-        found[indices] = _peaks([plans[index] for index in indices])
+        found[indices] = _compute_group_peaks([plans[index] for index in indices])
     return found
 
 
-def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
+def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
     """Return the peaks of plans of one kind; a row is one kind of stage of one plan."""
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plans[0].layout.framework].memory_model()
-    shapes = [model.shapes(plan).kinds for plan in plans]
+    shapes = [model.find_shapes(plan).kinds for plan in plans]
     owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
     rows = Rows([np.arange(len(owners))])
 
@@ -94,18 +94,18 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
         type(first),
         first,
         recipe=varied([plan.recipe for plan in plans], _SIZES),
-        layout=varied([plan.layout for plan in plans], (*_SPREAD, *_TOLD)),
+        layout=varied([plan.layout for plan in plans], (*_SPREAD, *_DERIVED)),
         degrees=varied([plan.degrees for plan in plans], _DEGREES),
     )
     columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
     shape: Any = StageShape(*(column(list(values)) for values in columns))
     plan: Any = together
-    peaks = stage_bytes(plan, modules_of(plan), model.stage(plan, shape)).peak
+    peaks = compute_stage_bytes(plan, find_modules(plan), model.count_weights(plan, shape)).peak
     starts = np.searchsorted(owners, np.arange(len(plans)))
     return np.maximum.reduceat(rows.spread(peaks), starts)
 
 
-def _kind(plan: Plan) -> tuple[Any, ...]:
+def _build_group_key(plan: Plan) -> tuple[Any, ...]:
     """Return what plans must have in common to be computed together.
 
     It includes whether there are pipeline stages, and whether an expanded key head is a view, which math

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.prediction.batch.column import Column
-from shardscope.prediction.batch.deduplicate import Distinct, Index, distinct, in_order
+from shardscope.prediction.batch.deduplicate import Distinct, Grouping, find_distinct, renumber_by_occurrence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,19 +29,19 @@ class Rows:
     ) -> None:
         self.num_rows = len(keys[0])
         self._all_differ = False
-        self._each = Index(Distinct(self.num_rows, *2 * [np.arange(self.num_rows)]))
+        self._each = Grouping(Distinct(self.num_rows, *2 * [np.arange(self.num_rows)]))
         """The grouping in which each row is its own group, in table order."""
-        self._groups = None if groups is None else Index(groups)
+        self._groups = None if groups is None else Grouping(groups)
         self._of_groups = (1 << len(keys_of_groups)) - 1
         """Bit mask of the keys of groups."""
         bases = [*(self._groups for _ in keys_of_groups), *(None for _ in keys)]
-        self._indices: dict[int, Index] = {}
+        self._indices: dict[int, Grouping] = {}
         self._decided: dict[int, int] = {}
         """Key set -> all keys whose values it determines (functional dependency)."""
         self._deciding: list[tuple[int, int]] = []
         """Pairs of a derived key and the keys that it was derived from."""
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
-            self._keep(1 << bit, Index(distinct(codes, int(codes.max()) + 1), base))
+            self._keep(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
         self.known: dict[tuple[Any, ...], Any] = {}
         """Cache of results by operation and operands (``column.question``)."""
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
@@ -83,13 +83,13 @@ class Rows:
         found = self._told.get(told)
         index = self._index(keys)
         if found is None:
-            own = Index(distinct(codes, int(codes.max()) + 1), index)
+            own = Grouping(find_distinct(codes, int(codes.max()) + 1), index)
             if own.number == index.number:
                 self._told[told] = keys
                 return keys, np.arange(index.number)
             # An equal grouping may exist already, derived from other keys: then both share one key.
             fresh = 1 << max(self._indices).bit_length()
-            found = self._partitions.setdefault(in_order(own).tobytes(), fresh)
+            found = self._partitions.setdefault(renumber_by_occurrence(own).tobytes(), fresh)
             if found == fresh:
                 self._keep(found, own)
             self._told[told] = found
@@ -130,14 +130,14 @@ class Rows:
             return right, one.at(other), None
         return whole, one.at(both), other.at(both)
 
-    def _index(self, keys: int) -> Index:
+    def _index(self, keys: int) -> Grouping:
         found = self._indices.get(keys)
         if found is None:
             low = keys & -keys
             found = self._both(keys ^ low, low)
         return found
 
-    def _both(self, left: int, right: int) -> Index:
+    def _both(self, left: int, right: int) -> Grouping:
         """Group the rows by both key sets, starting from the coarsest known grouping that is fine enough."""
         whole = left | right
         one, other = self._index(left), self._index(right & ~left)
@@ -158,13 +158,13 @@ class Rows:
             if base is None
             else one.at(base) * other.number + other.at(base)
         )
-        told = distinct(pairs, one.number * other.number)
+        told = find_distinct(pairs, one.number * other.number)
         # A known grouping with as many groups is the same grouping. Reuse it with its order: with a second
         # order, every later join would have to convert between the two.
         same = (index for index in (finest, one, other) if index.number == told.number)
-        return self._keep(whole, next(same, None) or Index(told, base))
+        return self._keep(whole, next(same, None) or Grouping(told, base))
 
-    def _keep(self, keys: int, index: Index) -> Index:
+    def _keep(self, keys: int, index: Grouping) -> Grouping:
         self._indices[keys] = index
         decided = keys
         for made, of in self._deciding:

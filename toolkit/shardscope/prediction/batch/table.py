@@ -13,8 +13,8 @@ from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
 from shardscope.memory.activations.modules.attention import broadcasts_views
-from shardscope.memory.state.stages import Shapes, StageShape
-from shardscope.prediction.batch.deduplicate import Distinct, rows_alike, value_codes
+from shardscope.memory.state.stages import StageShape, StageShapes
+from shardscope.prediction.batch.deduplicate import Distinct, encode_values, find_distinct_rows
 from shardscope.prediction.batch.object_batch import ObjectBatch
 from shardscope.prediction.batch.rows import Rows
 
@@ -72,7 +72,7 @@ class Table:
                 name: self.rows.column(1, column[self.owners]) for name, column in numbers.items()
             }
             return
-        codes = [value_codes(column)[0] for column in numbers.values()]
+        codes = [encode_values(column)[0] for column in numbers.values()]
         plans = Distinct(self.num_plans, self.owners, self._firsts)
         self.rows = Rows([self.place], plans, codes)
         self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
@@ -85,14 +85,14 @@ class Table:
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
         vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
-        pipelines = rows_alike([value_codes(pp), value_codes(vpp)])
+        pipelines = find_distinct_rows([encode_values(pp), encode_values(vpp)])
         self.pipeline_of = pipelines.codes
         self.pipelines = [
-            shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row]))
+            find_pipeline_shapes(self.architecture, layout, model, int(pp[row]), int(vpp[row]))
             for row in pipelines.rows
         ]
         if every_stage:
-            self.pipelines = [one_by_one(shapes) for shapes in self.pipelines]
+            self.pipelines = [list_every_stage(shapes) for shapes in self.pipelines]
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
         each = counts[self.pipeline_of]
@@ -145,7 +145,7 @@ class Table:
         """Return the weights of all plans' stages, which do not depend on recomputation."""
         found = self._stages_of.get(layout)
         if found is None:
-            found = self._stages_of[layout] = self._model.stage(plans, self.shape)
+            found = self._stages_of[layout] = self._model.count_weights(plans, self.shape)
         return found
 
     def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
@@ -170,20 +170,22 @@ class Table:
         return self.by_plan(found)
 
 
-def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int) -> Shapes:
+def find_pipeline_shapes(
+    arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int
+) -> StageShapes:
     """Return the stages of a pipeline, which depend on no degree but ``pp`` and ``vpp``."""
     degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
     layers = tuple(layout.stage_layers(arch, degrees))
-    return model.shapes(ObjectBatch(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+    return model.find_shapes(ObjectBatch(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
 
 
-def one_by_one(shapes: Shapes) -> Shapes:
+def list_every_stage(shapes: StageShapes) -> StageShapes:
     """Return the same stages with a separate kind for each."""
     stages = (shapes.kinds[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of))
-    return Shapes(tuple(stages), tuple(range(len(shapes.kind_of))))
+    return StageShapes(tuple(stages), tuple(range(len(shapes.kind_of))))
 
 
-def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:
+def split_columns(arch: Architecture, columns: Columns) -> Iterator[Columns]:
     """Yield groups of rows that formulas can compute together, of at most :data:`CHUNK` rows each.
 
     Plans with and without pipeline stages are separate, and so are plans whose expanded key head is a view.

@@ -18,8 +18,8 @@ from shardscope.memory.report import (
     COMPONENTS,
     PHASES,
     MemoryReport,
-    Moment,
     Phase,
+    PhaseMemory,
     StageMemory,
     Term,
 )
@@ -55,7 +55,7 @@ _WORDS = {
 }
 
 
-class MeasuredMoment(Moment):
+class MeasuredMoment(PhaseMemory):
     """The peak of one phase. ``components`` has only the separately measured ones and ``other``."""
 
     @property
@@ -200,7 +200,7 @@ def build_measured_memory(
     )
 
 
-def _stage(number: int, num_layers: int, moments: tuple[Moment, ...]) -> StageMemory:
+def _stage(number: int, num_layers: int, moments: tuple[PhaseMemory, ...]) -> StageMemory:
     return StageMemory(stage=number, num_layers=num_layers, find_moments=lambda: moments)
 
 
@@ -221,7 +221,7 @@ def _missing(stage: StageMemory) -> str:
     return ""
 
 
-def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[Moment, ...]:
+def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[PhaseMemory, ...]:
     """Return the phases of one rank; for a task without an engine only its logged total."""
     if not isinstance(record, Mapping):
         peak = (logged or {}).get("peak_memory_bytes")

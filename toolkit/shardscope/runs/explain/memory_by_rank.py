@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardscope.memory.report import MemoryReport, Moment
+from shardscope.memory.report import MemoryReport, PhaseMemory
 from shardscope.runs.explain.measured import NOT_TENSORS, build_measured_memory, sum_tensor_bytes
 
 
@@ -49,6 +49,6 @@ def read_rank_memory(
     return found
 
 
-def _tensors_at(moment: Moment) -> RankMemory:
+def _tensors_at(moment: PhaseMemory) -> RankMemory:
     sizes = moment.components.items()
     return RankMemory({name: size for name, size in sizes if name not in NOT_TENSORS and size}, moment.phase)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardscope.core.number_format import count
-from shardscope.memory.state.lora import adapter_targets
+from shardscope.memory.state.lora import find_adapter_targets
 
 
 def add_adapters(
@@ -28,7 +28,7 @@ def add_adapters(
         lora_dropout=recipe.lora_dropout,
         bias="none",
         task_type="CAUSAL_LM",
-        target_modules=list(adapter_targets(architecture, recipe)),
+        target_modules=list(find_adapter_targets(architecture, recipe)),
     )
     adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
     return adapted

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardscope.families.registry import family_named, family_of
-from shardscope.memory.activations.modules.attention import layers_with_windows
+from shardscope.memory.activations.modules.attention import find_window_layers
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
@@ -142,7 +142,7 @@ def _special(architecture: Any, family: Any) -> dict[str, Any]:
 
 def _layer_types(num_layers: int, num_sliding: int) -> list[str]:
     """Return the attention type of each layer, with ``num_sliding`` windows evenly distributed."""
-    windows = layers_with_windows(num_layers, num_sliding)
+    windows = find_window_layers(num_layers, num_sliding)
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 

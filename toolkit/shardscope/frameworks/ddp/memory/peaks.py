@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
-from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
-from shardscope.memory.activations.head import loss_in_force
-from shardscope.memory.report import Phase, Term, no_bytes, summed
+from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
+from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.report import Phase, Term, sum_parts, zero_term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.instants import Instant
-    from shardscope.memory.layer_order import KindOfLayer, Order, Place
+    from shardscope.memory.activations.modules.instants import LayerPeak
+    from shardscope.memory.layer_order import LayerKind, LayerOrder, StageLayer
     from shardscope.memory.state.stages import Stage
 
 
-NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
+NOTHING_GATHERED = zero_term("nothing is sharded, so nothing is gathered")
 _SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
 _IN_HEAD = (*_SAVED, "where the head's weight gets its gradient")
 _IN_NORM = (*_SAVED, "gradients inside the final norm")
@@ -39,7 +39,7 @@ _IN_LAYER = (
 )
 
 
-def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]:
+def find_peaks(plan: Plan, stage: Stage, shape: StageBackward, trained: Any) -> list[PeakCandidate]:
     """Return the peak candidates of a step.
 
     They cover the layers in forward, the loss, the head, the final norm, the layers in backward and the
@@ -51,7 +51,7 @@ def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]
 class _Step:
     """Peak candidates of one rank's last micro-batches: without reduction (``no_sync``), then with it."""
 
-    def __init__(self, plan: Plan, stage: Stage, shape: Backward, trained: Any) -> None:
+    def __init__(self, plan: Plan, stage: Stage, shape: StageBackward, trained: Any) -> None:
         self.plan, self.stage, self.shape, self.trained = plan, stage, shape, trained
         self.width = widths[plan.recipe.precision]
         self.trains = not plan.recipe.has_adapters
@@ -64,7 +64,7 @@ class _Step:
         self.tied = self.width.original * stage.head if self.is_tied else 0
         """Bytes of a tied head's gradient, which autograd keeps until it is summed with the embedding's."""
 
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[PeakCandidate]:
         shape, order = self.shape, self.shape.find_order()
         full = (shape.layers, shape.edges, shape.cast)
         once = self._gradient_bytes(0)
@@ -99,7 +99,7 @@ class _Step:
             return shape.stream
         copy = width.compute * self.stage.head
         logits = 0
-        if loss_in_force(plan) == "full":
+        if resolve_loss(plan) == "full":
             tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
             logits = width.compute * plan.architecture.vocab_size * tokens
         return maximum(
@@ -115,7 +115,7 @@ class _Step:
         copy = self.width.compute * self.stage.head * (self.mixed and self.trains)
         return self.shape.norm + self.tied - copy
 
-    def _forward(self, order: Order, place: Place) -> Peak:
+    def _forward(self, order: LayerOrder, place: StageLayer) -> PeakCandidate:
         """Return the candidate inside one layer's forward, with autocast's copies of all weights so far."""
         casts = order.sum_before(place.index + 1, "casts_made")
         return self._peak(
@@ -126,14 +126,14 @@ class _Step:
             phase="forward",
         )
 
-    def _instants(self, kind: KindOfLayer) -> list[tuple[Any, Any]]:
+    def _instants(self, kind: LayerKind) -> list[tuple[Any, Any]]:
         """Return (bytes of activations and new gradients, weights with gradients in buckets) in one layer.
 
         One pair for each phase of the layer's backward.
         """
         return [(self._at(one), one.done - one.making - one.experts) for one in kind.backward]
 
-    def _layer(self, order: Order, place: Place, instants: list[tuple[Any, Any]]) -> Peak:
+    def _layer(self, order: LayerOrder, place: StageLayer, instants: list[tuple[Any, Any]]) -> PeakCandidate:
         """Return the candidate at the maximum of a layer's backward."""
         shape, layers = self.shape, order.num_layers
         above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
@@ -151,7 +151,7 @@ class _Step:
             gradients,
         )
 
-    def _at(self, one: Instant) -> Any:
+    def _at(self, one: LayerPeak) -> Any:
         """Return the bytes of activations and new weight gradients, minus autocast copies freed by then.
 
         Grouped matmuls are not autocast, so their weight gradients have the type of the weights.
@@ -178,18 +178,18 @@ class _Step:
         gradients: Any,
         logits: Term | None = None,
         phase: Phase = "backward",
-    ) -> Peak:
+    ) -> PeakCandidate:
         """Return a peak candidate from its components in bytes, in the order of ``words``."""
 
         def terms() -> PeakTerms:
             source = None if words is _IN_EMBEDDING else self.shape.explain_layers
             return PeakTerms(
-                summed(*zip(held, words, strict=True), source=source),
+                sum_parts(*zip(held, words, strict=True), source=source),
                 NOTHING_GATHERED,
                 Term(gradients, lambda: self._explain_gradients(gradients)),
             )
 
-        return Peak(fraction, sum(held), 0, gradients, terms, logits, phase)
+        return PeakCandidate(fraction, sum(held), 0, gradients, terms, logits, phase)
 
     def _explain_gradients(self, held: int) -> str:
         width = self.width.original

@@ -6,28 +6,34 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, base_width, widths
-from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, peaks
+from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, find_peaks
 from shardscope.memory.report import Term
-from shardscope.memory.state.optimizer_state import optimizer_bytes
-from shardscope.memory.state.quantization import frozen_base_bytes
-from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
+from shardscope.memory.state.quantization import compute_frozen_base_bytes
+from shardscope.memory.state.stages import (
+    Stage,
+    StageShape,
+    StageShapes,
+    count_stage_weights,
+    find_stage_shapes,
+)
 from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def shapes(plan: Plan) -> Shapes:
+def find_shapes(plan: Plan) -> StageShapes:
     """Return the shape of the one stage, the whole model."""
-    return shapes_of(plan.architecture, plan.stage_layers)
+    return find_stage_shapes(plan.architecture, plan.stage_layers)
 
 
-def stage(plan: Plan, shape: StageShape) -> Stage:
+def count_weights(plan: Plan, shape: StageShape) -> Stage:
     """Return the weights of the stage."""
-    return stage_of(plan, shape)
+    return count_stage_weights(plan, shape)
 
 
-def training_state(plan: Plan, stage: Stage) -> TrainingState:
+def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return one rank's parameters, gradients and optimizer state in the weights' type, in bytes.
 
     Gradients are views of the reducer's buckets.
@@ -39,8 +45,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     int8 = plan.recipe.base_quantization == "int8"
     each = FP32 if int8 else width.original
     trained = each * stage.trainable
-    optimizer = optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
-    base = frozen_base_bytes(plan, stage, frozen) if quantised else frozen * stage.base
+    optimizer = compute_optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
+    base = compute_frozen_base_bytes(plan, stage, frozen) if quantised else frozen * stage.base
     parameters = base + each * stage.adapters
 
     def parameter_words() -> str:
@@ -75,12 +81,12 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         group_sizes=(plan.degrees.data_parallel,),
         # DDP's reducer allocates its buckets when it wraps the model and keeps them for the whole run.
         gradients_stay=True,
-        gradients_waiting=_waiting(trained),
-        find_backward=lambda shape: peaks(plan, stage, shape, trained),
+        gradients_waiting=_compute_unreduced_gradients(trained),
+        find_backward=lambda shape: find_peaks(plan, stage, shape, trained),
     )
 
 
-def _waiting(trained: int) -> Term:
+def _compute_unreduced_gradients(trained: int) -> Term:
     """Return the buckets and the gradients that ``no_sync`` keeps separate until the last backward. Bytes."""
     return Term(
         2 * trained,

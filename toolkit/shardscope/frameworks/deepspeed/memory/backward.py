@@ -11,17 +11,27 @@ from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.memory.buckets import Instant
 from shardscope.frameworks.deepspeed.memory.tensors import cuts_tied_head
-from shardscope.memory.activations.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
-from shardscope.memory.activations.forward import layer_activations, modules_of, unsaved_at_start
-from shardscope.memory.activations.head import loss_in_force
-from shardscope.memory.activations.modules.attention import scores_per_token
-from shardscope.memory.report import Phase, Term, summed
+from shardscope.memory.activations.backward import (
+    LargestLayer,
+    PeakCandidate,
+    PeakTerms,
+    compute_layer_backward,
+    list_candidate_depths,
+)
+from shardscope.memory.activations.forward import (
+    compute_layer_activations,
+    compute_unsaved_at_start,
+    find_modules,
+)
+from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.modules.attention import compute_saved_scores
+from shardscope.memory.report import Phase, Term, sum_parts
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.memory.counted import Counted, Layer
-    from shardscope.memory.activations.backward import Backward
+    from shardscope.memory.activations.backward import StageBackward
     from shardscope.memory.activations.modules.saved import Modules
     from shardscope.memory.state.stages import Stage
 
@@ -64,15 +74,17 @@ class Sizes(NamedTuple):
 
 def sizes_of(plan: Plan, stage: Stage) -> Sizes:
     """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
-    arch, modules = plan.architecture, modules_of(plan)
+    arch, modules = plan.architecture, find_modules(plan)
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
     cut = plan.degrees.tp if cuts_tied_head(arch) else 1
     vocab = ceil_div(arch.vocab_size, cut)
-    whole = loss_in_force(plan) == "full"
-    own = layer_backward(arch, False, modules)
+    whole = resolve_loss(plan) == "full"
+    own = compute_layer_backward(arch, False, modules)
     feed_forward, inner = own.inside - own.stream, arch.intermediate_size * modules.compute
     # Materialized scores may be larger than the feed-forward's activations.
-    in_scores = scores_per_token(arch, modules) > 0 and feed_forward > (2 if arch.gated_mlp else 3) * inner
+    in_scores = (
+        compute_saved_scores(arch, modules) > 0 and feed_forward > (2 if arch.gated_mlp else 3) * inner
+    )
     if arch.gated_mlp:
         fused = names_of(arch).fused_gate_up is not None
         later = (2 * inner,) if fused else (inner, 3 * inner)
@@ -96,13 +108,13 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         between=tokens * (stream + 2 * arch.hidden_size * modules.compute) * _adapts_up_alone(arch, modules),
         num_layers=stage.num_layers,
         in_scores=in_scores,
-        has_scores=scores_per_token(arch, modules) > 0,
+        has_scores=compute_saved_scores(arch, modules) > 0,
         away=_comes_back(plan, modules),
         attention=tokens * map_distinct(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
         interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
         unsaved=recomputes
         * tokens
-        * map_distinct(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
+        * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
 
 
@@ -119,7 +131,7 @@ def _comes_back(plan: Plan, modules: Modules) -> bool:
 
 def _in_attention(arch: Architecture, modules: Modules, tp: int) -> int:
     """Return the bytes per token saved by attention and by the norms before it, half of a layer's norms."""
-    layer = layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
+    layer = compute_layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
     return layer.attention + layer.norms // 2
 
 
@@ -158,7 +170,7 @@ _IN_FORWARD = ("saved by the layers before",)
 _INSIDE_FORWARD = ("saved by the layers before", "saved, and in use inside one layer")
 
 
-def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
+def peaks(c: Counted, shape: StageBackward, half: int, sizes: Sizes, kept: Kept) -> list[PeakCandidate]:
     """Return the peak candidates; ``c`` has the parts of backward in elements of ``half`` bytes."""
     num_layers = sizes.num_layers
     full = (shape.layers, shape.edges, shape.cast)
@@ -172,7 +184,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         allocated: Any = kept.bucket,
         logits: Term | None = None,
         phase: Phase = "backward",
-    ) -> Peak:
+    ) -> PeakCandidate:
         staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
 
         def terms() -> PeakTerms:
@@ -181,19 +193,19 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             )
             source = None if words in (_IN_EMBEDDING, _USED_UP) else shape.explain_layers
             return PeakTerms(
-                summed(*zip(held, words, strict=True), source=source),
-                summed((allocated, "bucket (reduce_bucket_size)"), (half * instant.staging, gathered)),
-                summed(
+                sum_parts(*zip(held, words, strict=True), source=source),
+                sum_parts((allocated, "bucket (reduce_bucket_size)"), (half * instant.staging, gathered)),
+                sum_parts(
                     (waiting, "of micro-batches before"),
                     (half * instant.kept, f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
                 ),
             )
 
-        return Peak(at, sum(held), staging, gradients, terms, logits, phase)
+        return PeakCandidate(at, sum(held), staging, gradients, terms, logits, phase)
 
     def at_end() -> PeakTerms:
         return PeakTerms(
-            summed(*zip(full, _SAVED, strict=True), source=shape.explain_layers),
+            sum_parts(*zip(full, _SAVED, strict=True), source=shape.explain_layers),
             _counted(kept.forward, half, "gathered, or the bucket"),
             _counted(kept.before, half, "of micro-batches before"),
         )
@@ -202,14 +214,14 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     at_first = where(kept.first_hook, kept.bucket, already)
     at_head = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
     found = [
-        Peak(0.34, sum(full), kept.forward, kept.before, at_end, shape.logits),
+        PeakCandidate(0.34, sum(full), kept.forward, kept.before, at_end, shape.logits),
         peak(0.345, full, _SAVED, c.head.peak, already, at_head),
         peak(0.347, full, _SAVED, c.head.peak, at_first),
         peak(0.35, (*full, shape.norm), _IN_NORM, c.head.base, kept.bucket if kept.trains_all else at_first),
     ]
     fullest = shape.find_fullest()
     has_experts = fullest.later != fullest.inside
-    met = list(zip(places(num_layers - 1), c.layers, strict=False))
+    met = list(zip(list_candidate_depths(num_layers - 1), c.layers, strict=False))
     if is_array(c.fullest_at) or 1 < c.fullest_at < num_layers - 1:
         met.append((c.fullest_at, c.layers[-1]))
     if sizes.interval > 2:
@@ -268,7 +280,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     return found
 
 
-def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
+def _coming_back(shape: StageBackward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
     """Return the phases of a dense layer whose offloaded activations are fetched one by one.
 
     Each is (bytes of the layers before, bytes in the layer, ZeRO's elements). The phases are those of
@@ -290,7 +302,9 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
     ]
 
 
-def _between(fullest: FullestLayer, shape: Backward, index: Any, interval: int) -> tuple[FullestLayer, Any]:
+def _between(
+    fullest: LargestLayer, shape: StageBackward, index: Any, interval: int
+) -> tuple[LargestLayer, Any]:
     """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
     order = shape.find_order()
     before, with_it = (order.sum_before(at, "saved") for at in (index, index + 1))
@@ -322,8 +336,8 @@ def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple
 
 
 def _in_scores(
-    c: Counted, shape: Backward, kept: Kept, num_layers: Any, peak: Callable[..., Peak]
-) -> list[Peak]:
+    c: Counted, shape: StageBackward, kept: Kept, num_layers: Any, peak: Callable[..., PeakCandidate]
+) -> list[PeakCandidate]:
     """Return the candidates at attention's scores in forward, in the last layer of each kind."""
     elements: Any = 0
     for passed, gathered in c.in_forward:
@@ -342,7 +356,9 @@ def _in_scores(
     ]
 
 
-def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Callable[..., Peak]) -> Peak:
+def _gathering(
+    c: Counted, shape: StageBackward, half: int, num_layers: Any, peak: Callable[..., PeakCandidate]
+) -> PeakCandidate:
     """Return the candidate in forward with the most all-gathered parameters and saved tensors together."""
     done, elements = c.in_forward[0]
     for other, more in c.in_forward[1:]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.families.parameter_names import attention_inputs, names_of
 from shardscope.families.registry import family_of
-from shardscope.memory.state.lora import adapter_targets, first_layer
-from shardscope.memory.state.stages import rank_shapes
+from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
     adapter.
     """
     modules: dict[str, list[int]] = {}
-    for shape in rank_shapes(arch, moe, 1, 1):
+    for shape in list_rank_shapes(arch, moe, 1, 1):
         modules.setdefault(shape.name.rpartition(".")[0], []).append(
             shape.copies * shape.rows * shape.columns
         )
@@ -111,8 +111,8 @@ def _maker(
     It keeps track of the first adapter, which gradients start from; attention and a parallel feed-forward
     that reads the same input have one each.
     """
-    targets = adapter_targets(arch, adapted) if adapted else ()
-    linears = dict(arch.layer_linears(first_layer(arch, moe)))
+    targets = find_adapter_targets(arch, adapted) if adapted else ()
+    linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
     inputs = attention_inputs(arch)
     waits = dict.fromkeys((False, True), adapted is not None and is_first)
 

@@ -34,7 +34,7 @@ from shardscope.frameworks.deepspeed.memory.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.state.stages import INPUTS, outer_tensors
+from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -311,10 +311,10 @@ def _with_experts(parts: tuple[Part, ...], experts: int) -> tuple[Part, ...]:
 
 
 def _modules(kind: _Kind, dense_layers: int, moe_layers: int) -> Modules:
-    outer = outer_tensors(kind.arch, 1, True, True)
+    outer = list_outer_tensors(kind.arch, 1, True, True)
     before, norm, head = (
         tuple(rows * columns for group, rows, columns in outer if group in groups)
-        for groups in (INPUTS, ("norm",), ("lm_head",))
+        for groups in (EMBEDDING_GROUPS, ("norm",), ("lm_head",))
     )
     return Modules(kind.arch, kind.adapted, dense_layers, moe_layers, before, norm, head)
 

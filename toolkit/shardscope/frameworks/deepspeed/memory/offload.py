@@ -15,11 +15,11 @@ from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.frameworks.deepspeed.memory.counted import is_late
 from shardscope.frameworks.deepspeed.memory.swapping import Swapped, aligned
-from shardscope.memory.report import Term, chosen, no_bytes
+from shardscope.memory.report import Term, choose_term, zero_term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
+    from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
     from shardscope.memory.state.training_state import TrainingState
 
 PARAMS_BUFFER_ELEMENTS = 100_000_000
@@ -66,7 +66,7 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     main = FP32 * p.part
     host: Any = 0
     nvme: Any = 0
-    gradients = no_bytes("copied to the host as they are reduced")
+    gradients = zero_term("copied to the host as they are reduced")
     if layout.offload_optimizer == "cpu":
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
         host = main + p.moments + FP32 * p.part
@@ -80,7 +80,7 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     if layout.stage == 3:
         # grad_partitions_flat_buffer, in the gradients' own type, pinned.
         host = host + p.half * p.part
-        gradients = no_bytes("reduced gradients wait in pinned host memory (offload_optimizer)")
+        gradients = zero_term("reduced gradients wait in pinned host memory (offload_optimizer)")
         if p.swapped is not None:
             on_device = p.swapped.state_device
             gradients = Term(
@@ -104,22 +104,22 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     }
     if layout.stage < 3:
         # The staging buffer for gradients is allocated after the weights are flattened.
-        initialisation["gather_buffers"] = no_bytes("none while weights are flattened")
+        initialisation["gather_buffers"] = zero_term("none while weights are flattened")
     find = state.find_backward
     assert find is not None
 
-    def moved(shape: Backward) -> list[Peak]:
+    def moved(shape: StageBackward) -> list[PeakCandidate]:
         """Return the peak candidates of backward without the gradients that are on the host."""
         if layout.stage == 3:
             return [_written(peak, p.half * p.part) for peak in find(shape)]
         return [_moved(peak, extra, stay, gradients) for peak in find(shape)]
 
     return state._replace(
-        gradients=chosen(stay, state.gradients, gradients),
-        gradients_reduced=gradients if on_device is not None else no_bytes("on the host"),
+        gradients=choose_term(stay, state.gradients, gradients),
+        gradients_reduced=gradients if on_device is not None else zero_term("on the host"),
         gradients_stay=False,
-        optimizer=no_bytes(f"{place} (offload_optimizer), updated there"),
-        optimizer_working=no_bytes("the update runs on the host (DeepSpeedCPUAdam)"),
+        optimizer=zero_term(f"{place} (offload_optimizer), updated there"),
+        optimizer_working=zero_term("the update runs on the host (DeepSpeedCPUAdam)"),
         initialisation=initialisation,
         gather_rest=state.gather_rest or rest,
         gather_forward=_plus(state.gather_forward, extra) if layout.stage < 3 else state.gather_forward,
@@ -141,7 +141,7 @@ def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     def words() -> str:
         return f"{gib(host)} GiB in the rank's own memory: what offload_optimizer keeps on a host"
 
-    working = no_bytes("this optimizer step updates in place")
+    working = zero_term("this optimizer step updates in place")
     if plan.recipe.optimizer == "adamw":
         working = Term(
             2 * FP32 * p.group,
@@ -150,7 +150,7 @@ def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     return moved._replace(optimizer=Term(host, words), optimizer_working=working, host_bytes=0)
 
 
-def _written(peak: Peak, buffer: Any) -> Peak:
+def _written(peak: PeakCandidate, buffer: Any) -> PeakCandidate:
     """Return a peak candidate of stage 3 with its gradient buffer on the host.
 
     Only fp32 gradients that cannot be files stay on the device.
@@ -164,13 +164,13 @@ def _written(peak: Peak, buffer: Any) -> Peak:
     return replace(peak, gradients=waiting, find_terms=terms)
 
 
-def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
+def _moved(peak: PeakCandidate, extra: Any, stay: Any, gradients: Term) -> PeakCandidate:
     """Return a peak candidate with a staging gradient, and without the gradients that are on the host."""
 
     def terms() -> PeakTerms:
         found = peak.find_terms()
         return found._replace(
-            gather=_plus(found.gather, extra), gradients=chosen(stay, found.gradients, gradients)
+            gather=_plus(found.gather, extra), gradients=choose_term(stay, found.gradients, gradients)
         )
 
     kept = where(stay, peak.gradients, gradients[0])
@@ -195,13 +195,13 @@ def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     if layout.offload_params == "cpu":
         # param_groups_fp16_flat_cpu_memory, pinned.
         return state._replace(
-            parameters=no_bytes("in host memory (offload_params), gathered when used"),
+            parameters=zero_term("in host memory (offload_params), gathered when used"),
             host_bytes=state.host_bytes + weights,
         )
     assert p.swapped is not None
     buffer = aligned(params_buffer_elements(plan), p.half)
     return state._replace(
-        parameters=no_bytes("on NVMe or in host memory (offload_params), gathered when used"),
+        parameters=zero_term("on NVMe or in host memory (offload_params), gathered when used"),
         host_bytes=state.host_bytes + p.swapped.weight_host + layout.num_params_buffers * buffer,
         nvme_bytes=state.nvme_bytes + p.swapped.weight_files,
     )

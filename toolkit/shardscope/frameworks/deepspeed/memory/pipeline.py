@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.number_format import gib
 from shardscope.core.ops import all_true, group_equal, minimum
 from shardscope.core.precision import widths
-from shardscope.memory.activations.backward import Peak, PeakTerms
-from shardscope.memory.activations.step import in_flight
+from shardscope.memory.activations.backward import PeakCandidate, PeakTerms
+from shardscope.memory.activations.step import count_in_flight
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.backward import Backward
+    from shardscope.memory.activations.backward import StageBackward
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import TrainingState
 
@@ -35,7 +35,7 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
     tokens, width = group_equal(recipe.micro_batch_size * recipe.seq_len), widths[recipe.precision].compute
     hidden, logits = tokens * arch.hidden_size * width, stage.is_last * tokens * arch.vocab_size * width
     sides = 2 - stage.is_first - stage.is_last
-    _, chunks = in_flight(plan, stage.number)
+    _, chunks = count_in_flight(plan, stage.number)
     # The stage's input, the input's gradient and the logits: the graph of an output that is still referenced.
     ended = logits + 2 * stage.is_last * hidden
     kept = minimum(2, plan.num_micro_batches)
@@ -48,12 +48,12 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
     find_backward = state.find_backward
     assert find_backward is not None
 
-    def backward(shape: Backward) -> list[Peak]:
+    def backward(shape: StageBackward) -> list[PeakCandidate]:
         # The last stage's output stays alive during the loss's backward.
         found = [_beside(peak, busy + logits, received) for peak in find_backward(shape)]
         reducing = Term(rest + buckets, lambda: f"{gib(buckets)} GiB in buckets + {received(rest).explain()}")
         none = Term(0, lambda: "activations: all are used up")
-        return [*found, Peak.of(0.985, none, reducing, state.gradients)]
+        return [*found, PeakCandidate.of(0.985, none, reducing, state.gradients)]
 
     forward = state.gather_forward
     return state._replace(
@@ -63,12 +63,12 @@ def in_stages(plan: Plan, stage: Stage, state: TrainingState, buckets: Any) -> T
     )
 
 
-def _beside(peak: Peak, more: Any, received: Any) -> Peak:
+def _beside(peak: PeakCandidate, more: Any, received: Any) -> PeakCandidate:
     def terms() -> PeakTerms:
         own = peak.find_terms()
         gather = Term(own.gather[0] + more, lambda: f"{own.gather.explain()} + {received(more).explain()}")
         return own._replace(gather=gather)
 
-    return Peak(
+    return PeakCandidate(
         peak.fraction, peak.activations, peak.gather + more, peak.gradients, terms, peak.logits, peak.phase
     )

@@ -19,7 +19,7 @@ from shardscope.frameworks.deepspeed.memory.tensors import (
     sub_groups,
     tensors_on,
 )
-from shardscope.memory.state.optimizers import flat_state
+from shardscope.memory.state.optimizers import compute_flat_state
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -202,7 +202,7 @@ def swapped(plan: Plan, stage: Stage) -> Swapped | None:
         return None
     arch, recipe, layout = plan.architecture, plan.recipe, plan.layout
     adapted = recipe if recipe.has_adapters else None
-    moments = flat_state(recipe.optimizer, 1)
+    moments = compute_flat_state(recipe.optimizer, 1)
     buffers: int = layout.offload_optimizer_buffer_count  # type: ignore[attr-defined]
 
     def count(ranks: int, dense: int, moe: int) -> Swapped:

@@ -16,8 +16,8 @@ from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.memory.calls import around
-from shardscope.memory.state.lora import adapter_targets, first_layer
-from shardscope.memory.state.stages import INPUTS, outer_tensors, rank_shapes
+from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,20 +115,22 @@ def tensors_on(
 ) -> Tensors:
     """Return the tensors of one rank of a stage, given its layers; ``adapted`` is a recipe with adapters."""
     # AutoTP shards an embedding only if it is tied to the head.
-    first = outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
-    last = outer_tensors(arch, tp, is_first, is_last)
-    before = tuple((rows, columns) for group, rows, columns in first if group in INPUTS and rows)
-    after = tuple((rows, columns) for group, rows, columns in last if group not in INPUTS)
+    first = list_outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
+    last = list_outer_tensors(arch, tp, is_first, is_last)
+    before = tuple((rows, columns) for group, rows, columns in first if group in EMBEDDING_GROUPS and rows)
+    after = tuple((rows, columns) for group, rows, columns in last if group not in EMBEDDING_GROUPS)
     return _tensors(arch, adapted, tp, ep, dense_layers, moe_layers, before, after)
 
 
 def fullest_rank(plan: Plan) -> int:
     """Return the rank with the most kept gradients, for a plan without pipeline stages."""
-    from shardscope.memory.state.stages import shapes_of, stage_of
+    from shardscope.memory.state.stages import count_stage_weights, find_stage_shapes
 
     if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
         return 0
-    tensors = tensors_of(plan, stage_of(plan, shapes_of(plan.architecture, plan.stage_layers).kinds[0]))
+    tensors = tensors_of(
+        plan, count_stage_weights(plan, find_stage_shapes(plan.architecture, plan.stage_layers).kinds[0])
+    )
     half = widths[plan.recipe.precision].compute
     return partition(tensors.trained, plan.degrees.data_parallel, half, tensors.vectors).rank
 
@@ -210,7 +212,9 @@ def _norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
 def _in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> list[int]:
     """Return the indices of a decoder layer's tensors, all trained, in forward order; norms register last."""
     names = [
-        shape.name for shape in rank_shapes(arch, moe, tp, ep) if not (ep > 1 and shape.group == "experts")
+        shape.name
+        for shape in list_rank_shapes(arch, moe, tp, ep)
+        if not (ep > 1 and shape.group == "experts")
     ]
     inside = [place for place, name in enumerate(names) if name.startswith("mlp.")]
     before, middle, behind = around(arch, _norms(arch, names))
@@ -226,7 +230,7 @@ def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
     routers = (names.router, f"{names.shared_experts}_gate")
     return tuple(
         shape.name.startswith("mlp.") and shape.columns > 1 and shape.name.rpartition(".")[0] not in routers
-        for shape in rank_shapes(arch, moe, tp, ep)
+        for shape in list_rank_shapes(arch, moe, tp, ep)
         if not (ep > 1 and shape.group == "experts")
     )
 
@@ -235,7 +239,7 @@ def _vectors(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...
     """Return which tensors of a decoder layer, all trained, are vectors."""
     return tuple(
         shape.copies == shape.columns == 1
-        for shape in rank_shapes(arch, moe, tp, ep)
+        for shape in list_rank_shapes(arch, moe, tp, ep)
         if not (ep > 1 and shape.group == "experts")
     )
 
@@ -245,7 +249,7 @@ def _layer(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return trained, expert and frozen tensors of a decoder layer, and all of them in the order of use."""
-    shapes = rank_shapes(arch, moe, tp, ep)
+    shapes = list_rank_shapes(arch, moe, tp, ep)
     sizes = [(shape.group, shape.copies * shape.rows * shape.columns) for shape in shapes]
     used = tuple(size for _, size in sizes)
     if adapted is None:
@@ -253,9 +257,9 @@ def _layer(
         trained = tuple(size for group, size in sizes if not (split and group == "experts"))
         experts = _expert_by_expert([shape for shape in shapes if split and shape.group == "experts"])
         return trained, experts, (), used
-    rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
+    rank, targets = adapted.adapter_rank, find_adapter_targets(arch, adapted)
     adapters: list[int] = []
-    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+    for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
             adapters += [rank * inner, rank * out]
     return tuple(ceil_div(size, tp) for size in adapters), (), used, (*used, *adapters)

@@ -21,17 +21,23 @@ from shardscope.frameworks.deepspeed.memory.pipeline import in_stages
 from shardscope.frameworks.deepspeed.memory.swapping import swapped
 from shardscope.frameworks.deepspeed.memory.tensors import FP64, cut_each, cuts_tied_head, tensors_on, working
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.activations.head import head_terms, loss_in_force
-from shardscope.memory.report import Term, chosen, no_bytes
-from shardscope.memory.state.optimizers import flat_state, flat_working
-from shardscope.memory.state.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.activations.head import compute_logits_terms, resolve_loss
+from shardscope.memory.report import Term, choose_term, zero_term
+from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working
+from shardscope.memory.state.stages import (
+    Stage,
+    StageShape,
+    StageShapes,
+    count_stage_weights,
+    find_stage_shapes,
+)
 from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.step import StageStep
+    from shardscope.memory.activations.step import TransformersActivations
 
 
 _IN_TWO_GROUPS = ("adamw_8bit", "adafactor")
@@ -40,20 +46,20 @@ own optimizers have one group."""
 counts_neighbours = True
 """Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and so
 may need more than an earlier stage with more layers."""
-_WHOLE = no_bytes("parameters are whole, so nothing is gathered in forward")
+_WHOLE = zero_term("parameters are whole, so nothing is gathered in forward")
 
 
-def shapes(plan: Plan) -> Shapes:
+def find_shapes(plan: Plan) -> StageShapes:
     """Return the stage shapes of DeepSpeed's pipeline module, or the one shape of the whole model."""
-    return shapes_of(plan.architecture, plan.stage_layers)
+    return find_stage_shapes(plan.architecture, plan.stage_layers)
 
 
-def stage(plan: Plan, shape: StageShape) -> Stage:
+def count_weights(plan: Plan, shape: StageShape) -> Stage:
     """Return the weights of one stage."""
-    return stage_of(plan, shape)
+    return count_stage_weights(plan, shape)
 
 
-def training_state(plan: Plan, stage: Stage) -> TrainingState:
+def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return one rank's training state on the device, on the host and on NVMe, in bytes."""
     layout: Any = plan.layout
     check_predicted(layout)
@@ -65,7 +71,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     if not (layout.offload_optimizer or layout.offload_params):
         return state
     n = numbers.counted
-    moments = flat_state(plan.recipe.optimizer, n.part)
+    moments = compute_flat_state(plan.recipe.optimizer, n.part)
     half, swap = numbers.half, swapped(plan, stage)
     pieces = Pieces(half, n.part, n.group, n.kept, n.largest, moments, swap)
     return offloaded(plan, state, pieces)
@@ -117,7 +123,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     """
     half, c, name = n.half, n.counted, plan.recipe.optimizer
     sums, whole = half * c.flat, half * c.trained
-    optimizer = FP32 * c.part + flat_state(name, c.part)
+    optimizer = FP32 * c.part + compute_flat_state(name, c.part)
     kept = Kept(waiting=sums, before=sums + n.accumulates * whole, trains_all=n.trains_all)
     flat = f"in the flat buffer, padded to 2 × ranks, × {half} bytes"
 
@@ -133,7 +139,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gradients_rest=Term(sums, lambda: f"{c.flat:,} sums {flat}"),
         optimizer=Term(optimizer, main_words),
         optimizer_working=Term(
-            FP32 * c.part + flat_working(plan.recipe.optimizer, c.part),
+            FP32 * c.part + compute_flat_working(plan.recipe.optimizer, c.part),
             lambda: f"{c.part:,} × {FP32} bytes · gradients of this rank's part, cast for the update",
         ),
         gather_forward=_WHOLE,
@@ -147,17 +153,17 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     if all_true(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
         return _in_pipeline(plan, stage, n)
     trained, name = n.counted.trained, plan.recipe.optimizer
-    moments = flat_state(name, trained)
+    moments = compute_flat_state(name, trained)
     parameters, gradients = n.half * trained + n.frozen, n.half * trained
     if n.half == FP32:
-        optimizer, update, begins = moments, flat_working(plan.recipe.optimizer, n.counted.largest), 0
+        optimizer, update, begins = moments, compute_flat_working(plan.recipe.optimizer, n.counted.largest), 0
         words = "the optimizer's own moments: fp32 weights are their own main copies"
     else:
         optimizer = FP32 * trained + moments
         # With FusedAdam fp32 gradients exist both separately and flattened; other optimizers have separate
         # main copies (FP16_UnfusedOptimizer), and so separate gradients only.
         fused = name == "adamw" and plan.on_gpu
-        singly = flat_working(plan.recipe.optimizer, n.counted.largest)
+        singly = compute_flat_working(plan.recipe.optimizer, n.counted.largest)
         update = (2 if fused else 1) * FP32 * trained + singly
         # FP16_UnfusedOptimizer allocates zero gradients of both types.
         begins = (FP32 if fused else FP32 + n.half) * trained + singly
@@ -189,7 +195,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition."""
     layout: Any = plan.layout
     half, c = n.half, n.counted
-    optimizer = FP32 * c.part + flat_state(plan.recipe.optimizer, c.part)
+    optimizer = FP32 * c.part + compute_flat_state(plan.recipe.optimizer, c.part)
     waits = is_late(layout.stage, bool(layout.overlap_comm), n.accumulates)
     in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
     bucket = in_backward * half * _bucket(plan, c)
@@ -206,7 +212,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     update = maximum(
         FP64 * c.experts_piece,
         working(half, c.group, c.piece),
-        FP32 * c.group + flat_working(plan.recipe.optimizer, c.group) - half * c.kept * alone,
+        FP32 * c.group + compute_flat_working(plan.recipe.optimizer, c.group) - half * c.kept * alone,
     )
     held = where(waits, c.trained, c.kept)
     always = n.accumulates & waits
@@ -246,7 +252,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
                 f"copy and {plan.recipe.optimizer} state (ZeRO-{layout.stage})"
             ),
         ),
-        gather_forward=chosen(always, _bucket_term(layout, bucket), _WHOLE),
+        gather_forward=choose_term(always, _bucket_term(layout, bucket), _WHOLE),
         find_backward=lambda shape: peaks(c, shape, half, sizes_of(plan, stage), kept),
         optimizer_working=Term(
             update,
@@ -303,11 +309,11 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     layout: Any = plan.layout
     half, c = n.half, n.counted
     part = c.part
-    optimizer = FP32 * part + flat_state(plan.recipe.optimizer, part)
+    optimizer = FP32 * part + compute_flat_state(plan.recipe.optimizer, part)
     update = maximum(
         FP64 * ceil_div(c.largest, n.ranks),
         (FP32 + (half if half < FP32 else 0)) * c.group,
-        FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
+        FP32 * c.group + compute_flat_working(plan.recipe.optimizer, c.group),
     )
     width = reduced_width(layout, plan.recipe)
     bucket = width * layout.reduce_bucket_size if layout.contiguous_gradients else 0
@@ -391,11 +397,11 @@ def _each(num_bytes: int, numbers: int) -> str:
 # logits (``deepspeed/sequence/cross_entropy.py``, ``_VocabParallelCrossEntropy``).
 
 
-def logits(step: StageStep) -> tuple[Term, Term]:
+def logits(step: TransformersActivations) -> tuple[Term, Term]:
     """Return the logits and loss at the end of forward, and at the start of backward. Bytes."""
     plan, arch = step.plan, step.plan.architecture
-    usual = head_terms(plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size)
-    if not cuts_tied_head(arch) or loss_in_force(plan) != "full":
+    usual = compute_logits_terms(plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size)
+    if not cuts_tied_head(arch) or resolve_loss(plan) != "full":
         return usual
     tp, width = plan.degrees.tp, step.modules.compute
     vocab = ceil_div(arch.vocab_size, tp)
@@ -407,10 +413,10 @@ def logits(step: StageStep) -> tuple[Term, Term]:
     forward = width + shifted + copy + 2 * FP32
     backward = 2 * FP32 + (width if copy else 0) + shifted
     parallel = _terms(step, vocab, forward), _terms(step, vocab, backward)
-    return chosen(tp > 1, parallel[0], usual[0]), chosen(tp > 1, parallel[1], usual[1])
+    return choose_term(tp > 1, parallel[0], usual[0]), choose_term(tp > 1, parallel[1], usual[1])
 
 
-def _terms(step: StageStep, vocab: Any, each: Any) -> Term:
+def _terms(step: TransformersActivations, vocab: Any, each: Any) -> Term:
     return Term(
         step.stage.is_last * step.tokens * vocab * each,
         lambda: (

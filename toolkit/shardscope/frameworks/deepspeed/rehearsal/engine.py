@@ -14,7 +14,7 @@ from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_
 from shardscope.frameworks.deepspeed.rehearsal.experts import in_groups_of_experts, routed, spread
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearsal.labels import labelled
-from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.training.model.lora import add_adapters
@@ -155,7 +155,7 @@ def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracke
     if plan.recipe.method != "full":
         model = add_adapters(model, plan.architecture, plan.recipe)
     apply_recompute(model, plan.recipe.recompute, plan.recipe.recompute_interval)
-    if loss_in_force(plan) == "chunked":
+    if resolve_loss(plan) == "chunked":
         apply_chunked_loss(_inner(model))
     model.train()
     return model

@@ -30,7 +30,7 @@ from shardscope.frameworks.deepspeed.rehearsal.fake_device import import_deepspe
 from shardscope.frameworks.deepspeed.rehearsal.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.rehearsal.pipeline import stages
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
-from shardscope.memory.activations.head import loss_in_force
+from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.result import RehearsedStage
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def check_plan(plan: Plan) -> None:
         )
     # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
     check_choice("Recipe.kernels", plan.kernels, ("transformers",))
-    check_choice("Recipe.loss", loss_in_force(plan), ("full", "chunked"))
+    check_choice("Recipe.loss", resolve_loss(plan), ("full", "chunked"))
     check_choice("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
-    if loss_in_force(plan) == "chunked" and layout.stage == 3:
+    if resolve_loss(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
             "chunked",

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.overheads.building import in_fp32, is_drawn_in_parts, packed
-from shardscope.memory.report import no_bytes
+from shardscope.memory.overheads.building import (
+    compute_fp32_model,
+    compute_quantized_model,
+    is_initialized_sharded,
+)
+from shardscope.memory.report import zero_term
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import Term
 
 
-def on_host(plan: Plan) -> Term:
+def compute_host_memory(plan: Plan) -> Term:
     """Return the host memory of one rank while it builds the model (``Fsdp2Engine.wrap``). Bytes.
 
     A quantized base is never built on meta: quantization needs the real weights, before they are sharded.
     """
     where = "on every rank, then sharded"
-    if not is_drawn_in_parts(plan):
-        return in_fp32(plan, plan.architecture.num_parameters, where)
+    if not is_initialized_sharded(plan):
+        return compute_fp32_model(plan, plan.architecture.num_parameters, where)
     if plan.recipe.base_quantization is not None:
-        return packed(plan, where)
-    return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
+        return compute_quantized_model(plan, where)
+    return zero_term("built on the meta device, and drawn shard by shard on the GPU")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
-from shardscope.frameworks.fsdp2.memory.quantized import numbers_saved
-from shardscope.memory.state.lora import adapter_targets, first_layer, layer_adapters
-from shardscope.memory.state.stages import layer_shard, rank_shapes
+from shardscope.frameworks.fsdp2.memory.quantized import count_saved_elements
+from shardscope.memory.state.lora import count_layer_adapters, find_adapter_targets, find_first_layer
+from shardscope.memory.state.stages import count_layer_shard, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 
-class Group(NamedTuple):
+class GroupBuffers(NamedTuple):
     """Buffer sizes of one decoder layer's group, in bytes."""
 
     parameters: Any
@@ -46,10 +46,10 @@ class Group(NamedTuple):
     """Unsharded gradients in the reduction type, without padding."""
 
 
-_NOTHING = Group(0, 0, 0, 0, 0, 0, 0)
+_NOTHING = GroupBuffers(0, 0, 0, 0, 0, 0, 0)
 
 
-class Before(NamedTuple):
+class GroupSums(NamedTuple):
     """Sums over all layers before a given one, in bytes."""
 
     kept: Any
@@ -62,12 +62,12 @@ class Before(NamedTuple):
     """Unsharded gradients."""
 
 
-class Groups(NamedTuple):
+class StageGroups(NamedTuple):
     """Buffer sizes of all groups of one pipeline stage, in bytes."""
 
-    dense: Group
+    dense: GroupBuffers
     """Group of a layer without routed experts."""
-    experts: Group
+    experts: GroupBuffers
     """Group of a layer with routed experts."""
     first_with_experts: Any
     """Index of the first layer with routed experts."""
@@ -86,7 +86,7 @@ class Groups(NamedTuple):
     """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
     root's, or the first layer's if the root is frozen."""
 
-    def at(self, index: Any) -> Group:
+    def at(self, index: Any) -> GroupBuffers:
         """Return the group of the layer at ``index``; all zeros for an index below 0."""
         if type(index) is int and type(self.first_with_experts) is int:
             if index < 0:
@@ -94,9 +94,9 @@ class Groups(NamedTuple):
             return self.experts if index >= self.first_with_experts else self.dense
         if self.experts is _NOTHING:
             there = (index >= 0) & (index < self.first_with_experts)
-            return Group(*(there * field for field in self.dense))
+            return GroupBuffers(*(there * field for field in self.dense))
         found, there = where(index >= self.first_with_experts, self.experts, self.dense), index >= 0
-        return Group(*(there * field for field in found))
+        return GroupBuffers(*(there * field for field in found))
 
     def kept_before(self, index: Any) -> Any:
         """Return the bytes of all layers before ``index`` that stay all-gathered from forward to backward."""
@@ -108,11 +108,11 @@ class Groups(NamedTuple):
         dense = minimum(index, self.first_with_experts)
         return dense * self.dense.shard + (index - dense) * self.experts.shard
 
-    def before(self, index: Any) -> Before:
+    def before(self, index: Any) -> GroupSums:
         """Return the sums over all layers before ``index``."""
         dense = minimum(index, self.first_with_experts)
         experts = index - dense
-        return Before(
+        return GroupSums(
             dense * self.dense.kept + experts * self.experts.kept,
             dense * self.dense.shard + experts * self.experts.shard,
             dense * self.dense.parameters + experts * self.experts.parameters,
@@ -120,19 +120,19 @@ class Groups(NamedTuple):
         )
 
 
-def groups_of(plan: Plan, stage: Stage) -> Groups:
+def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
     """Return the buffer sizes of all groups of ``stage``."""
     width = widths[plan.recipe.precision]
     ranks = group_equal(plan.degrees.shard * plan.degrees.cp)
     trains_edges = not plan.recipe.has_adapters
     root = width.compute * ranks * stage.edge_shard
     root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard
-    dense, experts = _group(plan, False, ranks), _group(plan, True, ranks)
+    dense, experts = _compute_group(plan, False, ranks), _compute_group(plan, True, ranks)
     first_with_experts = stage.num_layers - stage.num_moe_layers
     last_reduction = root_reduction
     if not trains_edges:
         last_reduction = where(first_with_experts > 0, dense.reduction, experts.reduction)
-    return Groups(
+    return StageGroups(
         dense=dense,
         experts=experts,
         first_with_experts=first_with_experts,
@@ -149,22 +149,22 @@ def groups_of(plan: Plan, stage: Stage) -> Groups:
     )
 
 
-def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
+def _compute_group(plan: Plan, moe: bool, ranks: Any) -> GroupBuffers:
     layout: Any = plan.layout
     arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NOTHING
     width = widths[recipe.precision]
-    weights: Any = map_distinct(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
+    weights: Any = map_distinct(partial(count_layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
     own = weights.dense_padded + weights.experts_padded
     whole = weights.dense + weights.experts
     if recipe.base_quantization is not None:
-        own = own - map_distinct(partial(numbers_saved, arch, moe, width.compute), ranks)
+        own = own - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
-        adapters = map_distinct(partial(layer_adapters, arch, recipe, moe), ranks)[1]
+        adapters = map_distinct(partial(count_layer_adapters, arch, recipe, moe), ranks)[1]
         adapters = ceil_div(adapters, degrees.tp)
-        whole = ceil_div(layer_adapters(arch, recipe, moe)[0], degrees.tp)
+        whole = ceil_div(count_layer_adapters(arch, recipe, moe)[0], degrees.tp)
     parameters = width.compute * ranks * (own + adapters)
     casts = width.compute != width.original
     trained = adapters if recipe.has_adapters else own
@@ -174,14 +174,16 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     alone: Any = 0
     if casts:
         adapted = recipe if recipe.has_adapters else None
-        alone = width.compute * map_distinct(partial(_casts, arch, adapted, moe), degrees.tp, degrees.ep)
+        alone = width.compute * map_distinct(
+            partial(_count_cast_elements, arch, adapted, moe), degrees.tp, degrees.ep
+        )
     reshard = layout.reshard_after_forward
     kept: Any = 0
     if reshard is False:
         kept = parameters
     elif reshard is not True:
         kept = where(reshard == ranks, 0, parameters // reshard)
-    return Group(
+    return GroupBuffers(
         parameters=parameters,
         staging=where(ranks > 1, parameters, 0),
         copying=where(ranks > 1, copied, alone),
@@ -193,14 +195,14 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
 
 
 @lru_cache(maxsize=1024)
-def _casts(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int) -> int:
+def _count_cast_elements(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int) -> int:
     """Return the most temporary elements while a single rank casts a layer's parameters, tensor by tensor.
 
     Each cast is copied into a new parameter tensor, and freed once the next cast exists
     (``FSDPParamGroup.wait_for_unshard``). With adapters only the adapters are cast.
     """
     made = most = last = 0
-    for size, is_cast in _tensors(arch, adapted, moe, tp, ep):
+    for size, is_cast in _list_tensors(arch, adapted, moe, tp, ep):
         cast = is_cast * size
         most = max(most, made + last + cast)
         made += size
@@ -209,14 +211,14 @@ def _casts(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: i
     return most - made
 
 
-def _tensors(
+def _list_tensors(
     arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, bool]]:
     """Return (elements, whether trainable) of a layer's tensors in order, adapters after their Linear."""
     found = []
-    linears = dict(arch.layer_linears(first_layer(arch, moe)))
-    targets = adapter_targets(arch, adapted) if adapted else ()
-    for shape in rank_shapes(arch, moe, tp, ep):
+    linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
+    targets = find_adapter_targets(arch, adapted) if adapted else ()
+    for shape in list_rank_shapes(arch, moe, tp, ep):
         found.append((shape.copies * shape.rows * shape.columns, adapted is None))
         module, _, kind = shape.name.rpartition(".")
         target = module.rpartition(".")[2]

@@ -13,19 +13,19 @@ from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.memory import words as said
-from shardscope.memory.activations.backward import Backward, Peak, PeakTerms
-from shardscope.memory.report import Term, summed
+from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
+from shardscope.memory.report import Term, sum_parts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.fsdp2.memory.groups import Group, Groups
+    from shardscope.frameworks.fsdp2.memory.groups import GroupBuffers, StageGroups
     from shardscope.frameworks.fsdp2.memory.pipeline import Waiting
-    from shardscope.memory.layer_order import Place
+    from shardscope.memory.layer_order import StageLayer
     from shardscope.memory.report import Phase
     from shardscope.memory.state.stages import Stage
 
 
-def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
+def compute_gathered_at_loss(plan: Plan, stage: Stage, groups: StageGroups, waits: Waiting) -> Term:
     """Return the all-gather buffers at the loss.
 
     They are the root group, the layers that stay all-gathered after forward and the last all-gather's output.
@@ -54,7 +54,13 @@ class Step:
     """Peak candidates of the step's last micro-batch on one rank."""
 
     def __init__(
-        self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+        self,
+        plan: Plan,
+        stage: Stage,
+        shape: StageBackward,
+        groups: StageGroups,
+        waits: Waiting,
+        trained: Any,
     ) -> None:
         self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
         self.waits = waits
@@ -76,10 +82,10 @@ class Step:
         self.in_layers = groups.before(stage.num_layers)
         self.none = self._gradients(self.in_layers.shard)
 
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[PeakCandidate]:
         shape = self.shape
         order = shape.find_order()
-        found: list[Peak] = []
+        found: list[PeakCandidate] = []
         for place in order.last_places(shape.layers):
             found += self._forward(place)
         fullest: dict[int, tuple[Any, Any]] = {}
@@ -90,7 +96,7 @@ class Step:
             found += self._layer(place, *fullest[kind])
         return [*found, self._first(), *self._loss_and_norm(), *self._root()]
 
-    def _loss_and_norm(self) -> list[Peak]:
+    def _loss_and_norm(self) -> list[PeakCandidate]:
         """Return the candidates in the backward of the loss and of the final norm."""
         shape, groups = self.shape, self.groups
         full = (shape.layers, shape.edges, shape.cast, 0)
@@ -116,7 +122,7 @@ class Step:
         done = (self.trained > 0) * (self.in_layers.shard - before)
         return where(self.accumulates, self.trained, done)
 
-    def _forward(self, place: Place) -> list[Peak]:
+    def _forward(self, place: StageLayer) -> list[PeakCandidate]:
         """Return the candidates of one layer's forward: during its all-gather and during its compute."""
         groups, index = self.groups, place.index
         group, before_it = groups.at(index), groups.at(index - 1)
@@ -152,7 +158,7 @@ class Step:
             ),
         ]
 
-    def _first(self) -> Peak:
+    def _first(self) -> PeakCandidate:
         """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
         groups, first = self.groups, self.groups.at(0)
         gathered = (
@@ -165,7 +171,7 @@ class Step:
         )
         return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
 
-    def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
+    def _layer(self, place: StageLayer, held: Any, done: Any) -> list[PeakCandidate]:
         """Return the candidates of one layer's backward.
 
         They are before it starts, at its own maximum, and after it with its gradients unsharded. ``held`` and
@@ -205,7 +211,7 @@ class Step:
             ),
         ]
 
-    def _arriving(self, group: Group, next_one: Group) -> tuple[Any, Any]:
+    def _arriving(self, group: GroupBuffers, next_one: GroupBuffers) -> tuple[Any, Any]:
         """Return the buffers of pending all-gathers in backward: during a layer's compute, and before it."""
         if self.whole:
             return 0, 0
@@ -217,7 +223,7 @@ class Step:
         )
         return coming, arriving
 
-    def _fullest(self, place: Place, adds: Any = True) -> tuple[Any, Any]:
+    def _fullest(self, place: StageLayer, adds: Any = True) -> tuple[Any, Any]:
         """Return (activation bytes, weights with new gradients) at the maximum of both in a layer's backward.
 
         Without ``adds`` only gradients being computed count: finished ones were added to the gradients of
@@ -230,7 +236,7 @@ class Step:
         _, held, done = pick_largest_row(rows)
         return held, done
 
-    def _root(self) -> list[Peak]:
+    def _root(self) -> list[PeakCandidate]:
         """Return the candidates at the embedding's gradient and at the root group's reduce-scatter."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0)
@@ -255,9 +261,9 @@ class Step:
         words: said.Words,
         logits: Term | None = None,
         phase: Phase = "backward",
-    ) -> Peak:
+    ) -> PeakCandidate:
         """Return a peak candidate from its components in bytes, in the order of ``words``."""
-        return Peak(
+        return PeakCandidate(
             fraction,
             sum(held),
             sum(gathered),
@@ -278,7 +284,7 @@ class Step:
 
         source = self.shape.explain_layers if words.explains_layers else None
         return PeakTerms(
-            summed(*zip(held, words.held, strict=True), source=source),
-            summed(*zip(gathered, words.gathered, strict=True), source=lambda: said.SOURCE),
+            sum_parts(*zip(held, words.held, strict=True), source=source),
+            sum_parts(*zip(gathered, words.gathered, strict=True), source=lambda: said.SOURCE),
             Term(gradients, reduced),
         )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.number_format import gib
 from shardscope.core.ops import all_true, ceil_div, group_equal, where
 from shardscope.core.precision import FP32, widths
-from shardscope.memory.activations.forward import edge_activations, head_input, modules_of
-from shardscope.memory.activations.step import in_flight
+from shardscope.memory.activations.forward import compute_final_norm_saved, compute_head_input, find_modules
+from shardscope.memory.activations.step import count_in_flight
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
@@ -94,11 +94,15 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
     tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
     hidden = several * tokens * plan.architecture.hidden_size * width.compute
     num_sides = 2 - stage.is_first - stage.is_last
-    per_micro_batch, chunks = in_flight(plan, stage.number)
+    per_micro_batch, chunks = count_in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
-    arch, modules = plan.architecture, modules_of(plan)
+    arch, modules = plan.architecture, find_modules(plan)
     # The loss saves its log-softmax in fp32, and the schedule keeps the logits.
-    left = edge_activations(arch, modules) + head_input(arch, modules) + vocab * (FP32 + width.compute)
+    left = (
+        compute_final_norm_saved(arch, modules)
+        + compute_head_input(arch, modules)
+        + vocab * (FP32 + width.compute)
+    )
     return Waiting(
         received=plan.num_micro_batches * hidden * num_sides,
         all_gradients=several * width.reduce * stage.trainable,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import widths
-from shardscope.memory.state.lora import first_layer
-from shardscope.memory.state.quantization import check_kernels, nf4_bytes
-from shardscope.memory.state.stages import layers_by_kind, rank_shapes
+from shardscope.memory.state.lora import find_first_layer
+from shardscope.memory.state.quantization import check_kernels, compute_nf4_bytes
+from shardscope.memory.state.stages import count_layers_by_kind, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -29,54 +29,58 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=1024)
-def _linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
+def _list_linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
     """Return (rows, columns) of every quantized matrix of one layer."""
-    targets = {target for target, _ in arch.layer_linears(first_layer(arch, moe))}
+    targets = {target for target, _ in arch.layer_linears(find_first_layer(arch, moe))}
     return tuple(
         (shape.rows, shape.columns)
-        for shape in rank_shapes(arch, moe, 1, 1)
+        for shape in list_rank_shapes(arch, moe, 1, 1)
         if shape.columns > 1 and shape.group != "experts" and shape.name.split(".")[-2] in targets
     )
 
 
 @lru_cache(maxsize=4096)
-def numbers_saved(arch: Architecture, moe: bool, width: int, ranks: int) -> int:
+def count_saved_elements(arch: Architecture, moe: bool, width: int, ranks: int) -> int:
     """Return by how many stored elements quantization shrinks one rank's shard of one layer, with padding.
 
     ``width`` is the size of a stored element in bytes; each byte packs two weights.
     """
     return sum(
         ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // (2 * width), ranks)
-        for rows, columns in _linears(arch, moe)
+        for rows, columns in _list_linears(arch, moe)
     )
 
 
-def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
-    """Return the sum of :func:`numbers_saved` over the layers of a stage; 0 without a quantized base."""
+def count_saved_in_stage(plan: Plan, stage: Stage, ranks: Any) -> Any:
+    """Return :func:`count_saved_elements` summed over the layers of a stage; 0 without a quantized base."""
     if plan.recipe.base_quantization is None:
         return 0
     arch, width = plan.architecture, widths[plan.recipe.precision].compute
     saved: Any = 0
-    for moe, layers in layers_by_kind(arch, stage):
-        each = map_distinct(partial(numbers_saved, arch, moe, width), ranks)
+    for moe, layers in count_layers_by_kind(arch, stage):
+        each = map_distinct(partial(count_saved_elements, arch, moe, width), ranks)
         saved = saved + layers * each
     return saved
 
 
-def scales_bytes(plan: Plan, stage: Stage) -> Any:
+def compute_scales(plan: Plan, stage: Stage) -> Any:
     """Return the bytes of a stage's quantization scales, which are unsharded on every rank."""
     if plan.recipe.base_quantization is None:
         return 0
     double = plan.recipe.method == "qlora"
     return sum(
-        layers * sum(_scales(rows * columns, double) for rows, columns in _linears(plan.architecture, moe))
-        for moe, layers in layers_by_kind(plan.architecture, stage)
+        layers
+        * sum(
+            _compute_matrix_scales(rows * columns, double)
+            for rows, columns in _list_linears(plan.architecture, moe)
+        )
+        for moe, layers in count_layers_by_kind(plan.architecture, stage)
     )
 
 
-def _scales(numel: int, double: bool) -> int:
+def _compute_matrix_scales(numel: int, double: bool) -> int:
     packed: int = ceil_div(numel, 2)
-    return int(nf4_bytes(numel, double)) - packed
+    return int(compute_nf4_bytes(numel, double)) - packed
 
 
 def check_quantized(recipe: Recipe, layout: Any) -> None:

@@ -13,22 +13,22 @@ from shardscope.core.ops import is_array, maximum, where
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.frameworks.fsdp2.memory.peaks import Step
 from shardscope.frameworks.fsdp2.memory.pipeline import NOTHING_WAITS, Waiting
-from shardscope.memory.activations.backward import Peak
+from shardscope.memory.activations.backward import PeakCandidate
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.fsdp2.memory.groups import Groups
-    from shardscope.memory.activations.backward import Backward
-    from shardscope.memory.layer_order import Place
+    from shardscope.frameworks.fsdp2.memory.groups import StageGroups
+    from shardscope.memory.activations.backward import StageBackward
+    from shardscope.memory.layer_order import StageLayer
     from shardscope.memory.state.stages import Stage
 
 
 def peaks(
-    plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
-) -> list[Peak]:
+    plan: Plan, stage: Stage, shape: StageBackward, groups: StageGroups, waits: Waiting, trained: Any
+) -> list[PeakCandidate]:
     """Return the peak candidates of a step.
 
     They cover the layers in forward, the loss, the final norm, the layers in backward, the embedding and the
@@ -39,10 +39,10 @@ def peaks(
     return StagedStep(plan, stage, shape, groups, waits, trained).peaks()
 
 
-def _only(here: Any, peak: Peak) -> Peak:
+def _only(here: Any, peak: PeakCandidate) -> PeakCandidate:
     """Return ``peak`` with zeros in the array rows where ``here`` is false."""
     logits = peak.logits
-    return Peak(
+    return PeakCandidate(
         peak.fraction,
         here * peak.activations,
         here * peak.gather,
@@ -57,7 +57,13 @@ class StagedStep(Step):
     """Peak candidates of a pipeline stage: micro-batches in flight, gradients reduced after the schedule."""
 
     def __init__(
-        self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+        self,
+        plan: Plan,
+        stage: Stage,
+        shape: StageBackward,
+        groups: StageGroups,
+        waits: Waiting,
+        trained: Any,
     ) -> None:
         super().__init__(plan, stage, shape, groups, waits, trained)
         # With embedding and head on different stages, each stage has its own copy of a tied weight.
@@ -70,7 +76,7 @@ class StagedStep(Step):
         self.back = waits.repeats * waits.hidden_back
         self.stays = waits.output(1)
 
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[PeakCandidate]:
         waits = self.waits
         order = self.shape.find_order()
         found = [self._first(), *self._loss_and_norm(), *self._root(), *self._reductions()]
@@ -92,7 +98,9 @@ class StagedStep(Step):
             found += self._layer(place, *fullest[kind])
         return found
 
-    def _where(self, there: Any, find: Callable[[Place], Peak], place: Place) -> list[Peak]:
+    def _where(
+        self, there: Any, find: Callable[[StageLayer], PeakCandidate], place: StageLayer
+    ) -> list[PeakCandidate]:
         """Return the candidate of ``find`` if ``there``; for an array of plans, zeroed where it is false."""
         if is_array(there):
             return [_only(there, find(place))]
@@ -106,7 +114,7 @@ class StagedStep(Step):
         """Return 0 bytes: no gradient is reduced before the schedule has ended."""
         return 0 * before
 
-    def _forward_again(self, place: Place) -> Peak:
+    def _forward_again(self, place: StageLayer) -> PeakCandidate:
         """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
         groups, waits, index = self.groups, self.waits, place.index
         group, gone = groups.at(index), groups.before(index)
@@ -123,7 +131,7 @@ class StagedStep(Step):
             "forward",
         )
 
-    def _loss_and_norm(self) -> list[Peak]:
+    def _loss_and_norm(self) -> list[PeakCandidate]:
         shape, waits = self.shape, self.waits
         full = (shape.layers, shape.edges, shape.cast, waits.sent + waits.hidden + self.back)
         gathered = (*self.waiting, self.in_layers.kept, 0)
@@ -141,7 +149,7 @@ class StagedStep(Step):
             ),
         ]
 
-    def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
+    def _layer(self, place: StageLayer, held: Any, done: Any) -> list[PeakCandidate]:
         """Return the candidates of one layer's backward.
 
         Unlike without stages, layers whose backward is done stay all-gathered and their gradients unsharded.
@@ -184,7 +192,7 @@ class StagedStep(Step):
             ),
         ]
 
-    def _backward_again(self, place: Place) -> Peak:
+    def _backward_again(self, place: StageLayer) -> PeakCandidate:
         """Return the candidate of a backward after a backward.
 
         One micro-batch fewer is in flight, and all layers are all-gathered.
@@ -210,7 +218,7 @@ class StagedStep(Step):
             self.stays,
         )
 
-    def _root(self) -> list[Peak]:
+    def _root(self) -> list[PeakCandidate]:
         """Return the candidates at the embedding's gradient and at the casts of the first root gradients."""
         shape, groups, waits = self.shape, self.groups, self.waits
         gradients = where(waits.repeats, waits.all_gradients, self.in_layers.gradient)
@@ -234,7 +242,7 @@ class StagedStep(Step):
             found.append(_only(1 - waits.repeats, first_ones) if waits.repeats is not False else first_ones)
         return found
 
-    def _reductions(self) -> list[Peak]:
+    def _reductions(self) -> list[PeakCandidate]:
         """Return the candidates after the schedule: each group reshards, then reduces its gradients.
 
         The root comes first, then the layers in forward order; the first layer of each kind has the maximum.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.number_format import gib
 from shardscope.core.ops import group_equal, maximum
 from shardscope.core.precision import base_width, widths
-from shardscope.frameworks.fsdp2.memory.groups import groups_of
-from shardscope.frameworks.fsdp2.memory.peaks import gathered_at_loss
+from shardscope.frameworks.fsdp2.memory.groups import compute_groups
+from shardscope.frameworks.fsdp2.memory.peaks import compute_gathered_at_loss
 from shardscope.frameworks.fsdp2.memory.pipeline import (
     NOTHING_WAITS,
     is_pipelined,
@@ -23,20 +23,20 @@ from shardscope.frameworks.fsdp2.memory.pipeline import (
     unreduced,
     waiting,
 )
-from shardscope.frameworks.fsdp2.memory.quantized import scales_bytes, stage_numbers_saved
+from shardscope.frameworks.fsdp2.memory.quantized import compute_scales, count_saved_in_stage
 from shardscope.frameworks.fsdp2.memory.stage_peaks import peaks
-from shardscope.memory.overheads.building import is_drawn_in_parts
-from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.state.optimizer_state import optimizer_bytes
+from shardscope.memory.overheads.building import is_initialized_sharded
+from shardscope.memory.report import Term, zero_term
+from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
 from shardscope.memory.state.stages import (
-    Shapes,
     Stage,
     StageShape,
-    layers_by_kind,
-    outer_tensors,
-    rank_shapes,
-    shapes_of,
-    stage_of,
+    StageShapes,
+    count_layers_by_kind,
+    count_stage_weights,
+    find_stage_shapes,
+    list_outer_tensors,
+    list_rank_shapes,
 )
 from shardscope.memory.state.training_state import TrainingState
 
@@ -50,17 +50,17 @@ counts_neighbours = True
 may need more than an earlier stage with more layers."""
 
 
-def shapes(plan: Plan) -> Shapes:
+def find_shapes(plan: Plan) -> StageShapes:
     """Return the stage shapes of ``torch.distributed.pipelining``, or the one shape of the whole model."""
-    return shapes_of(plan.architecture, plan.stage_layers)
+    return find_stage_shapes(plan.architecture, plan.stage_layers)
 
 
-def stage(plan: Plan, shape: StageShape) -> Stage:
+def count_weights(plan: Plan, shape: StageShape) -> Stage:
     """Return the weights of one stage."""
-    return stage_of(plan, shape)
+    return count_stage_weights(plan, shape)
 
 
-def training_state(plan: Plan, stage: Stage) -> TrainingState:
+def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return one rank's training state, in bytes.
 
     It has the sharded originals, gradients and optimizer state, and the buffers of all-gathers and
@@ -70,10 +70,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     degrees, recipe = plan.degrees, plan.recipe
     width, each = widths[recipe.precision], base_width(recipe)
     ranks = group_equal(degrees.shard * degrees.cp)
-    optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
+    optimizer = compute_optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
-    scales = scales_bytes(plan, stage)
-    base = each * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
+    scales = compute_scales(plan, stage)
+    base = each * (stage.shard - count_saved_in_stage(plan, stage, ranks)) + scales
     parameters = base + (trained if recipe.has_adapters else 0)
     # CPU ranks train in host memory, so offloading moves nothing.
     on_host = layout.offload == "cpu" and plan.on_gpu
@@ -97,12 +97,12 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             "up (fully_shard keeps the sharded originals)"
         )
 
-    groups = groups_of(plan, stage)
+    groups = compute_groups(plan, stage)
     pipelined = is_pipelined(plan)
     waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
     # With HSDP the all-reduced gradients stay on the GPU until backward ends, even with offloaded gradients.
     here: Any = 1 if not on_host else degrees.replicate > 1
-    away = no_bytes("in host memory (CPUOffloadPolicy)")
+    away = zero_term("in host memory (CPUOffloadPolicy)")
     return TrainingState(
         parameters=away if on_host else Term(parameters, parameter_words),
         gradients=away
@@ -115,25 +115,25 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         ),
         optimizer=away if on_host else optimizer.state,
         optimizer_working=away if on_host else optimizer.working,
-        gather_forward=gathered_at_loss(plan, stage, groups, waits),
+        gather_forward=compute_gathered_at_loss(plan, stage, groups, waits),
         gather_rest=received(waits, plan) if pipelined else None,
         gradients_waiting=unreduced(plan, 0 if on_host else trained) if pipelined else None,
-        initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
+        initialisation={} if on_host else {"parameters": _compute_initialisation(plan, stage, parameters)},
         find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )
 
 
-def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
+def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
     """Return the peak while the parameters are initialized.
 
     Large models are initialized on the GPU, one unsharded tensor at a time; small ones are moved from the
     host, one unsharded group at a time.
     """
     width = base_width(plan.recipe)
-    if is_drawn_in_parts(plan):
-        whole = width * _largest_matrix(plan.architecture, stage)
+    if is_initialized_sharded(plan):
+        whole = width * _find_largest_matrix(plan.architecture, stage)
         return Term(
             shards + whole,
             lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole matrix, built on meta",
@@ -144,13 +144,15 @@ def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
     )
 
 
-def _largest_matrix(arch: Architecture, stage: Stage) -> Any:
+def _find_largest_matrix(arch: Architecture, stage: Stage) -> Any:
     """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
-    outer = outer_tensors(arch, 1, stage.is_first, stage.is_last)
-    layers = [(count > 0) * _largest_in_layer(arch, moe) for moe, count in layers_by_kind(arch, stage)]
+    outer = list_outer_tensors(arch, 1, stage.is_first, stage.is_last)
+    layers = [
+        (count > 0) * _find_largest_in_layer(arch, moe) for moe, count in count_layers_by_kind(arch, stage)
+    ]
     return maximum(0, *(rows * columns for _, rows, columns in outer), *layers)
 
 
 @lru_cache(maxsize=1024)
-def _largest_in_layer(arch: Architecture, moe: bool) -> int:
-    return max(one.rows * one.columns for one in rank_shapes(arch, moe, 1, 1))
+def _find_largest_in_layer(arch: Architecture, moe: bool) -> int:
+    return max(one.rows * one.columns for one in list_rank_shapes(arch, moe, 1, 1))

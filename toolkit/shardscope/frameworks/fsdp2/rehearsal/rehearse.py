@@ -19,7 +19,7 @@ from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, che
 from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
-from shardscope.memory.overheads.building import is_drawn_in_parts
+from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_numbers
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 
@@ -77,7 +77,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 _meshes_of_real_numbers(tracker),
                 _gathers_to(engine.ctx.device),
             ):
-                on_host = not is_drawn_in_parts(plan) or plan.recipe.base_quantization is not None
+                on_host = not is_initialized_sharded(plan) or plan.recipe.base_quantization is not None
                 _build_on_host(engine, tracker)
                 if isinstance(engine, PipelinedEngine):
                     return play_stage(engine, tracker, note_progress, built_on_host=on_host)

@@ -17,10 +17,10 @@ from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.memory.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.memory.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.memory.schedule import fullest
-from shardscope.memory.activations.logits import Logits, logits_per_token
-from shardscope.memory.activations.modules.megatron import norm_statistics
+from shardscope.memory.activations.logits import Logits, compute_logits_per_token
+from shardscope.memory.activations.modules.megatron import compute_norm_statistics
 from shardscope.memory.report import Term
-from shardscope.memory.state.stages import layers_by_kind
+from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -74,7 +74,7 @@ class _Stage:
         # keys and values in transit are not counted: they never coexist with the MLP's tensors.
         self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
-        self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
+        self.kinds = [(moe, self._layer(moe)) for moe, _ in count_layers_by_kind(self.arch, stage)]
         of_kind = dict(self.kinds)
         self.held = fullest(plan, stage.number, of_kind.get(False, _NO_LAYER), of_kind.get(True, _NO_LAYER))
         # Whether the first backward begins before the last forward.
@@ -172,7 +172,7 @@ class _Stage:
         """Return the bytes of token ids and embedding dropout masks, the final norm and the head's input."""
         arch, stage = self.arch, self.stage
         mask = ceil_div(arch.hidden_size, self.cuts.sequence) if self.modules.dropout else 0
-        norm = 2 * arch.hidden_size * self.modules.compute + norm_statistics(arch)
+        norm = 2 * arch.hidden_size * self.modules.compute + compute_norm_statistics(arch)
         return stage.is_first * self.held.first * self.tokens * (8 + mask) + stage.is_last * ceil_div(
             self.tokens * norm, self.cuts.sequence
         )
@@ -205,7 +205,7 @@ class _Stage:
     def _logits(self) -> tuple[Term, Term]:
         is_last, tokens = self.stage.is_last, self.tokens
         rows = padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
-        each = logits_per_token(rows, "megatron", self.modules.compute)
+        each = compute_logits_per_token(rows, "megatron", self.modules.compute)
         if self._overwrites_logits():
             each = Logits(rows * self.modules.compute, rows * self.modules.compute)
         elif self._casts_loss():

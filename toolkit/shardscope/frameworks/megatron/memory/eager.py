@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.activations.modules.attention import get_attention_widths
 from shardscope.memory.activations.modules.megatron import repeats_heads
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: i
 
     ``plain_rows``: micro-batch size x heads of a rank where the softmax is torch's, else 0.
     """
-    c, width = modules.compute, widths(arch)
+    c, width = modules.compute, get_attention_widths(arch)
     scores: int = ceil_div(arch.num_attention_heads * modules.seq_len, tp)
     product, full = scores * c, scores * FP32
     dropped = scores + product if modules.dropout else 0

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.memory.eager import eager_attention
-from shardscope.memory.activations.modules.attention import widths
+from shardscope.memory.activations.modules.attention import get_attention_widths
 from shardscope.memory.activations.modules.megatron import (
-    branches,
+    compute_latent_angles,
     copies_query,
-    core_attention,
-    fused_product,
-    latent_angles,
-    megatron_layer,
-    megatron_selective,
+    count_branches,
+    list_core_attention,
+    list_fused_projection,
+    list_megatron_selective,
+    list_megatron_tensors,
 )
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.memory.activations.modules.saved import Modules, Saved
+    from shardscope.memory.activations.modules.saved import Modules, SavedTensor
 
 
 class Cuts(NamedTuple):
@@ -58,8 +58,8 @@ class Layer(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts) -> Layer:
     """Compute the saved and working bytes per token of one layer."""
-    tensors = megatron_layer(arch, moe, modules, cuts.tp)
-    angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
+    tensors = list_megatron_tensors(arch, moe, modules, cuts.tp)
+    angles = ceil_div(compute_latent_angles(arch, modules), cuts.micro_batch)
     everything = _on_rank(tensors, arch, cuts) + angles
     stream = ceil_div(arch.hidden_size * modules.compute, cuts.sequence)
     if moe:
@@ -77,7 +77,7 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
         without = _without_gradient(arch, moe, modules, cuts, stream, ending)
         return Layer(stream, again, without, moe * stream)
     if recompute == "selective":
-        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
+        kept = _on_rank(list_megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
         return Layer(kept, max(working, everything - kept), ending)
     return Layer(everything, working, ending)
 
@@ -89,7 +89,11 @@ def _with_scores(
 
     ``rest`` is the same layer without the core attention's working memory.
     """
-    tensors, width, c = megatron_layer(arch, moe, modules, cuts.tp), widths(arch), modules.compute
+    tensors, width, c = (
+        list_megatron_tensors(arch, moe, modules, cuts.tp),
+        get_attention_widths(arch),
+        modules.compute,
+    )
     core = eager_attention(arch, modules, cuts.tp, cuts.plain_rows)
     stream = ceil_div(arch.hidden_size * c, cuts.sequence)
     norms: int = _on_rank([tensor for tensor in tensors if tensor.operator == "norms"], arch, cuts)
@@ -98,9 +102,9 @@ def _with_scores(
     # While attention runs, the tensors of later operators are not there: not yet in forward, already freed in
     # backward.
     behind = mlp + norms // 2 + output
-    angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
+    angles = ceil_div(compute_latent_angles(arch, modules), cuts.micro_batch)
     before = norms // 2 + angles + _operands(arch, modules, cuts)
-    everything = rest.saved - _on_rank(core_attention(arch, modules, cuts.tp), arch, cuts) + core.saved
+    everything = rest.saved - _on_rank(list_core_attention(arch, modules, cuts.tp), arch, cuts) + core.saved
     working = max(rest.working, core.gradients + stream - behind)
     ending = max(rest.ending, before + core.forward - everything)
     if recompute == "full":
@@ -108,7 +112,7 @@ def _with_scores(
         without = _without_gradient(arch, moe, modules, cuts, stream, rest.ending)
         return Layer(stream, again, max(without, before + core.without_gradient - stream), moe * stream)
     if recompute == "selective":
-        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
+        kept = _on_rank(list_megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
         again = core.recomputed + output + stream - behind
         return Layer(kept, max(rest.working, again), max(rest.ending, before + core.without_gradient - kept))
     return Layer(everything, working, ending)
@@ -120,18 +124,18 @@ def _operands(arch: Architecture, modules: Modules, cuts: Cuts) -> int:
     The caller's local variables also keep the tensors from before rotary embedding and norms (attention.py,
     qkv_output).
     """
-    width, c = widths(arch), modules.compute
+    width, c = get_attention_widths(arch), modules.compute
     query: int = ceil_div(width.query * c, cuts.tp)
     key: int = ceil_div(width.key * c, _parts(arch, cuts)["key_value_heads"])
     if arch.latent_attention is not None:
         value: int = ceil_div(width.value * c, cuts.tp)
         return 2 * (query + key) + value
-    found: int = _on_rank(fused_product(arch, modules, cuts.tp), arch, cuts)
+    found: int = _on_rank(list_fused_projection(arch, modules, cuts.tp), arch, cuts)
     found += copies_query(arch, cuts.tp) * query
     return found + ((arch.position_embedding == "rope") + arch.qk_norm) * (query + key)
 
 
-def _on_rank(tensors: list[Saved], arch: Architecture, cuts: Cuts) -> int:
+def _on_rank(tensors: list[SavedTensor], arch: Architecture, cuts: Cuts) -> int:
     parts = _parts(arch, cuts)
     found: int = sum(ceil_div(tensor.bytes_per_token, parts[tensor.cut_by]) for tensor in tensors)
     return found
@@ -167,10 +171,12 @@ def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int
         # input gradient; the activation function's backward, after its 8-bit output was freed; 8-bit casts of
         # its gradient with the first matmul's input gradient.
         second = cuts.gradient_copies * arch.hidden_size + inner
-        activation = (branches(arch) + 1) * inner - numbers
-        first = (cuts.gradient_copies * branches(arch) - 1) * numbers + arch.hidden_size * modules.compute
+        activation = (count_branches(arch) + 1) * inner - numbers
+        first = (
+            cuts.gradient_copies * count_branches(arch) - 1
+        ) * numbers + arch.hidden_size * modules.compute
         return stream + masked + max(second, activation, first)
-    return stream + masked + max(gathered + inner, branches(arch) * inner)
+    return stream + masked + max(gathered + inner, count_branches(arch) * inner)
 
 
 def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int) -> tuple[int, int]:
@@ -192,15 +198,15 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
         # As in a dense MLP: 8-bit casts with the second matmul's input gradient, or the activation function's
         # backward.
         casts = gathered * cuts.gradient_copies // modules.compute
-        activation = (branches(arch) + 1) * inner - inner // modules.compute
+        activation = (count_branches(arch) + 1) * inner - inner // modules.compute
         working = stream + max(gathered + casts + inner, activation)
         if cuts.ep * cuts.expert_tp == 1:
             return working, shared + own + stream
         return max(working, stream + 2 * gathered), ending
     if cuts.ep * cuts.expert_tp == 1:
         # This rank has all experts: no tokens are sorted or sent.
-        return stream + max(own + inner, branches(arch) * inner), shared + own + stream
-    return stream + max(2 * gathered, branches(arch) * inner), ending
+        return stream + max(own + inner, count_branches(arch) * inner), shared + own + stream
+    return stream + max(2 * gathered, count_branches(arch) * inner), ending
 
 
 def _without_gradient(
@@ -214,4 +220,4 @@ def _without_gradient(
         return ending + gathered + stream
     inner: int = ceil_div(arch.intermediate_size * modules.compute, cuts.tp)
     # The residual stream and its norm, with the fused activation or the second matmul.
-    return 2 * stream + inner + max(branches(arch) * inner, ending)
+    return 2 * stream + inner + max(count_branches(arch) * inner, ending)

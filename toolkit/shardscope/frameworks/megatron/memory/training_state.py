@@ -21,11 +21,18 @@ from shardscope.frameworks.megatron.memory import precision_aware
 from shardscope.frameworks.megatron.memory.activations import stage_activations
 from shardscope.frameworks.megatron.memory.replicas import replicas_of
 from shardscope.frameworks.megatron.memory.schedule import chunk_layers
-from shardscope.memory.activations.backward import Peak
-from shardscope.memory.activations.modules.attention import widths as attention_widths
-from shardscope.memory.activations.modules.megatron import branches
-from shardscope.memory.report import Term, no_bytes, summed
-from shardscope.memory.state.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
+from shardscope.memory.activations.backward import PeakCandidate
+from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
+from shardscope.memory.activations.modules.megatron import count_branches
+from shardscope.memory.report import Term, sum_parts, zero_term
+from shardscope.memory.state.stages import (
+    Stage,
+    StageShape,
+    StageShapes,
+    count_layer_shard,
+    count_stage_weights,
+    find_stage_shapes,
+)
 from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ _WORD = 128
 """Elements to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
 
-def shapes(plan: Plan) -> Shapes:
+def find_shapes(plan: Plan) -> StageShapes:
     """Return the shapes of the pipeline stages, each with the layers of all its model chunks.
 
     Raises ``ValueError`` for a family that megatron-core has no layers for.
@@ -50,26 +57,26 @@ def shapes(plan: Plan) -> Shapes:
     arch, degrees = plan.architecture, plan.degrees
     check_family(arch)
     if not arch.num_moe_layers:
-        return shapes_of(arch, plan.stage_layers)
+        return find_stage_shapes(arch, plan.stage_layers)
     chunks = (chunk_layers(arch, degrees.pp, degrees.vpp, number) for number in range(degrees.pp))
-    return shapes_of(arch, plan.stage_layers, tuple(sum(moe for _, moe in each) for each in chunks))
+    return find_stage_shapes(arch, plan.stage_layers, tuple(sum(moe for _, moe in each) for each in chunks))
 
 
-def stage(plan: Plan, shape: StageShape) -> Stage:
+def count_weights(plan: Plan, shape: StageShape) -> Stage:
     """Return one stage with its parameter counts: vocabulary padded, experts sharded by their own tp."""
     arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
-    found = stage_of(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
+    found = count_stage_weights(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
     if not arch.num_moe_layers:
         return found
     experts = map_distinct(
-        lambda tp, ep: layer_shard(arch, True, tp, ep, 1).experts,
+        lambda tp, ep: count_layer_shard(arch, True, tp, ep, 1).experts,
         layout.expert_tp,  # type: ignore[attr-defined]
         degrees.ep,
     )
     return found._replace(experts=found.num_moe_layers * experts)
 
 
-def training_state(plan: Plan, stage: Stage) -> TrainingState:
+def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return the training state of one rank, with the model sharded by tp, pp and ep."""
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
@@ -131,7 +138,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         (half * dummies, _DUMMIES),
         (half * shared, "buffer for the sequence gathered over tp, and for eager attention's scores"),
     )
-    gathered = summed(*buffers)
+    gathered = sum_parts(*buffers)
     gradients = Term(
         weights * gradient,
         lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
@@ -140,14 +147,14 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     # A precision-aware optimizer makes its copies at its first step (te.optimizers.FusedAdam).
     main_copies = 0 if layout.use_precision_aware_optimizer else main * updated
 
-    def peaks(stage: Stage, modules: Modules) -> list[Peak]:
+    def peaks(stage: Stage, modules: Modules) -> list[PeakCandidate]:
         found = stage_activations(plan, stage, modules)
-        with_embedding = summed((embedding, "half-precision gradient of an embedding"), *buffers)
+        with_embedding = sum_parts((embedding, "half-precision gradient of an embedding"), *buffers)
         return [
-            Peak.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
-            Peak.of(0.34, found.head, gathered, gradients, found.logits_backward),
-            Peak.of(0.36, found.first, gathered, gradients),
-            Peak.of(0.97, found.last, with_embedding, gradients),
+            PeakCandidate.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
+            PeakCandidate.of(0.34, found.head, gathered, gradients, found.logits_backward),
+            PeakCandidate.of(0.36, found.first, gathered, gradients),
+            PeakCandidate.of(0.97, found.last, with_embedding, gradients),
         ]
 
     return TrainingState(
@@ -184,7 +191,7 @@ def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[
         "parameters": Term(parameters, lambda: "the module's own weights, and the buffer that they move to"),
         "gradients": Term(gradients, lambda: "the buffers that have been made by then"),
         "optimizer": Term(copies, lambda: "fp32 copies of this rank's weights"),
-        "gather_buffers": no_bytes("no collective has run"),
+        "gather_buffers": zero_term("no collective has run"),
     }
 
 
@@ -283,7 +290,7 @@ def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> set[tup
         ]
     for inner, cut in inners:
         if inner:
-            found |= {(ceil_div(branches(arch) * inner, cut), hidden), (hidden, ceil_div(inner, cut))}
+            found |= {(ceil_div(count_branches(arch) * inner, cut), hidden), (hidden, ceil_div(inner, cut))}
     return found
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
+from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -33,7 +33,7 @@ class Widths(NamedTuple):
         return self.query + self.key + self.value
 
 
-def widths(arch: Architecture) -> Widths:
+def get_attention_widths(arch: Architecture) -> Widths:
     """Return elements per token of the kernel's operands; grouped keys and values are narrower."""
     heads, latent = arch.num_attention_heads, arch.latent_attention
     if latent is not None:
@@ -45,7 +45,7 @@ def widths(arch: Architecture) -> Widths:
 
 
 @lru_cache(maxsize=1024)
-def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
+def find_window_layers(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
     """Return which layers have a sliding window: full-attention layers are spaced evenly between them."""
     full = num_layers - num_sliding
     return tuple(
@@ -53,7 +53,7 @@ def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
     )
 
 
-def masked(arch: Architecture, modules: Modules) -> bool:
+def passes_mask(arch: Architecture, modules: Modules) -> bool:
     """Return whether transformers passes a mask, which the kernel saves.
 
     Some families always pass one; others only for a sliding window shorter than the sequence.
@@ -67,7 +67,7 @@ def masked(arch: Architecture, modules: Modules) -> bool:
     return bool(windowed and arch.sliding_window and modules.seq_len >= arch.sliding_window)
 
 
-def scores_per_token(arch: Architecture, modules: Modules) -> int:
+def compute_saved_scores(arch: Architecture, modules: Modules) -> int:
     """Return bytes of saved attention scores per query over all heads and keys; 0 with a fused kernel."""
     heads = arch.num_attention_heads
     each_key = heads * modules.seq_len
@@ -82,24 +82,26 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
         # The soft cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
         tanh = modules.compute if family_of(arch).has_softcapping else 0
         return each_key * (tanh + FP32 + cast)
-    if in_plain_math(arch, modules):
+    if uses_math_backend(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
         return each_key * FP32 * (3 if modules.dropout else 1)
     return 0
 
 
-def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str = "o_proj") -> list[Saved]:
+def list_kernel_tensors(
+    arch: Architecture, modules: Modules, output_projection: str = "o_proj"
+) -> list[SavedTensor]:
     """Return the kernel's operands, statistics and output, and the output projection's input if copied."""
-    c, heads, width = modules.compute, arch.num_attention_heads, widths(arch)
-    scores = scores_per_token(arch, modules)
+    c, heads, width = modules.compute, arch.num_attention_heads, get_attention_widths(arch)
+    scores = compute_saved_scores(arch, modules)
     if scores:
         feeds = modules.inner_copies(output_projection) * width.output * c
-        return [Saved("attention", _plain_operands(arch, modules) + scores + feeds, "tp")]
+        return [SavedTensor("attention", _compute_unfused_operands(arch, modules) + scores + feeds, "tp")]
     key, value = width.key, width.value
-    has_mask = masked(arch, modules)
-    tensors = [Saved("attention", FP32 * heads, "tp")]
+    has_mask = passes_mask(arch, modules)
+    tensors = [SavedTensor("attention", FP32 * heads, "tp")]
     if family_of(arch).expands_key_heads:
-        key, value = _expanded_operands(arch, modules)
+        key, value = _count_expanded_operands(arch, modules)
     elif has_mask and width.key < width.query:
         # With a mask, SDPA needs as many key heads as query heads.
         key = value = width.query
@@ -108,59 +110,59 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
         value = width.query + 2 * width.key
     if has_mask:
         # The kernel saves the mask in the operands' dtype.
-        tensors.append(Saved("attention", modules.seq_len * c, "whole"))
+        tensors.append(SavedTensor("attention", modules.seq_len * c, "whole"))
     latent = arch.latent_attention
     if latent is not None:
         value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    tensors.append(Saved("attention", (width.query + key + value + width.output) * c, "tp"))
+    tensors.append(SavedTensor("attention", (width.query + key + value + width.output) * c, "tp"))
     copied = modules.inner_copies(
-        output_projection, already_saved=not _output_is_copied(arch, has_mask, modules)
+        output_projection, already_saved=not _copies_output(arch, has_mask, modules)
     )
     if copied:
-        tensors.append(Saved("attention", width.output * c, "tp"))
+        tensors.append(SavedTensor("attention", width.output * c, "tp"))
     return tensors
 
 
-def _plain_operands(arch: Architecture, modules: Modules) -> int:
+def _compute_unfused_operands(arch: Architecture, modules: Modules) -> int:
     """Return bytes of query, key and value of unfused attention.
 
     They are repeated to all heads (eager), or upcast to fp32 (SDPA's math backend).
     """
-    width, c = widths(arch), modules.compute
+    width, c = get_attention_widths(arch), modules.compute
     if is_eager(arch, modules):
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
     if arch.latent_attention is None and modules.dropout:
         return 3 * width.query * FP32
     if modules.broadcasts_views:
         return width.inputs * FP32
-    repeats = family_of(arch).expands_key_heads or (modules.on_gpu and only_plain_math(arch, modules))
+    repeats = family_of(arch).expands_key_heads or (modules.on_gpu and has_no_fused_kernel(arch, modules))
     if repeats and arch.latent_attention is None:
         return 3 * width.query * FP32
     return width.inputs * FP32
 
 
-def _expanded_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
+def _count_expanded_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
     """Return elements of saved key and value: repeated to all heads in newer Falcons, views in older ones.
 
     Values are a view of the fused output. With fp32 biases that is fp32 under autocast, and the kernel saves
     a copy.
     """
-    query = widths(arch).query
+    query = get_attention_widths(arch).query
     repeated = arch.new_decoder_architecture or (modules.stream > modules.compute and arch.attention_bias)
     return query, query if repeated else 3 * query
 
 
-def in_plain_math(arch: Architecture, modules: Modules) -> bool:
+def uses_math_backend(arch: Architecture, modules: Modules) -> bool:
     """Return whether SDPA falls back to its math backend.
 
     It does for a single key head that SDPA must broadcast (Falcon-7B). On a GPU, also if
-    :func:`only_plain_math` is true; on CPU ranks, also with attention dropout, and if values are narrower
+    :func:`has_no_fused_kernel` is true; on CPU ranks, also with attention dropout, and if values are narrower
     than keys.
     """
     if has_one_key_head(arch):
         return True
     if modules.on_gpu:
-        return only_plain_math(arch, modules)
+        return has_no_fused_kernel(arch, modules)
     latent = arch.latent_attention
     return bool(modules.dropout) or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
@@ -180,7 +182,7 @@ def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
     return has_one_key_head(arch) and micro_batch_size == 1
 
 
-def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
+def _copies_output(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
     """Return whether the output is copied to be contiguous for the projection.
 
     Flash attention lays out its output like the query. Families that build the query with ``cat`` have it
@@ -197,7 +199,7 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
     return family_of(arch).concatenates_query and not by_tokens
 
 
-def fused_attention(plan: Plan) -> str:
+def find_fused_attention(plan: Plan) -> str:
     """Return the value of :attr:`Modules.fused_attention`: ``flash``, ``efficient`` or ``none``.
 
     Flash attention needs half precision and Ampere or later; before that, the memory-efficient kernel
@@ -209,7 +211,7 @@ def fused_attention(plan: Plan) -> str:
     return "none" if plan.recipe.precision.startswith("bf16") else "efficient"
 
 
-def only_plain_math(arch: Architecture, modules: Modules) -> bool:
+def has_no_fused_kernel(arch: Architecture, modules: Modules) -> bool:
     """Return whether CUDA has no fused kernel for this attention.
 
     That is bf16 before Ampere; and grouped queries without a mask, in fp32 or before Ampere: flash attention
@@ -222,4 +224,4 @@ def only_plain_math(arch: Architecture, modules: Modules) -> bool:
         return True
     grouped = arch.latent_attention is None and arch.num_key_value_heads < arch.num_attention_heads
     needs_flash = modules.compute == FP32 or modules.fused_attention != "flash"
-    return grouped and needs_flash and not masked(arch, modules)
+    return grouped and needs_flash and not passes_mask(arch, modules)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import families_with, family_of
-from shardscope.memory.activations.modules.attention import kernel_tensors, widths
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -26,28 +26,28 @@ Phi-3 is excluded: its saved tensors depend on the rotated part of a head, which
 have: with full rotation, the ``cat`` after it is compiled away."""
 
 
-def compiled_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_compiled_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     return [
-        Saved("norms", _norms(arch, modules), "sequence"),
-        *kernel_tensors(arch, modules),
-        *_query_key_norms(arch, modules),
+        SavedTensor("norms", _compute_norms(arch, modules), "sequence"),
+        *list_kernel_tensors(arch, modules),
+        *_list_query_key_norms(arch, modules),
         # Attention's output: with the layer's input it gives the residual stream, the input of the MLP's
         # norm.
-        Saved("norms", hidden * c, "sequence"),
+        SavedTensor("norms", hidden * c, "sequence"),
         # Both branches and, for the down projection, their product.
-        Saved("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
+        SavedTensor("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
     ]
 
 
-def _norms(arch: Architecture, modules: Modules) -> int:
+def _compute_norms(arch: Architecture, modules: Modules) -> int:
     """Return bytes of the layer's input, each norm's 1/rms, and its output, shared by all projections.
 
     Norms after the MLP read its output. OLMo 2 has only such norms: its projections read the residual stream.
     """
     c, hidden = modules.compute, arch.hidden_size
-    attention, mlp = (any(map(modules.feeds, readers)) for readers in stream_readers(arch))
+    attention, mlp = (any(map(modules.feeds, readers)) for readers in list_stream_readers(arch))
     normed = (attention + mlp) * hidden * c
     saved = arch.norms_per_layer * FP32 + normed
     if family_of(arch).is_post_norm:
@@ -56,16 +56,16 @@ def _norms(arch: Architecture, modules: Modules) -> int:
     return saved + hidden * (modules.stream + behind * c)
 
 
-def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+def _list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return the projections' outputs and 1/rms per head (OLMo 2: over all heads together)."""
     if not arch.qk_norm:
         return []
-    width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
     statistics = FP32 * (2 if family_of(arch).qk_norm_over_all_heads else heads)
-    return [Saved("attention", (width.query + width.key) * modules.compute + statistics, "tp")]
+    return [SavedTensor("attention", (width.query + width.key) * modules.compute + statistics, "tp")]
 
 
-def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int:
+def compute_unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token not saved in the first layer under adapters, whose input needs no gradient.
 
     Without norms after the blocks, the residual stream between attention and MLP is saved instead of
@@ -76,7 +76,7 @@ def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int
     return FP32 + (arch.hidden_size * modules.compute if arch.norms_per_layer == 2 else 0)
 
 
-def compiled_again(arch: Architecture, modules: Modules) -> int:
+def compute_compiled_recomputation(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token of a recomputed layer's backward, on top of its saved tensors.
 
     One kernel then computes the product and both branches' gradients from the branches. Each branch is read

@@ -7,33 +7,33 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.modules.attention import kernel_tensors, widths
-from shardscope.memory.activations.modules.experts import expert_tensors
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
+from shardscope.memory.activations.modules.experts import list_expert_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+def list_decoder_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
-    attention_readers, mlp_readers = stream_readers(arch)
+    attention_readers, mlp_readers = list_stream_readers(arch)
     tensors = [
-        Saved("norms", _norms(arch, modules), "sequence"),
-        Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
-        *kernel_tensors(arch, modules),
-        *query_key_norms(arch, modules),
-        *latent_ranks(arch, modules),
+        SavedTensor("norms", _compute_norms(arch, modules), "sequence"),
+        SavedTensor("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
+        *list_kernel_tensors(arch, modules),
+        *list_query_key_norms(arch, modules),
+        *list_latent_tensors(arch, modules),
     ]
     if moe:
-        return tensors + expert_tensors(arch, modules)
-    tensors.append(Saved("norms", modules.stream_copies(*mlp_readers) * hidden * c, "whole"))
-    tensors.append(Saved("mlp", mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
+        return tensors + list_expert_tensors(arch, modules)
+    tensors.append(SavedTensor("norms", modules.stream_copies(*mlp_readers) * hidden * c, "whole"))
+    tensors.append(SavedTensor("mlp", count_mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
     return tensors
 
 
-def mlp_copies(arch: Architecture, modules: Modules) -> int:
+def count_mlp_copies(arch: Architecture, modules: Modules) -> int:
     """Return how many intermediate-size tensors the MLP saves.
 
     Gate, silu(gate) and up, or the activation's input; and the product.
@@ -41,7 +41,7 @@ def mlp_copies(arch: Architecture, modules: Modules) -> int:
     return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
 
 
-def _norms(arch: Architecture, modules: Modules) -> int:
+def _compute_norms(arch: Architecture, modules: Modules) -> int:
     """Return bytes saved by RMSNorms: fp32 input, 1/rms and, for the weight's gradient, normalized input."""
     hidden, count = arch.hidden_size, arch.norms_per_layer
     saved = count * (hidden * FP32 + FP32)
@@ -54,18 +54,18 @@ def _norms(arch: Architecture, modules: Modules) -> int:
     return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
 
 
-def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return the tensors saved by query and key norms, if the family has them."""
     if not arch.qk_norm:
         return []
-    width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
     normed = FP32 if family_of(arch).scales_before_cast else modules.compute
     saved = (width.query + width.key) * (FP32 + normed * modules.trained)
     norms = 2 if family_of(arch).qk_norm_over_all_heads else heads
-    return [Saved("attention", saved + FP32 * norms, "tp")]
+    return [SavedTensor("attention", saved + FP32 * norms, "tp")]
 
 
-def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_latent_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return DeepSeek's compressed query and key-value: each normalized, then projected up."""
     if arch.latent_attention is None:
         return []
@@ -78,4 +78,4 @@ def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
         if rank:
             normed = c * modules.trained + c * modules.inner_copies(projection)
             saved += rank * (FP32 + normed) + FP32
-    return [Saved("attention", saved, "sequence")]
+    return [SavedTensor("attention", saved, "sequence")]

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.modules.saved import INT64, Modules, Saved
+from shardscope.memory.activations.modules.saved import INT64, Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_expert_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return the tensors saved by router, routed and shared experts, with evenly routed tokens."""
     experts = arch.mixture_of_experts
     if experts is None:
@@ -30,21 +30,21 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
     gated = family_of(arch).has_shared_expert_gate
     readers += ("shared_expert_gate",) if gated else ()
     tensors = [
-        Saved("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
-        Saved("experts", top_k * routed, "sequence"),
-        Saved("experts", top_k * inner, "tp"),
-        Saved("experts", _router(arch, modules), "sequence"),
+        SavedTensor("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
+        SavedTensor("experts", top_k * routed, "sequence"),
+        SavedTensor("experts", top_k * inner, "tp"),
+        SavedTensor("experts", _compute_router(arch, modules), "sequence"),
     ]
     if shared:
         copies = 3 + modules.inner_copies("down_proj")
-        tensors.append(Saved("mlp", copies * shared * c, "tp"))
+        tensors.append(SavedTensor("mlp", copies * shared * c, "tp"))
     if gated:
         # The shared expert's output and its sigmoid gate.
-        tensors.append(Saved("experts", (hidden + 1) * c, "sequence"))
+        tensors.append(SavedTensor("experts", (hidden + 1) * c, "sequence"))
     return tensors
 
 
-def _router(arch: Architecture, modules: Modules) -> int:
+def _compute_router(arch: Architecture, modules: Modules) -> int:
     """Return bytes of expert scores, top-k weights and indices, and the sort of tokens by expert."""
     experts = arch.mixture_of_experts
     assert experts is not None

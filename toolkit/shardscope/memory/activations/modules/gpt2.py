@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.modules.attention import kernel_tensors
-from shardscope.memory.activations.modules.saved import Modules, Saved
+from shardscope.memory.activations.modules.attention import list_kernel_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_gpt2_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves.
 
     Dropout's mask has a byte per element on a GPU, a full number on a CPU.
@@ -23,18 +23,18 @@ def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
     statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
     inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
     return [
-        Saved("norms", 2 * (hidden * modules.normed + statistics) + inputs * hidden * c, "sequence"),
-        *kernel_tensors(arch, modules, output_projection="c_proj"),
-        Saved("norms", 2 * hidden * mask, "sequence"),
-        Saved(
+        SavedTensor("norms", 2 * (hidden * modules.normed + statistics) + inputs * hidden * c, "sequence"),
+        *list_kernel_tensors(arch, modules, output_projection="c_proj"),
+        SavedTensor("norms", 2 * hidden * mask, "sequence"),
+        SavedTensor(
             "mlp",
-            (gelu_in_plain_operations(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size,
+            (compute_unfused_gelu(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size,
             "tp",
         ),
     ]
 
 
-def gelu_in_plain_operations(modules: Modules) -> int:
+def compute_unfused_gelu(modules: Modules) -> int:
     """Return bytes per element saved by the unfused gelu 0.5 x (1 + tanh(...x^3)).
 
     These are x for its power, 0.5 x, tanh, and 1 + tanh. CUDA's autocast computes powers in fp32.

@@ -14,19 +14,29 @@ from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32, HALF
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.backward import final_norm, inner_gradients
-from shardscope.memory.activations.forward import kept_apart, kept_by_selective, masks_kept, saved_tensors
-from shardscope.memory.activations.modules.attention import is_eager, masked, scores_per_token, widths
-from shardscope.memory.activations.modules.experts import expert_tensors
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.activations.modules.selective import held_by_products
-from shardscope.memory.state.stages import rank_shapes
+from shardscope.memory.activations.backward import compute_final_norm, count_inner_gradients
+from shardscope.memory.activations.forward import (
+    compute_kept_for_recomputation,
+    compute_kept_masks,
+    list_kept_by_selective,
+    list_saved_tensors,
+)
+from shardscope.memory.activations.modules.attention import (
+    compute_saved_scores,
+    get_attention_widths,
+    is_eager,
+    passes_mask,
+)
+from shardscope.memory.activations.modules.experts import list_expert_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
+from shardscope.memory.activations.modules.selective import compute_int8_inputs
+from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-class Instant(NamedTuple):
+class LayerPeak(NamedTuple):
     """One peak candidate inside a layer."""
 
     held: int
@@ -43,7 +53,7 @@ class Instant(NamedTuple):
     """Number of weights of the matrix in its matmul's backward; a quantized base dequantizes it."""
 
 
-class _Cut(NamedTuple):
+class _NumShards(NamedTuple):
     """Number of shards of a rank's tensors, by kind of sharding."""
 
     tp: int
@@ -51,41 +61,41 @@ class _Cut(NamedTuple):
     sequence: int
     whole: int = 1
 
-    def part(self, tensors: tuple[Saved, ...] | list[Saved]) -> int:
+    def part(self, tensors: tuple[SavedTensor, ...] | list[SavedTensor]) -> int:
         return sum(ceil_div(tensor.bytes_per_token, getattr(self, tensor.cut_by)) for tensor in tensors)
 
 
-class LayerInstants(NamedTuple):
+class LayerPeaks(NamedTuple):
     """Memory of one layer through a step; bytes per token."""
 
     forward: int
     """Maximum during the layer's forward."""
-    backward: tuple[Instant, ...]
+    backward: tuple[LayerPeak, ...]
     """Peak candidates during the layer's backward."""
     weights: int
     """Maximum number of its weights with gradients."""
 
 
 @lru_cache(maxsize=4096)
-def layer_instants(
+def compute_layer_peaks(
     arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
-) -> LayerInstants:
+) -> LayerPeaks:
     """Return one layer's peak candidates with this recomputation; the residual stream has ``cut`` shards.
 
     If only some layers have a sliding window, those of the kind that saves more.
     """
-    parts = _Cut(tp, min(tp, arch.num_key_value_heads), cut)
-    everything = parts.part(saved_tensors(arch, moe, modules))
+    parts = _NumShards(tp, min(tp, arch.num_key_value_heads), cut)
+    everything = parts.part(list_saved_tensors(arch, moe, modules))
     stream = ceil_div(arch.hidden_size * modules.stream, cut)
     kept = everything
     if recompute == "full":
         kept = stream
     elif recompute == "selective":
-        kept = parts.part(kept_by_selective(arch, moe, modules))
+        kept = parts.part(list_kept_by_selective(arch, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
         kept = 0
-    kept += held_by_products(arch, moe, modules, recompute)
-    beside = kept_apart(arch, moe, modules, recompute, stream)
+    kept += compute_int8_inputs(arch, moe, modules, recompute)
+    beside = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
     layer = _Layer(arch, moe, modules, parts, everything, away=recompute == "offload" and modules.on_gpu)
     forward = layer.forward()
     backward = layer.backward()
@@ -94,13 +104,13 @@ def layer_instants(
         # Recomputation runs with the incoming gradient alive; the first forward saved nothing.
         waiting = layer.waiting_for_recomputation()
         again = max(forward, layer.in_adapter(again=True))
-        backward.append(Instant(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
+        backward.append(LayerPeak(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
         forward = kept + layer.in_passing(recompute)
     elif layer.away:
         forward = layer.in_passing(recompute)
     else:
         forward = max(forward, layer.product_of_few_bits(), layer.in_adapter(again=False))
-    return LayerInstants(max(kept, forward), tuple(backward), max(one.done for one in backward))
+    return LayerPeaks(max(kept, forward), tuple(backward), max(one.done for one in backward))
 
 
 class _Layer:
@@ -111,7 +121,7 @@ class _Layer:
         arch: Architecture,
         moe: bool,
         modules: Modules,
-        parts: _Cut,
+        parts: _NumShards,
         everything: int,
         *,
         away: bool = False,
@@ -122,20 +132,20 @@ class _Layer:
         self.everything = everything
         c, hidden = modules.compute, arch.hidden_size
         self.stream = ceil_div(hidden * modules.stream, parts.sequence)
-        self.weights = layer_weights(arch, moe, parts.tp)
+        self.weights = count_layer_weights(arch, moe, parts.tp)
         self.row = hidden * c
         # A second gradient in the compute dtype besides the stream's: autocast casts it from a wider stream,
         # or a norm after the block creates it.
         splits = parts.sequence > 1  # and all-gathers the gradient of the scattered output
         wider = modules.stream > c
         self.cast = self.row if wider or arch.norms_per_layer == 4 or splits else 0
-        self.norm = ceil_div(final_norm(arch, modules), parts.sequence)
-        norms = parts.part([saved_tensors(arch, moe, modules)[0]])
+        self.norm = ceil_div(compute_final_norm(arch, modules), parts.sequence)
+        norms = parts.part([list_saved_tensors(arch, moe, modules)[0]])
         self.own_norm = norms // max(2, arch.norms_per_layer)
         if arch.parallel_residual:
             self.own_norm = 0
         self.behind = self.own_norm if arch.norms_per_layer == 4 else 0
-        readers = stream_readers(arch)[1]
+        readers = list_stream_readers(arch)[1]
         inputs = (
             0
             if arch.parallel_residual and arch.norms_per_layer == 1
@@ -143,9 +153,9 @@ class _Layer:
         )
         self.mlp = ceil_div(self._inner(), parts.tp) + inputs * self.row
         if moe:
-            self.mlp = parts.part(expert_tensors(arch, modules))
+            self.mlp = parts.part(list_expert_tensors(arch, modules))
         self.trained = modules.trained
-        width = widths(arch)
+        width = get_attention_widths(arch)
         self.output = ceil_div(width.output * c, parts.tp)
         self.query = ceil_div(width.inputs * c, parts.tp)
 
@@ -154,7 +164,7 @@ class _Layer:
         return needed if self.away else left
 
     def _inner(self) -> int:
-        tensors = saved_tensors(self.arch, self.moe, self.modules)
+        tensors = list_saved_tensors(self.arch, self.moe, self.modules)
         return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
 
     def done(self, weights: int) -> int:
@@ -214,7 +224,7 @@ class _Layer:
             return 0
         inner, c = arch.intermediate_size, modules.compute
         held = self.everything + self.row
-        if not modules.stream_copies(*stream_readers(arch)[1]):
+        if not modules.stream_copies(*list_stream_readers(arch)[1]):
             held += self.row
         if modules.stream < FP32:
             held += 3 * self.stream
@@ -226,13 +236,13 @@ class _Layer:
     def _scores_forward(self) -> int:
         """Return the bytes of unfused attention in forward, before the feed-forward saves anything."""
         arch, modules = self.arch, self.modules
-        saved = scores_per_token(arch, modules)
+        saved = compute_saved_scores(arch, modules)
         if not saved:
             return 0
         each = arch.num_attention_heads * modules.seq_len
         until = self.everything - self.mlp - self.own_norm * (2 if self.behind else 1)
-        scores: int = ceil_div(scores_in_forward(arch, modules, each) - saved, self.parts.tp)
-        held: int = masks_kept(arch, modules, "full") + until + scores
+        scores: int = ceil_div(compute_scores_in_forward(arch, modules, each) - saved, self.parts.tp)
+        held: int = compute_kept_masks(arch, modules, "full") + until + scores
         return held
 
     def _experts_forward(self) -> int:
@@ -240,7 +250,7 @@ class _Layer:
         experts = self.arch.mixture_of_experts
         if not self.moe or experts is None:
             return 0
-        width, weighted = row_types(self.arch, self.modules)
+        width, weighted = get_expert_row_widths(self.arch, self.modules)
         rows = experts.num_experts_per_tok * self.arch.hidden_size
         return self.everything + rows * (2 * weighted + (0 if self.trained else width))
 
@@ -248,7 +258,7 @@ class _Layer:
         """Return the maximum bytes of the layer's forward while autograd saves nothing of it."""
         experts, tp = self.arch.mixture_of_experts, self.parts.tp
         if self.moe and experts is not None:
-            width, weighted = row_types(self.arch, self.modules)
+            width, weighted = get_expert_row_widths(self.arch, self.modules)
             # Rows in, rows out, weighted rows, and rows in token order.
             inner = 2 * experts.num_experts_per_tok * self.arch.hidden_size * (width + weighted)
         else:
@@ -262,20 +272,20 @@ class _Layer:
 
     def _scores_in_passing(self, recompute: str) -> int:
         """Return unfused attention's bytes, less what is kept of later operators and of the scores."""
-        if not scores_per_token(self.arch, self.modules):
+        if not compute_saved_scores(self.arch, self.modules):
             return 0
         each = self.arch.num_attention_heads * self.modules.seq_len
-        scores: int = scores_in_forward(self.arch, self.modules, each)
+        scores: int = compute_scores_in_forward(self.arch, self.modules, each)
         later = 0
         if recompute == "selective":
-            kept = kept_by_selective(self.arch, self.moe, self.modules)
+            kept = list_kept_by_selective(self.arch, self.moe, self.modules)
             later = self.parts.part([one for one in kept if one.operator in ("mlp", "experts")])
             if not family_of(self.arch).has_attention_sinks:  # which make three more of the kept product
                 scores -= each * self.modules.compute
         on_rank: int = ceil_div(scores, self.parts.tp) - later
         return on_rank
 
-    def backward(self) -> list[Instant]:
+    def backward(self) -> list[LayerPeak]:
         """Return the peak candidates of the layer's backward, from its end to its start."""
         weights = self.weights
         left = self.everything - self.behind
@@ -296,20 +306,20 @@ class _Layer:
         found.append(self._at(self.own_norm + self.stream + self.norm, weights.everything))
         return found
 
-    def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> Instant:
+    def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> LayerPeak:
         """Return a candidate with gradients of ``done`` weights; without them if the base is frozen."""
         if not self.trained:
-            return Instant(held, whole=whole)
+            return LayerPeak(held, whole=whole)
         experts = self.weights.expert_down + self.weights.expert_up
         # In backward, attention comes after routed experts, shared experts before.
-        return Instant(held, done, making, 0, done - (experts if done >= experts else 0))
+        return LayerPeak(held, done, making, 0, done - (experts if done >= experts else 0))
 
-    def _feed_forward(self, left: int) -> list[Instant]:
+    def _feed_forward(self, left: int) -> list[LayerPeak]:
         arch, modules, weights = self.arch, self.modules, self.weights
         inner = ceil_div(arch.intermediate_size * modules.compute, self.parts.tp)
         product = inner * modules.inner_copies(names_of(arch).down)
         taken = ceil_div(
-            arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
+            arch.intermediate_size * modules.compute * count_inner_gradients(arch, modules), self.parts.tp
         )
         # With biases, one operator computes all three gradients and frees its input only afterwards.
         at_once = weights.down if arch.mlp_bias else 0
@@ -330,7 +340,7 @@ class _Layer:
             found.append(self._at(held, weights.feed_forward, weights.up, weights.up))
         return found
 
-    def _experts(self, left: int) -> list[Instant]:
+    def _experts(self, left: int) -> list[LayerPeak]:
         arch, modules, weights = self.arch, self.modules, self.weights
         experts = arch.mixture_of_experts
         assert experts is not None
@@ -347,42 +357,42 @@ class _Layer:
             left -= (3 + modules.inner_copies("down_proj")) * wide
         # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
         # cast.
-        weight = row_types(arch, modules)[1]
+        weight = get_expert_row_widths(arch, modules)[1]
         weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
-        found.append(Instant(left + self.stream + weighted, first, products=first))
+        found.append(LayerPeak(left + self.stream + weighted, first, products=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
         left -= unweighted
         down, up = self.done(weights.expert_down), self.done(weights.expert_up)
         made = first + down
-        found.append(Instant(left + self.stream + unweighted + inner, made, 0, down, first))
-        found.append(Instant(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
-        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        found.append(LayerPeak(left + self.stream + unweighted + inner, made, 0, down, first))
+        found.append(LayerPeak(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
+        saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         # Gradients of both branches together and of the rows, and the rows themselves.
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
-        found.append(Instant(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
+        found.append(LayerPeak(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
         return found
 
     def _core(self) -> int:
         """Return the bytes of gradients inside attention: of its operands and output, or of the scores."""
         arch, modules = self.arch, self.modules
-        c, width = modules.compute, widths(arch)
+        c, width = modules.compute, get_attention_widths(arch)
         each = arch.num_attention_heads * modules.seq_len
-        if scores_per_token(arch, modules):
+        if compute_saved_scores(arch, modules):
             # The dropped probabilities are freed once their gradient exists, and make room for the softmax's.
             scores = each * (1 if modules.dropout else 2) * FP32
             if is_eager(arch, modules):
-                scores = scores_in_backward(arch, modules, each)
+                scores = compute_scores_in_backward(arch, modules, each)
             # By then the values and the projection's input are freed, and the values' gradient exists.
             found = scores - width.output * c * modules.inner_copies(names_of(arch).output)
         else:
-            inputs = 3 * width.query if masked(arch, modules) else width.inputs
+            inputs = 3 * width.query if passes_mask(arch, modules) else width.inputs
             found = (width.output + inputs) * c
         on_rank: int = ceil_div(found, self.parts.tp)
         return on_rank
 
 
-def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
+def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, int]:
     """Return bytes per element of expert rows, and of weighted rows: most routers' weights are fp32.
 
     Grouped matmuls are not autocast: they run in the weights' dtype.
@@ -391,7 +401,7 @@ def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
     return width, width if family_of(arch).casts_router_weights else FP32
 
 
-def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
+def compute_scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
     """Return bytes of scores alive at once in forward, saved ones included."""
     c = modules.compute
     if family_of(arch).has_attention_sinks:
@@ -399,7 +409,7 @@ def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
     return each * (c + FP32 + (c if family_of(arch).has_softcapping else 0) + (c if c < FP32 else 0))
 
 
-def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
+def compute_scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
     """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
     if family_of(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
@@ -428,10 +438,10 @@ class Weights(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
+def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
     """Return the :class:`Weights` of one layer on one of ``tp`` ranks."""
     names = names_of(arch)
-    shapes = rank_shapes(arch, moe, tp, 1)
+    shapes = list_rank_shapes(arch, moe, tp, 1)
 
     def numbers(*groups: str) -> int:
         return sum(s.copies * s.rows * s.columns for s in shapes if s.group in groups)

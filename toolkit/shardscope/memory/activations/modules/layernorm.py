@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.modules.attention import kernel_tensors, widths
-from shardscope.memory.activations.modules.gpt2 import gelu_in_plain_operations
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
+from shardscope.memory.activations.modules.gpt2 import compute_unfused_gelu
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_layernorm_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves."""
     names = names_of(arch)
     return [
-        *_norms(arch, modules),
-        *kernel_tensors(arch, modules, output_projection=names.output),
-        *_query_key_norms(arch, modules),
-        Saved("mlp", inner_bytes(arch, modules) * arch.intermediate_size, "tp"),
+        *_list_norms(arch, modules),
+        *list_kernel_tensors(arch, modules, output_projection=names.output),
+        *_list_query_key_norms(arch, modules),
+        SavedTensor("mlp", compute_inner_bytes(arch, modules) * arch.intermediate_size, "tp"),
     ]
 
 
-def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
+def _list_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return each norm's mean and 1/std, its input, and its outputs, which are the projections' inputs."""
     hidden, number = arch.hidden_size, modules.normed
-    attention, mlp = stream_readers(arch)
+    attention, mlp = list_stream_readers(arch)
     if casts_norms(arch, modules):
         number = modules.compute
         copies = min(1, sum(map(modules.feeds, attention))) + min(1, sum(map(modules.feeds, mlp)))
@@ -44,19 +44,19 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
     inputs = 1 if arch.parallel_residual else 2
     if modules.normed > modules.stream:
         inputs = arch.norms_per_layer
-    saved = inputs * hidden * number + arch.norms_per_layer * statistics(modules)
+    saved = inputs * hidden * number + arch.norms_per_layer * compute_norm_statistics(modules)
     return [
-        Saved("norms", saved, "sequence"),
-        Saved("norms", copies * hidden * modules.compute, "whole"),
+        SavedTensor("norms", saved, "sequence"),
+        SavedTensor("norms", copies * hidden * modules.compute, "whole"),
     ]
 
 
-def statistics(modules: Modules) -> int:
+def compute_norm_statistics(modules: Modules) -> int:
     """Return bytes of one row's mean and 1/std: fp32, but the input's dtype on a CPU."""
     return 2 * (FP32 if modules.on_gpu else modules.stream)
 
 
-def norms_are_upcast(arch: Architecture) -> bool:
+def upcasts_norms(arch: Architecture) -> bool:
     """Return whether the family's norms are ``layer_norm``, which CUDA's autocast runs in fp32."""
     return arch.norm == "layernorm" and not family_of(arch).has_layernorm_1p
 
@@ -66,23 +66,27 @@ def casts_norms(arch: Architecture, modules: Modules) -> bool:
     return family_of(arch).has_layernorm_1p and modules.autocast and modules.on_gpu
 
 
-def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+def _list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return the inputs of Phi's optional norm of each head: the projections' outputs."""
     if not arch.qk_norm:
         return []
-    width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
     # LayerNorm upcasts under CUDA's autocast.
     number = FP32 if modules.autocast and modules.on_gpu else modules.compute
-    return [Saved("attention", (width.query + width.key) * number + heads * statistics(modules), "tp")]
+    return [
+        SavedTensor(
+            "attention", (width.query + width.key) * number + heads * compute_norm_statistics(modules), "tp"
+        )
+    ]
 
 
-def inner_bytes(arch: Architecture, modules: Modules) -> int:
+def compute_inner_bytes(arch: Architecture, modules: Modules) -> int:
     """Return bytes per intermediate element: tensors saved by the activation and by the down projection."""
     c, down = modules.compute, names_of(arch).down
     product = modules.inner_copies(down) * c
     family = family_of(arch)
     if family.activation == "gelu_new":
-        return gelu_in_plain_operations(modules) + product
+        return compute_unfused_gelu(modules) + product
     if family.activation == "relu2" and modules.autocast and modules.on_gpu:
         # The squared ReLU: ReLU's output, and its fp32 copy for the power.
         return c + FP32 + product

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import families_with
-from shardscope.memory.activations.modules.attention import kernel_tensors, widths
-from shardscope.memory.activations.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.activations.modules.attention import get_attention_widths, list_kernel_tensors
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -21,25 +21,25 @@ LIGER_FAMILIES = families_with("liger_kernels")
 else."""
 
 
-def liger_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+def list_liger_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
-    attention_readers, mlp_readers = stream_readers(arch)
+    attention_readers, mlp_readers = list_stream_readers(arch)
     inputs = modules.stream_copies(*attention_readers) + modules.stream_copies(*mlp_readers)
     tensors = [
         # RMSNorm saves its input uncast and 1/rms; its output is saved only if a projection reads it.
-        Saved("norms", arch.norms_per_layer * (hidden * modules.stream + FP32), "sequence"),
-        Saved("norms", inputs * hidden * c, "sequence"),
-        *kernel_tensors(arch, modules),
+        SavedTensor("norms", arch.norms_per_layer * (hidden * modules.stream + FP32), "sequence"),
+        SavedTensor("norms", inputs * hidden * c, "sequence"),
+        *list_kernel_tensors(arch, modules),
         # Both branches and, for the down projection, their product.
-        Saved("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
+        SavedTensor("mlp", (2 + modules.inner_copies("down_proj")) * arch.intermediate_size * c, "tp"),
     ]
     if arch.qk_norm:
-        width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-        tensors.append(Saved("attention", (width.query + width.key) * c + FP32 * heads, "tp"))
+        width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+        tensors.append(SavedTensor("attention", (width.query + width.key) * c + FP32 * heads, "tp"))
     return tensors
 
 
-def liger_edge(arch: Architecture, modules: Modules) -> int:
+def compute_liger_final_norm(arch: Architecture, modules: Modules) -> int:
     """Return bytes per token saved by the final norm."""
     return arch.hidden_size * modules.stream + FP32

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
-from shardscope.memory.activations.modules.attention import widths
-from shardscope.memory.activations.modules.saved import Cut, Modules, Saved
+from shardscope.memory.activations.modules.attention import get_attention_widths
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor, Sharding
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -25,29 +25,31 @@ INDEX = 8
 """Bytes of an index: PyTorch's are int64."""
 
 
-def megatron_layer(arch: Architecture, moe: bool, modules: Modules, tp: int = 1) -> list[Saved]:
+def list_megatron_tensors(arch: Architecture, moe: bool, modules: Modules, tp: int = 1) -> list[SavedTensor]:
     """Return every tensor that the layer saves; ``tp`` decides which of them are views."""
     c, hidden = modules.compute, arch.hidden_size
     tensors = [
         # Each norm saves its input and its statistics; the outputs of two are inputs of matmuls.
-        Saved(
+        SavedTensor(
             "norms",
-            arch.norms_per_layer * (hidden * c + norm_statistics(arch))
-            + _norm_outputs(arch, moe, modules) * hidden,
+            arch.norms_per_layer * (hidden * c + compute_norm_statistics(arch))
+            + _compute_norm_outputs(arch, moe, modules) * hidden,
             "sequence",
         ),
-        *_attention(arch, modules, tp, selective=False),
-        *core_attention(arch, modules, tp),
+        *_list_attention(arch, modules, tp, selective=False),
+        *list_core_attention(arch, modules, tp),
     ]
     if modules.dropout:
         # Dropout masks: one byte per element of each residual branch.
-        tensors.append(Saved("norms", 2 * hidden, "sequence"))
+        tensors.append(SavedTensor("norms", 2 * hidden, "sequence"))
     if moe:
-        return tensors + _experts(arch, modules)
-    return [*tensors, Saved("mlp", inner_copies(arch, modules) * arch.intermediate_size, "tp")]
+        return tensors + _list_experts(arch, modules)
+    return [*tensors, SavedTensor("mlp", compute_inner_bytes(arch, modules) * arch.intermediate_size, "tp")]
 
 
-def megatron_selective(arch: Architecture, moe: bool, modules: Modules, tp: int = 1) -> list[Saved]:
+def list_megatron_selective(
+    arch: Architecture, moe: bool, modules: Modules, tp: int = 1
+) -> list[SavedTensor]:
     """Return every tensor that the layer saves while its core attention is recomputed.
 
     The operands are saved as the checkpoint's inputs, the output as the projection's input (Korthikanti et
@@ -55,21 +57,23 @@ def megatron_selective(arch: Architecture, moe: bool, modules: Modules, tp: int 
     view, through which the checkpoint keeps the whole output of the query-key-value projection
     (Megatron-LM#1225).
     """
-    core = core_attention(arch, modules, tp)
-    operands = _attention(arch, modules, tp, selective=False)
-    kept = [tensor for tensor in megatron_layer(arch, moe, modules, tp) if tensor not in (*core, *operands)]
-    return kept + _attention(arch, modules, tp, selective=True)
+    core = list_core_attention(arch, modules, tp)
+    operands = _list_attention(arch, modules, tp, selective=False)
+    kept = [
+        tensor for tensor in list_megatron_tensors(arch, moe, modules, tp) if tensor not in (*core, *operands)
+    ]
+    return kept + _list_attention(arch, modules, tp, selective=True)
 
 
-def core_attention(arch: Architecture, modules: Modules, tp: int = 1) -> list[Saved]:
+def list_core_attention(arch: Architecture, modules: Modules, tp: int = 1) -> list[SavedTensor]:
     """Return the tensors that the attention kernel saves besides its operands and output."""
     if modules.attention != "eager":
-        return [Saved("attention", FP32 * arch.num_attention_heads, "tp")]
-    found = [attention_scores(arch, modules)]
+        return [SavedTensor("attention", FP32 * arch.num_attention_heads, "tp")]
+    found = [build_eager_scores(arch, modules)]
     if repeats_heads(arch, tp):
         # Keys and values are repeated to all heads (dot_product_attention.py, repeat_interleave).
         more = arch.num_attention_heads - max(tp, arch.num_key_value_heads)
-        found.append(Saved("attention", 2 * more * arch.head_dim * modules.compute, "tp"))
+        found.append(SavedTensor("attention", 2 * more * arch.head_dim * modules.compute, "tp"))
     return found
 
 
@@ -87,51 +91,51 @@ def copies_query(arch: Architecture, tp: int) -> bool:
     return repeats_heads(arch, tp) and arch.num_key_value_heads > tp
 
 
-def fused_product(arch: Architecture, modules: Modules, tp: int) -> list[Saved]:
+def list_fused_projection(arch: Architecture, modules: Modules, tp: int) -> list[SavedTensor]:
     """Return the output of the query-key-value projection: one tensor, of which each operand is a view.
 
     If tp exceeds the number of key/value heads, it is all-gathered, and each rank's operands are views of the
     whole (attention.py, get_query_key_value_tensors).
     """
-    width, c = widths(arch), modules.compute
+    width, c = get_attention_widths(arch), modules.compute
     if tp > arch.num_key_value_heads:
-        return [Saved("attention", (width.query + width.key + width.value) * c, "whole")]
-    return [Saved("attention", (width.query + width.key + width.value) * c, "tp")]
+        return [SavedTensor("attention", (width.query + width.key + width.value) * c, "whole")]
+    return [SavedTensor("attention", (width.query + width.key + width.value) * c, "tp")]
 
 
-def attention_scores(arch: Architecture, modules: Modules) -> Saved:
+def build_eager_scores(arch: Architecture, modules: Modules) -> SavedTensor:
     """Return eager attention's softmax; with dropout also its one-byte mask and the product of both.
 
     Korthikanti et al. 2022, eq. 1.
     """
     each = modules.compute + (1 + modules.compute if modules.dropout else 0)
-    return Saved("attention", arch.num_attention_heads * modules.seq_len * each, "tp")
+    return SavedTensor("attention", arch.num_attention_heads * modules.seq_len * each, "tp")
 
 
-def norm_statistics(arch: Architecture) -> int:
+def compute_norm_statistics(arch: Architecture) -> int:
     """Return bytes per token of one norm's saved statistics: 1/rms, or mean and 1/std."""
     return FP32 * (1 if arch.norm == "rmsnorm" else 2)
 
 
-def branches(arch: Architecture) -> int:
+def count_branches(arch: Architecture) -> int:
     """Return the number of the MLP's up projections."""
     return 2 if arch.gated_mlp else 1
 
 
-def product_input(modules: Modules) -> int:
+def get_matmul_input_width(modules: Modules) -> int:
     """Return bytes saved per element of a matmul's input."""
     return 1 if modules.eight_bit_inputs else modules.compute
 
 
-def inner_copies(arch: Architecture, modules: Modules) -> int:
+def compute_inner_bytes(arch: Architecture, modules: Modules) -> int:
     """Return bytes saved per element between an MLP's two matmuls.
 
     The fused activation saves its input (both branches if gated), the second matmul its input.
     """
-    return branches(arch) * modules.compute + product_input(modules)
+    return count_branches(arch) * modules.compute + get_matmul_input_width(modules)
 
 
-def _norm_outputs(arch: Architecture, moe: bool, modules: Modules) -> int:
+def _compute_norm_outputs(arch: Architecture, moe: bool, modules: Modules) -> int:
     """Return bytes saved per element of the outputs of the norms before attention and MLP."""
     if not modules.eight_bit_inputs:
         return 2 * modules.compute
@@ -145,7 +149,7 @@ def _norm_outputs(arch: Architecture, moe: bool, modules: Modules) -> int:
     return before_attention + modules.compute + shared
 
 
-def _attention_output(modules: Modules, selective: bool) -> int:
+def _compute_attention_output(modules: Modules, selective: bool) -> int:
     """Return bytes saved per element of attention's output, by its fused kernel and by the projection.
 
     In bf16, that is one tensor. In fp8 with delayed scaling, the projection cannot quantize it again in
@@ -158,52 +162,59 @@ def _attention_output(modules: Modules, selective: bool) -> int:
     return 1 + fused * modules.compute
 
 
-def _attention(arch: Architecture, modules: Modules, tp: int, *, selective: bool) -> list[Saved]:
+def _list_attention(arch: Architecture, modules: Modules, tp: int, *, selective: bool) -> list[SavedTensor]:
     """Return the core attention's operands and output, and the tensors saved by the projections before it."""
-    width, latent, c = widths(arch), arch.latent_attention, modules.compute
-    output = _attention_output(modules, selective)
+    width, latent, c = get_attention_widths(arch), arch.latent_attention, modules.compute
+    output = _compute_attention_output(modules, selective)
     if latent is not None:
-        return _latent_attention(arch, modules, output)
+        return _list_latent_attention(arch, modules, output)
     # If tp exceeds the number of key/value heads, each rank has one of them.
-    shared: Cut = "key_value_heads"
+    shared: Sharding = "key_value_heads"
     rotates = arch.position_embedding == "rope"
     # A fused kernel copies its operands. A checkpoint, and a matmul with values that are not repeated, keep a
     # view, and so the whole projection output.
     views = selective or (modules.attention == "eager" and not repeats_heads(arch, tp))
-    found = [Saved("attention", width.output * output, "tp")]
+    found = [SavedTensor("attention", width.output * output, "tp")]
     if rotates or not views:
-        found += [Saved("attention", width.query * c, "tp"), Saved("attention", width.key * c, shared)]
+        found += [
+            SavedTensor("attention", width.query * c, "tp"),
+            SavedTensor("attention", width.key * c, shared),
+        ]
     if not views:
-        found.append(Saved("attention", width.value * c, shared))
+        found.append(SavedTensor("attention", width.value * c, shared))
     if views or arch.qk_norm:
         # The norms save their inputs, which are views too.
-        found += fused_product(arch, modules, tp)
+        found += list_fused_projection(arch, modules, tp)
     if arch.qk_norm:
         heads = arch.num_attention_heads
         copied = copies_query(arch, tp) * width.query * c
-        found.append(Saved("attention", copied + heads * norm_statistics(arch), "tp"))
-        found.append(Saved("attention", arch.num_key_value_heads * norm_statistics(arch), shared))
+        found.append(SavedTensor("attention", copied + heads * compute_norm_statistics(arch), "tp"))
+        found.append(
+            SavedTensor("attention", arch.num_key_value_heads * compute_norm_statistics(arch), shared)
+        )
     return found
 
 
-def _latent_attention(arch: Architecture, modules: Modules, output: int) -> list[Saved]:
+def _list_latent_attention(arch: Architecture, modules: Modules, output: int) -> list[SavedTensor]:
     """Return DeepSeek's operands and output, and its latents before and after their norms.
 
-    The latents are replicated over tp, or sharded with sequence parallelism. :func:`latent_angles` are
-    separate, because they do not grow with micro-batches.
+    The latents are replicated over tp, or sharded with sequence parallelism. :func:`compute_latent_angles`
+    is separate, because angles do not grow with micro-batches.
     """
-    latent, width, c = arch.latent_attention, widths(arch), modules.compute
+    latent, width, c = arch.latent_attention, get_attention_widths(arch), modules.compute
     assert latent is not None
     query = latent.q_lora_rank or 0
-    norms = norm_statistics(arch) * (2 if query else 1)
-    compressed = (query + latent.kv_lora_rank) * (c + product_input(modules)) + latent.qk_rope_head_dim * c
+    norms = compute_norm_statistics(arch) * (2 if query else 1)
+    compressed = (query + latent.kv_lora_rank) * (
+        c + get_matmul_input_width(modules)
+    ) + latent.qk_rope_head_dim * c
     return [
-        Saved("attention", (width.query + width.key + width.value) * c + width.output * output, "tp"),
-        Saved("attention", compressed + norms, "sequence"),
+        SavedTensor("attention", (width.query + width.key + width.value) * c + width.output * output, "tp"),
+        SavedTensor("attention", compressed + norms, "sequence"),
     ]
 
 
-def latent_angles(arch: Architecture, modules: Modules) -> int:
+def compute_latent_angles(arch: Architecture, modules: Modules) -> int:
     """Return bytes per position, for all sequences of a micro-batch, of latent attention's sines and cosines.
 
     Each layer computes them from the angles anew, for queries and for keys (rope_utils.py).
@@ -212,25 +223,27 @@ def latent_angles(arch: Architecture, modules: Modules) -> int:
     return 0 if latent is None else 4 * latent.qk_rope_head_dim * modules.compute
 
 
-def _experts(arch: Architecture, modules: Modules) -> list[Saved]:
+def _list_experts(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return tokens by expert, the inputs of both matmuls, and the router's saved tensors."""
     experts, c = arch.mixture_of_experts, modules.compute
     assert experts is not None
-    top_k, copies = experts.num_experts_per_tok, inner_copies(arch, modules)
+    top_k, copies = experts.num_experts_per_tok, compute_inner_bytes(arch, modules)
     routed = top_k * experts.moe_intermediate_size * copies
     # Masks, probabilities, the top k and their indices, and both permutations of the sorted tokens.
     router = experts.num_experts * (1 + c) + top_k * (INDEX + FP32 + 2 * INDEX)
     load = modules.expert_load
     return [
-        Saved(
-            "experts", _loaded(top_k * (arch.hidden_size * product_input(modules) + c), load), "expert_tokens"
+        SavedTensor(
+            "experts",
+            _scale_by_load(top_k * (arch.hidden_size * get_matmul_input_width(modules) + c), load),
+            "expert_tokens",
         ),
-        Saved("experts", _loaded(routed, load), "tp"),
-        Saved("experts", copies * experts.shared_expert_intermediate_size, "tp"),
-        Saved("experts", router, "sequence"),
+        SavedTensor("experts", _scale_by_load(routed, load), "tp"),
+        SavedTensor("experts", copies * experts.shared_expert_intermediate_size, "tp"),
+        SavedTensor("experts", router, "sequence"),
     ]
 
 
-def _loaded(num_bytes: int, load: float) -> int:
+def _scale_by_load(num_bytes: int, load: float) -> int:
     """Return bytes on the most loaded rank, whose experts get ``load`` times their even share."""
     return num_bytes if load == 1 else round(num_bytes * load)

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 Operator = Literal["norms", "attention", "mlp", "experts"]
-Cut = Literal["tp", "key_value_heads", "sequence", "expert_tokens", "whole"]
+Sharding = Literal["tp", "key_value_heads", "sequence", "expert_tokens", "whole"]
 
 
 INT64 = 8
 """Bytes of an index."""
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """One tensor (or several of one kind) saved by forward for backward."""
 
     operator: Operator
     bytes_per_token: int
-    cut_by: Cut
+    cut_by: Sharding
     """Sharding. ``tp``: always; ``key_value_heads``: by tp, but at least one such head per rank;
     ``sequence``: only with sequence parallelism; ``expert_tokens``: if each tensor-parallel rank has its own
     experts; ``whole``: never."""
@@ -132,6 +132,6 @@ class Modules(NamedTuple):
         return 1 if self.recasts or not already_saved else 0
 
 
-def stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def list_stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the projections that read attention's norm, and those that read the dense MLP's norm."""
     return attention_inputs(arch), mlp_inputs(arch)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.modules.attention import in_plain_math, is_eager, widths
-from shardscope.memory.activations.modules.saved import Modules, Saved
-from shardscope.memory.state.lora import first_layer
+from shardscope.memory.activations.modules.attention import get_attention_widths, is_eager, uses_math_backend
+from shardscope.memory.activations.modules.saved import Modules, SavedTensor
+from shardscope.memory.state.lora import find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 
-def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+def list_selective_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[SavedTensor]:
     """Return every tensor that one layer keeps.
 
     Experts' grouped matmuls are recomputed, and so are a quantized base's matmuls, which are bitsandbytes'
@@ -26,55 +26,57 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
     c, hidden = modules.compute, arch.hidden_size
     plain = not modules.quantized
     tensors = [
-        Saved("norms", hidden * modules.stream, "sequence"),
-        Saved("attention", plain * _projected(arch) * c + _attention(arch, modules), "tp"),
-        Saved("attention", plain * hidden * c, "whole"),
-        *_adapters(arch, moe, modules),
+        SavedTensor("norms", hidden * modules.stream, "sequence"),
+        SavedTensor(
+            "attention", plain * _count_projected(arch) * c + _compute_attention(arch, modules), "tp"
+        ),
+        SavedTensor("attention", plain * hidden * c, "whole"),
+        *_list_adapters(arch, moe, modules),
     ]
     experts = arch.mixture_of_experts
     width = arch.intermediate_size
     if moe and experts is not None:
         score = FP32 if arch.latent_attention is not None and not modules.autocast else c
-        tensors.append(Saved("experts", experts.num_experts * score, "sequence"))
+        tensors.append(SavedTensor("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
         if family_of(arch).has_shared_expert_gate:
-            tensors.append(Saved("experts", c, "sequence"))
+            tensors.append(SavedTensor("experts", c, "sequence"))
     if width and plain:
-        tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
-        tensors.append(Saved("mlp", hidden * c, "whole"))
+        tensors.append(SavedTensor("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
+        tensors.append(SavedTensor("mlp", hidden * c, "whole"))
     return tensors
 
 
-def _projected(arch: Architecture) -> int:
+def _count_projected(arch: Architecture) -> int:
     """Return the output elements per token of the projections before attention."""
     latent = arch.latent_attention
     if latent is None:
-        return widths(arch).inputs
+        return get_attention_widths(arch).inputs
     heads = arch.num_attention_heads
     compressed = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
     return compressed + heads * (latent.qk_head_dim + latent.qk_nope_head_dim + latent.v_head_dim)
 
 
-def _attention(arch: Architecture, modules: Modules) -> int:
+def _compute_attention(arch: Architecture, modules: Modules) -> int:
     """Return bytes of attention's output with flash statistics, or with the scores if not fused."""
-    heads, output = arch.num_attention_heads, widths(arch).output
+    heads, output = arch.num_attention_heads, get_attention_widths(arch).output
     if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
-    if in_plain_math(arch, modules):
+    if uses_math_backend(arch, modules):
         return (heads * modules.seq_len + output) * FP32
     return output * modules.compute + FP32 * heads
 
 
-def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+def _list_adapters(arch: Architecture, moe: bool, modules: Modules) -> list[SavedTensor]:
     """Return the outputs of each adapter's two matmuls: the rank-wide one and the full-width one."""
     if modules.targets is None:
         return []
-    linears = arch.layer_linears(first_layer(arch, moe))
+    linears = arch.layer_linears(find_first_layer(arch, moe))
     wide = sum(modules.adapter_rank + shape[0] for target, shape in linears if target in modules.targets)
-    return [Saved("attention", wide * modules.compute, "tp")]
+    return [SavedTensor("attention", wide * modules.compute, "tp")]
 
 
-def held_by_products(arch: Architecture, moe: bool, modules: Modules, recompute: str) -> int:
+def compute_int8_inputs(arch: Architecture, moe: bool, modules: Modules, recompute: str) -> int:
     """Return bytes per token that int8 matmuls keep even though the layer is recomputed.
 
     ``MatMul8bitLt`` stores its input as an attribute (``ctx.tensors``), which activation checkpointing cannot
@@ -83,7 +85,7 @@ def held_by_products(arch: Architecture, moe: bool, modules: Modules, recompute:
     """
     if not modules.int8_base or recompute not in ("full", "selective"):
         return 0
-    numbers = arch.hidden_size + (widths(arch).output if recompute == "full" else 0)
+    numbers = arch.hidden_size + (get_attention_widths(arch).output if recompute == "full" else 0)
     experts = arch.mixture_of_experts
     wide = arch.intermediate_size
     if moe and experts is not None:
