@@ -306,7 +306,7 @@ def test_the_table_follows_the_view(opened: Any, view: TraceView) -> None:
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
         first = page.locator(".ss-trace-totals td").first.text_content()
-        assert first == view._tiler.totals(0, view._span_ns)[0]["name"]
+        assert first == view._tiler.sum_by_name(0, view._span_ns)[0]["name"]
 
 
 def test_python_moves_the_view(opened: Any, view: TraceView) -> None:

@@ -25,15 +25,15 @@ ADAM = [
 ]
 
 
-def event(action: str, addr: int, size: int = 0, frames: Any = ()) -> dict[str, Any]:
+def make_event(action: str, addr: int, size: int = 0, frames: Any = ()) -> dict[str, Any]:
     return {"action": action, "addr": addr, "size": size, "frames": list(frames), "stream": 0}
 
 
-def block(size: int, state: str, frames: Any = ()) -> dict[str, Any]:
+def make_block(size: int, state: str, frames: Any = ()) -> dict[str, Any]:
     return {"size": size, "requested_size": size, "state": state, "frames": list(frames)}
 
 
-def snapshot() -> dict[str, Any]:
+def make_snapshot() -> dict[str, Any]:
     """As ``torch.cuda.memory._snapshot`` documents it: weights from before, activations that came and went,
     moments that stayed; the peak is where the second activation was made."""
     return {
@@ -46,7 +46,10 @@ def snapshot() -> dict[str, Any]:
                 "segment_pool_id": (0, 0),
                 "allocated_size": 11 * MIB,
                 "active_size": 11 * MIB,
-                "blocks": [block(8 * MIB, "active_allocated"), block(3 * MIB, "active_allocated", ADAM)],
+                "blocks": [
+                    make_block(8 * MIB, "active_allocated"),
+                    make_block(3 * MIB, "active_allocated", ADAM),
+                ],
             },
             {
                 "address": 10**9,
@@ -56,74 +59,74 @@ def snapshot() -> dict[str, Any]:
                 "segment_pool_id": (0, 0),
                 "allocated_size": 0,
                 "active_size": 0,
-                "blocks": [block(2 * MIB, "inactive")],
+                "blocks": [make_block(2 * MIB, "inactive")],
             },
         ],
         "device_traces": [
             [
-                event("segment_alloc", 1000, 20 * MIB),
-                event("free_requested", 77, 1 * MIB),
-                event("free_completed", 77, 1 * MIB),
-                event("alloc", 1, 4 * MIB, ATTENTION),
-                event("alloc", 2, 5 * MIB, ATTENTION),
-                event("free_requested", 2, 5 * MIB),
-                event("free_completed", 2, 5 * MIB),
-                event("free_requested", 1, 4 * MIB),
-                event("free_completed", 1, 4 * MIB),
-                event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM),
+                make_event("segment_alloc", 1000, 20 * MIB),
+                make_event("free_requested", 77, 1 * MIB),
+                make_event("free_completed", 77, 1 * MIB),
+                make_event("alloc", 1, 4 * MIB, ATTENTION),
+                make_event("alloc", 2, 5 * MIB, ATTENTION),
+                make_event("free_requested", 2, 5 * MIB),
+                make_event("free_completed", 2, 5 * MIB),
+                make_event("free_requested", 1, 4 * MIB),
+                make_event("free_completed", 1, 4 * MIB),
+                make_event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM),
             ]
         ],
         "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""},
     }
 
 
-def written(folder: Path, content: Any) -> Path:
+def write_snapshot(folder: Path, content: Any) -> Path:
     path = folder / "rank-0.pickle"
     path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
     return path
 
 
 def test_what_was_alive_at_the_peak(tmp_path: Path) -> None:
-    found = load_memory_snapshot(written(tmp_path, snapshot()))
-    assert found.peak_bytes == (8 + 4 + 5) * MIB
-    assert [(live.frame, live.num_bytes, live.num_allocations) for live in found.at_peak] == [
+    summary = load_memory_snapshot(write_snapshot(tmp_path, make_snapshot()))
+    assert summary.peak_bytes == (8 + 4 + 5) * MIB
+    assert [(live.frame, live.num_bytes, live.num_allocations) for live in summary.at_peak] == [
         ("model/attention.py:41 forward", 9 * MIB, 2),
         (BEFORE, 8 * MIB, 1),
     ]
-    assert [(segment.kind, segment.total_bytes, segment.allocated_bytes) for segment in found.segments] == [
+    assert [(segment.kind, segment.total_bytes, segment.allocated_bytes) for segment in summary.segments] == [
         ("large", 20 * MIB, 11 * MIB),
         ("small", 2 * MIB, 0),
     ]
-    assert (found.reserved_bytes, found.allocated_bytes) == (22 * MIB, 11 * MIB)
-    assert found.num_events == 10
-    assert "attention.py:41" in str(found)
+    assert (summary.reserved_bytes, summary.allocated_bytes) == (22 * MIB, 11 * MIB)
+    assert summary.num_events == 10
+    assert "attention.py:41" in str(summary)
 
 
 def test_the_peak_may_be_its_beginning_or_its_end(tmp_path: Path) -> None:
-    early = snapshot()
-    early["device_traces"] = [[event("free_requested", 5, 90 * MIB)]]
-    assert load_memory_snapshot(written(tmp_path, early)).peak_bytes == (90 + 8 + 3) * MIB
-    late = snapshot()
-    late["device_traces"] = [[event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM)]]
-    found = load_memory_snapshot(written(tmp_path, late))
-    assert found.peak_bytes == 11 * MIB
-    assert found.at_peak[-1].frame == "optim/adam.py:99 step"
+    early = make_snapshot()
+    early["device_traces"] = [[make_event("free_requested", 5, 90 * MIB)]]
+    assert load_memory_snapshot(write_snapshot(tmp_path, early)).peak_bytes == (90 + 8 + 3) * MIB
+    late = make_snapshot()
+    late["device_traces"] = [[make_event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM)]]
+    summary = load_memory_snapshot(write_snapshot(tmp_path, late))
+    assert summary.peak_bytes == 11 * MIB
+    assert summary.at_peak[-1].frame == "optim/adam.py:99 step"
     late["device_traces"] = []
-    assert load_memory_snapshot(written(tmp_path, late)).peak_bytes == 11 * MIB
+    assert load_memory_snapshot(write_snapshot(tmp_path, late)).peak_bytes == 11 * MIB
 
 
 def test_small_places_are_summed_up(tmp_path: Path) -> None:
-    many = snapshot()
+    many = make_snapshot()
     many["device_traces"] = [
         [
-            event("alloc", place, MIB, [{"filename": "a.py", "line": place, "name": "f"}])
+            make_event("alloc", place, MIB, [{"filename": "a.py", "line": place, "name": "f"}])
             for place in range(1, 50)
         ]
     ]
-    found = load_memory_snapshot(written(tmp_path, many))
-    assert len(found.at_peak) == SHOWN_FRAMES + 1
-    assert sum(live.num_bytes for live in found.at_peak) == found.peak_bytes
-    assert found.at_peak[-1].frame.endswith(" other places")
+    summary = load_memory_snapshot(write_snapshot(tmp_path, many))
+    assert len(summary.at_peak) == SHOWN_FRAMES + 1
+    assert sum(live.num_bytes for live in summary.at_peak) == summary.peak_bytes
+    assert summary.at_peak[-1].frame.endswith(" other places")
 
 
 class Malicious:
@@ -139,9 +142,9 @@ class Malicious:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_fault_39_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -> None:
     trap = tmp_path / "trap"
-    bad = snapshot() | {"extra": Malicious(trap)}
-    with pytest.raises(ValueError, match=r"is no memory snapshot \(asks for posix\.mkdir\)"):
-        load_memory_snapshot(written(tmp_path, pickle.dumps(bad, protocol)))
+    bad = make_snapshot() | {"extra": Malicious(trap)}
+    with pytest.raises(ValueError, match=r"is no memory snapshot \(references posix\.mkdir\)"):
+        load_memory_snapshot(write_snapshot(tmp_path, pickle.dumps(bad, protocol)))
     assert not trap.exists()
     pickle.loads(pickle.dumps(bad, protocol))
     assert trap.exists(), "the trap does not work, so this test shows nothing"
@@ -150,21 +153,21 @@ def test_fault_39_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_fault_40_a_snapshot_of_any_protocol_reads(tmp_path: Path, protocol: int) -> None:
     assert pickle.HIGHEST_PROTOCOL >= 5
-    found = load_memory_snapshot(written(tmp_path, pickle.dumps(snapshot(), protocol)))
-    assert (found.peak_bytes, found.num_events) == (17 * MIB, 10)
+    summary = load_memory_snapshot(write_snapshot(tmp_path, pickle.dumps(make_snapshot(), protocol)))
+    assert (summary.peak_bytes, summary.num_events) == (17 * MIB, 10)
 
 
 def test_fault_40_bytes_beside_a_protocol_5_snapshot_are_refused(tmp_path: Path) -> None:
     beside: list[pickle.PickleBuffer] = []
     extra = {"extra": pickle.PickleBuffer(b"x" * 64)}
-    content = pickle.dumps(snapshot() | extra, protocol=5, buffer_callback=beside.append)
+    content = pickle.dumps(make_snapshot() | extra, protocol=5, buffer_callback=beside.append)
     assert beside
     with pytest.raises(ValueError, match="is no memory snapshot"):
-        load_memory_snapshot(written(tmp_path, content))
+        load_memory_snapshot(write_snapshot(tmp_path, content))
 
 
 def test_fault_41_a_snapshot_is_a_regular_file(tmp_path: Path) -> None:
-    real = written(tmp_path, snapshot())
+    real = write_snapshot(tmp_path, make_snapshot())
     (tmp_path / "link.pickle").symlink_to(real)
     os.mkfifo(tmp_path / "pipe.pickle")
     (tmp_path / "folder.pickle").mkdir()
@@ -176,15 +179,15 @@ def test_fault_41_a_snapshot_is_a_regular_file(tmp_path: Path) -> None:
 
 def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refers to an object outside of it"):
-        load_memory_snapshot(written(tmp_path, b"Psomewhere\n."))
+        load_memory_snapshot(write_snapshot(tmp_path, b"Psomewhere\n."))
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"not a pickle", "is no memory snapshot"),
-        (pickle.dumps(snapshot())[:-40], "is no memory snapshot"),
+        (pickle.dumps(make_snapshot())[:-40], "is no memory snapshot"),
         ([1, 2], "holds a list"),
         ({}, "has no list of dicts as segments"),
         ({"segments": [3]}, "has no list of dicts as segments"),
@@ -196,9 +199,9 @@ def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
-        load_memory_snapshot(written(tmp_path, content))
+def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_memory_snapshot(write_snapshot(tmp_path, content))
     assert "Fix: " in str(caught.value)
 
 
@@ -212,7 +215,7 @@ def test_a_run_s_memory_leads_to_its_snapshots(tmp_path: Path) -> None:
     assert folder.memory_snapshots() == {}
     for rank in (3, 12):
         folder.memory_snapshot(rank).parent.mkdir(exist_ok=True)
-        folder.memory_snapshot(rank).write_bytes(pickle.dumps(snapshot()))
+        folder.memory_snapshot(rank).write_bytes(pickle.dumps(make_snapshot()))
     (folder.memory_snapshot(0).parent / "rank-1.part").write_bytes(b"being written")
     report = build_measured_memory(None, {}, [], folder.memory_snapshots())
     assert sorted(report.snapshot_files) == [3, 12]

@@ -16,7 +16,7 @@ from tests.faults import long_one
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
-from shardscope.trace.nesting import nesting_depth, union_ns
+from shardscope.trace.nesting import compute_nesting_depth, compute_union_ns
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 STACKS = FIXTURE.parent / "trace_with_stacks"
@@ -25,11 +25,11 @@ BESIDE_THE_REPOSITORY = Path(__file__).parents[4] / "shared" / "data" / "traces"
 REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
 
 
-def event(name: str = "op", ts: Any = 0.0, dur: Any = 10.0, **more: Any) -> dict[str, Any]:
+def make_event(name: str = "op", ts: Any = 0.0, dur: Any = 10.0, **more: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, **more}
 
 
-def write(path: Path, events: Any, **more: Any) -> Path:
+def write_trace(path: Path, events: Any, **more: Any) -> Path:
     path.write_text(json.dumps({"traceEvents": events, **more}))
     return path
 
@@ -54,9 +54,9 @@ def test_the_recorded_ranks_share_one_wall_clock() -> None:
 
 def test_a_file_a_folder_and_a_run_all_load(tmp_path: Path) -> None:
     shutil.copytree(FIXTURE, tmp_path / "traces")
-    whole = len(Trace.load(FIXTURE))
-    assert len(Trace.load(tmp_path)) == whole
-    assert len(Trace.load(SimpleNamespace(folder=tmp_path))) == whole
+    num_slices = len(Trace.load(FIXTURE))
+    assert len(Trace.load(tmp_path)) == num_slices
+    assert len(Trace.load(SimpleNamespace(folder=tmp_path))) == num_slices
     assert Trace.load(FIXTURE / "rank-1.json.gz").ranks == [1]
 
 
@@ -73,9 +73,11 @@ def test_summary_has_a_row_per_rank() -> None:
 
 
 def test_busy_time_leaves_annotations_out(tmp_path: Path) -> None:
-    step = event("ProfilerStep#1", 0, 1000, cat="user_annotation")
-    kernel = event("gemm", 100, 50, cat="kernel", pid=0, tid=7)
-    path = write(tmp_path / "a.json", [step, event("aten::mm", 10, 20), event("aten::mm", 20, 20), kernel])
+    step = make_event("ProfilerStep#1", 0, 1000, cat="user_annotation")
+    kernel = make_event("gemm", 100, 50, cat="kernel", pid=0, tid=7)
+    path = write_trace(
+        tmp_path / "a.json", [step, make_event("aten::mm", 10, 20), make_event("aten::mm", 20, 20), kernel]
+    )
     row = Trace.load(path).summary().ranks[0]
     assert row["cpu_busy_seconds"] == pytest.approx(30e-6)
     assert row["gpu_busy_seconds"] == pytest.approx(50e-6)
@@ -84,7 +86,7 @@ def test_busy_time_leaves_annotations_out(tmp_path: Path) -> None:
 
 def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
     def on_stream(name: str, ts: float, dur: float, stream: int, cat: str = "kernel") -> dict[str, Any]:
-        return event(name, ts, dur, cat=cat, pid=0, tid=stream)
+        return make_event(name, ts, dur, cat=cat, pid=0, tid=stream)
 
     events = [
         on_stream("gemm", 0, 40, 7),
@@ -92,7 +94,7 @@ def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
         on_stream("Memcpy DtoH", 70, 10, 7, "gpu_memcpy"),
         on_stream("ProfilerStep#1", 0, 100, 7, "gpu_user_annotation"),
     ]
-    summary = Trace.load(write(tmp_path / "rank-0.json", events)).summary()
+    summary = Trace.load(write_trace(tmp_path / "rank-0.json", events)).summary()
     row = summary.ranks[0]
     assert row["compute_seconds"] == pytest.approx(40e-6)
     assert row["communication_seconds"] == pytest.approx(30e-6)
@@ -103,19 +105,19 @@ def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_summary_shows_itself_as_tables_and_names_stay_text(tmp_path: Path) -> None:
-    event_ = event("<script>alert(1)</script>", 0, 10)
-    trace = Trace.load(write(tmp_path / "rank-0.json", [event_]))
+    event = make_event("<script>alert(1)</script>", 0, 10)
+    trace = Trace.load(write_trace(tmp_path / "rank-0.json", [event]))
     for html in (trace.summary()._repr_html_(), trace._repr_html_()):
         assert "<table" in html and "<script" not in html and "&lt;script&gt;" in html
 
 
 def test_tracks_are_named_threads_and_streams(tmp_path: Path) -> None:
     events = [
-        event(tid=42),
-        event("k", 1, 2, cat="kernel", pid=0, tid=20),
-        event("k", 1, 2, cat="kernel", pid=0, tid=7),
+        make_event(tid=42),
+        make_event("k", 1, 2, cat="kernel", pid=0, tid=20),
+        make_event("k", 1, 2, cat="kernel", pid=0, tid=7),
     ]
-    tracks = Trace.load(write(tmp_path / "rank-3.json", events)).tracks
+    tracks = Trace.load(write_trace(tmp_path / "rank-3.json", events)).tracks
     assert [track.label for track in tracks] == [
         "rank 3 · stream 7",
         "rank 3 · stream 20",
@@ -124,25 +126,25 @@ def test_tracks_are_named_threads_and_streams(tmp_path: Path) -> None:
     assert [track.kind for track in tracks] == ["gpu", "gpu", "cpu"]
 
 
-def metadata(kind: str, pid: int, tid: int, **args: str) -> dict[str, Any]:
+def make_metadata(kind: str, pid: int, tid: int, **args: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def test_threads_have_the_names_that_the_operating_system_gave_them(tmp_path: Path) -> None:
     events = [
-        event(tid=1, dur=90),
-        event(tid=8, dur=80),
-        event(tid=9, dur=70),
-        event(tid=10, dur=60),
-        event(tid=11, dur=50),
-        metadata("process_name", 1, 0, name="python"),
-        metadata("thread_name", 1, 1, name="thread 1 (python3.11)"),
-        metadata("thread_name", 1, 8, name="thread 8 (pt_autograd_0)"),
-        metadata("thread_name", 1, 9, name="thread 9 (worker)"),
-        metadata("thread_name", 1, 10, name="thread 10 (worker)"),
-        metadata("thread_name", 1, 11, name=7),
+        make_event(tid=1, dur=90),
+        make_event(tid=8, dur=80),
+        make_event(tid=9, dur=70),
+        make_event(tid=10, dur=60),
+        make_event(tid=11, dur=50),
+        make_metadata("process_name", 1, 0, name="python"),
+        make_metadata("thread_name", 1, 1, name="thread 1 (python3.11)"),
+        make_metadata("thread_name", 1, 8, name="thread 8 (pt_autograd_0)"),
+        make_metadata("thread_name", 1, 9, name="thread 9 (worker)"),
+        make_metadata("thread_name", 1, 10, name="thread 10 (worker)"),
+        make_metadata("thread_name", 1, 11, name=7),
     ]
-    tracks = Trace.load(write(tmp_path / "rank-0.json", events)).tracks
+    tracks = Trace.load(write_trace(tmp_path / "rank-0.json", events)).tracks
     assert [track.name for track in tracks] == [
         "main thread (python3.11)",
         "pt_autograd_0",
@@ -153,19 +155,23 @@ def test_threads_have_the_names_that_the_operating_system_gave_them(tmp_path: Pa
 
 
 def test_processes_of_one_file_are_told_apart_by_their_names(tmp_path: Path) -> None:
-    events = [event(pid=1, tid=5), event(pid=2, tid=5), metadata("process_name", 2, 0, name="data loader")]
-    names = {track.name for track in Trace.load(write(tmp_path / "rank-0.json", events)).tracks}
+    events = [
+        make_event(pid=1, tid=5),
+        make_event(pid=2, tid=5),
+        make_metadata("process_name", 2, 0, name="data loader"),
+    ]
+    names = {track.name for track in Trace.load(write_trace(tmp_path / "rank-0.json", events)).tracks}
     assert names == {"process 1 CPU thread 5", "data loader 2 CPU thread 5"}
 
 
 def test_a_process_whose_number_is_that_of_a_gpu_stays_a_process(tmp_path: Path) -> None:
     """Kineto labels the process ids 0 to 15 as GPUs; in a container the training process may be number 1."""
     events = [
-        event(pid=1),
-        metadata("process_labels", 1, 0, labels="GPU 1"),
-        metadata("process_labels", 1, 0, labels="CPU"),
+        make_event(pid=1),
+        make_metadata("process_labels", 1, 0, labels="GPU 1"),
+        make_metadata("process_labels", 1, 0, labels="CPU"),
     ]
-    assert [track.kind for track in Trace.load(write(tmp_path / "a.json", events)).tracks] == ["cpu"]
+    assert [track.kind for track in Trace.load(write_trace(tmp_path / "a.json", events)).tracks] == ["cpu"]
 
 
 def test_python_stacks_are_tracks_of_their_own_after_gpu_and_operators() -> None:
@@ -193,7 +199,7 @@ def test_real_threads_have_their_names_and_streams_come_first() -> None:
 def test_calls_nest_and_overlaps_stay_visible() -> None:
     start = np.array([0, 10, 20, 50, 55, 100])
     end = np.array([100, 40, 30, 70, 80, 110])
-    assert nesting_depth(start, end).tolist() == [0, 1, 2, 1, 2, 0]
+    assert compute_nesting_depth(start, end).tolist() == [0, 1, 2, 1, 2, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -203,7 +209,7 @@ def test_no_two_slices_of_a_row_overlap(seed: int) -> None:
     end = start + random.integers(0, 300, 800)
     order = np.lexsort((-end, start))
     start, end = start[order], end[order]
-    depth = nesting_depth(start, end)
+    depth = compute_nesting_depth(start, end)
     for row in range(depth.max() + 1):
         mine = depth == row
         assert np.all(start[mine][1:] >= end[mine][:-1])
@@ -211,43 +217,43 @@ def test_no_two_slices_of_a_row_overlap(seed: int) -> None:
 
 def test_a_long_chain_of_overlaps_needs_two_rows() -> None:
     start = np.arange(0, 10_000, 10)
-    assert nesting_depth(start, start + 15).max() == 1
+    assert compute_nesting_depth(start, start + 15).max() == 1
 
 
 def test_union_counts_shared_time_once() -> None:
-    assert union_ns(np.array([0, 5, 20]), np.array([10, 12, 30])) == 22
-    assert union_ns(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
+    assert compute_union_ns(np.array([0, 5, 20]), np.array([10, 12, 30])) == 22
+    assert compute_union_ns(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
 
 
 def test_fault_38_unsorted_events_keep_nanoseconds(tmp_path: Path) -> None:
     base = 1_790_857_026_000_000_000
-    events = [event("late", 4352837229041.284, 1.5), event("early", 4352837229040.001, 0.25)]
-    trace = Trace.load(write(tmp_path / "a.json", events, baseTimeNanoseconds=base))
+    events = [make_event("late", 4352837229041.284, 1.5), make_event("early", 4352837229040.001, 0.25)]
+    trace = Trace.load(write_trace(tmp_path / "a.json", events, baseTimeNanoseconds=base))
     by_name = {trace.names[n]: int(s) for n, s in zip(trace.name_index, trace.start_ns, strict=True)}
     assert by_name == {"early": 0, "late": 1283}
     assert sorted(trace.duration_ns.tolist()) == [250, 1500]
 
 
 def test_ranks_without_a_wall_clock_start_at_zero_and_say_so(tmp_path: Path) -> None:
-    write(tmp_path / "rank-0.json", [event(ts=5000)])
-    write(tmp_path / "rank-1.json", [event(ts=900)])
+    write_trace(tmp_path / "rank-0.json", [make_event(ts=5000)])
+    write_trace(tmp_path / "rank-1.json", [make_event(ts=900)])
     trace = Trace.load(tmp_path)
     assert trace.start_ns.tolist() == [0, 0]
     assert any("no wall clock" in note for note in trace.notes)
 
 
 def test_ranks_recorded_on_different_days_start_at_zero_and_say_so(tmp_path: Path) -> None:
-    write(tmp_path / "rank-0.json", [event(ts=1.7e15)])
-    write(tmp_path / "rank-1.json", [event(ts=1.7e15 + 9e10)])
+    write_trace(tmp_path / "rank-0.json", [make_event(ts=1.7e15)])
+    write_trace(tmp_path / "rank-1.json", [make_event(ts=1.7e15 + 9e10)])
     trace = Trace.load(tmp_path)
     assert trace.duration_ns_total == 10_000
     assert any("do not overlap" in note for note in trace.notes)
 
 
 def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", [event()], distributedInfo={"rank": 5, "world_size": 8})
-    write(tmp_path / "b_rank-2.json", [event()])
-    write(tmp_path / "c.json", [event()])
+    write_trace(tmp_path / "a.json", [make_event()], distributedInfo={"rank": 5, "world_size": 8})
+    write_trace(tmp_path / "b_rank-2.json", [make_event()])
+    write_trace(tmp_path / "c.json", [make_event()])
     trace = Trace.load(tmp_path)
     assert trace.ranks == [0, 2, 5]
     assert any("numbered by order" in note for note in trace.notes)
@@ -255,14 +261,14 @@ def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path
 
 
 def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", [event()], distributedInfo={"rank": 1})
-    write(tmp_path / "rank-1.json", [event()])
+    write_trace(tmp_path / "a.json", [make_event()], distributedInfo={"rank": 1})
+    write_trace(tmp_path / "rank-1.json", [make_event()])
     with pytest.raises(ValueError, match=r"rank-1\.json is of rank 1, and so is a\.json\. Fix:"):
         Trace.load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("odd", "note", "kept"),
+    ("odd", "note", "num_slices"),
     [
         ({"dur": None}, "without dur", 2),
         ({"dur": -5.0}, "negative dur", 2),
@@ -278,25 +284,25 @@ def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_fault_38_odd_events_are_counted_not_fatal(
-    tmp_path: Path, odd: dict[str, Any], note: str, kept: int
+    tmp_path: Path, odd: dict[str, Any], note: str, num_slices: int
 ) -> None:
-    good = event("good")
-    path = write(tmp_path / "a.json", [good, good | {"name": "odd"} | odd])
+    good = make_event("good")
+    path = write_trace(tmp_path / "a.json", [good, good | {"name": "odd"} | odd])
     trace = Trace.load(path)
-    assert len(trace) == kept
+    assert len(trace) == num_slices
     assert any(text.startswith("1 ") and note in text for text in trace.notes), trace.notes
     assert bool(np.all(trace.duration_ns >= 0))
 
 
 def test_fault_38_events_without_dur_cat_pid_or_tid_are_kept(tmp_path: Path) -> None:
-    trace = Trace.load(write(tmp_path / "a.json", [{"ph": "X", "name": "bare", "ts": 1}]))
+    trace = Trace.load(write_trace(tmp_path / "a.json", [{"ph": "X", "name": "bare", "ts": 1}]))
     assert trace.slice(0)["name"] == "bare"
     assert trace.slice(0)["category"] == ""
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
 def test_fault_38_numbers_that_are_not_json_are_counted(tmp_path: Path, text: str) -> None:
-    good = json.dumps(event("good"))
+    good = json.dumps(make_event("good"))
     (tmp_path / "a.json").write_text(f'{{"traceEvents": [{good}, {good.replace("10.0", text)}]}}')
     trace = Trace.load(tmp_path / "a.json")
     assert 1 <= len(trace) <= 2
@@ -304,7 +310,7 @@ def test_fault_38_numbers_that_are_not_json_are_counted(tmp_path: Path, text: st
 
 
 def test_broken_utf8_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
-    text = json.dumps({"traceEvents": [event("n@me")]}).encode().replace(b"@", b"\xff")
+    text = json.dumps({"traceEvents": [make_event("n@me")]}).encode().replace(b"@", b"\xff")
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + text)
     trace = Trace.load(tmp_path / "a.json")
     assert trace.names == ["n\ufffdme"]
@@ -312,7 +318,7 @@ def test_broken_utf8_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
 
 
 def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([event(), event("later", 20)]))
+    (tmp_path / "a.json").write_text(json.dumps([make_event(), make_event("later", 20)]))
     assert len(Trace.load(tmp_path / "a.json")) == 2
 
 
@@ -320,7 +326,7 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
     "events", [[], [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]]
 )
 def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, events: list[Any]) -> None:
-    trace = Trace.load(write(tmp_path / "a.json", events))
+    trace = Trace.load(write_trace(tmp_path / "a.json", events))
     assert (len(trace), trace.duration_seconds, trace.tracks) == (0, 0.0, [])
     assert any("no slices" in note for note in trace.notes)
     assert trace.summary().ranks[0]["slices"] == 0
@@ -328,7 +334,7 @@ def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, ev
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"not json", "is not JSON"),
@@ -342,11 +348,11 @@ def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, ev
     ],
 )
 def test_fault_38_what_is_no_trace_is_refused_with_its_name_and_a_fix(
-    tmp_path: Path, content: bytes, words: str
+    tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "rank-0.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=words) as refusal:
+    with pytest.raises(ValueError, match=message) as refusal:
         Trace.load(path)
     assert str(path) in str(refusal.value) and "Fix: " in str(refusal.value)
 
@@ -362,7 +368,7 @@ def test_fault_38_a_file_past_the_size_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_files, "MAX_JSON_BYTES", 10_000)
-    big = write(tmp_path / "a.json", [event()] * 500)
+    big = write_trace(tmp_path / "a.json", [make_event()] * 500)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(big.read_bytes()))
     for path in (big, tmp_path / "b.json.gz"):
         with pytest.raises(ValueError, match=r"GiB of JSON.*Fix: record fewer steps"):
@@ -381,7 +387,7 @@ def test_fault_38_two_gigabytes_are_refused_before_they_are_read(tmp_path: Path)
 def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> None:
     """Blanks between an event and the end: 4 GiB of memory and 2 of disk for some seconds."""
     path = tmp_path / "rank-0.json"
-    text = json.dumps({"traceEvents": [event()]}).encode()
+    text = json.dumps({"traceEvents": [make_event()]}).encode()
     try:
         with path.open("wb") as file:
             file.write(text[:-1])
@@ -397,13 +403,15 @@ def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> No
 
 def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
     for rank in (0, 3):
-        write(tmp_path / f"rank-{rank}.json", [event()], distributedInfo={"rank": rank, "world_size": 4})
+        write_trace(
+            tmp_path / f"rank-{rank}.json", [make_event()], distributedInfo={"rank": rank, "world_size": 4}
+        )
     assert any("2 of 4" in note and "1, 2" in note for note in Trace.load(tmp_path).notes)
 
 
 def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
-    target = write(tmp_path / "real" / "a.json", [event()])
+    target = write_trace(tmp_path / "real" / "a.json", [make_event()])
     link = tmp_path / "link.json"
     link.symlink_to(target)
     with pytest.raises(ValueError, match="symbolic link"):
@@ -429,7 +437,9 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_arguments_are_decoded_on_request(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", [event(args={"Input Dims": [[2, 3]]}), event("bare", 50)])
+    path = write_trace(
+        tmp_path / "a.json", [make_event(args={"Input Dims": [[2, 3]]}), make_event("bare", 50)]
+    )
     trace = Trace.load(path)
     assert trace.args(0) == {"Input Dims": [[2, 3]]}
     assert trace.args(1) == {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardscope.trace import Trace
-from shardscope.trace.nesting import union_ns
+from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.tiles import COLUMNS, COMMUNICATION, MUTED, Tiler
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
@@ -21,7 +21,7 @@ def tiler() -> Tiler:
     return Tiler(Trace.load(FIXTURE))
 
 
-def made(tmp_path: Path, slices: list[tuple[str, float, float]]) -> Tiler:
+def write_trace(tmp_path: Path, slices: list[tuple[str, float, float]]) -> Tiler:
     events = [
         {"ph": "X", "cat": "op", "name": n, "pid": 1, "tid": 1, "ts": t, "dur": d} for n, t, d in slices
     ]
@@ -30,7 +30,7 @@ def made(tmp_path: Path, slices: list[tuple[str, float, float]]) -> Tiler:
 
 
 def test_the_whole_trace_is_counted_in_the_whole_tile(tiler: Tiler) -> None:
-    tile = tiler.tile(0, tiler.trace.duration_ns_total, 1000)
+    tile = tiler.build_tile(0, tiler.trace.duration_ns_total, 1000)
     assert int(tile.columns["count"].sum()) == len(tiler.trace)
     assert tile.num_marks < len(tiler.trace)
 
@@ -38,7 +38,7 @@ def test_the_whole_trace_is_counted_in_the_whole_tile(tiler: Tiler) -> None:
 def test_zoomed_in_every_slice_stands_alone_at_its_exact_time(tiler: Tiler) -> None:
     index = len(tiler.trace) // 2
     start = int(tiler.trace.start_ns[index])
-    tile = tiler.tile(start - 500, start + 500, 1000)
+    tile = tiler.build_tile(start - 500, start + 500, 1000)
     at = np.flatnonzero(tile.columns["index"] == index)
     assert len(at) == 1 and int(tile.columns["count"][at[0]]) == 1
     assert int(tile.columns["start"][at[0]]) == start
@@ -48,13 +48,13 @@ def test_zoomed_in_every_slice_stands_alone_at_its_exact_time(tiler: Tiler) -> N
 def test_a_tile_has_what_touches_its_stretch(tiler: Tiler, zoom: int) -> None:
     total = tiler.trace.duration_ns_total
     t0, t1 = total * 0.3, total * 0.3 + total / zoom
-    tile = tiler.tile(t0, t1, 800)
+    tile = tiler.build_tile(t0, t1, 800)
     touching = (tiler.end_ns >= t0) & (tiler.trace.start_ns <= t1)
     assert int(tile.columns["count"].sum()) == int(touching.sum())
 
 
 def test_marks_of_a_row_ascend_and_do_not_overlap(tiler: Tiler) -> None:
-    columns = tiler.tile(0, tiler.trace.duration_ns_total, 300).columns
+    columns = tiler.build_tile(0, tiler.trace.duration_ns_total, 300).columns
     bounds = columns["row_first"]
     assert len(bounds) == tiler.num_rows + 1 and int(bounds[-1]) == len(columns["start"])
     for first, last in itertools.pairwise(bounds):
@@ -63,8 +63,8 @@ def test_marks_of_a_row_ascend_and_do_not_overlap(tiler: Tiler) -> None:
 
 
 def test_a_run_is_named_after_its_longest_slice(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("short", 0, 1), ("long", 2, 3), ("short", 6, 1), ("far", 900, 100)])
-    columns = tiler.tile(0, 1_000_000, 10).columns
+    tiler = write_trace(tmp_path, [("short", 0, 1), ("long", 2, 3), ("short", 6, 1), ("far", 900, 100)])
+    columns = tiler.build_tile(0, 1_000_000, 10).columns
     assert columns["count"].tolist() == [3, 1]
     assert tiler.trace.names[columns["name"][0]] == "long"
     assert int(columns["duration"][0]) == 7000
@@ -72,27 +72,27 @@ def test_a_run_is_named_after_its_longest_slice(tmp_path: Path) -> None:
 
 
 def test_a_run_with_a_match_shows_it(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("needle", 0, 1), ("hay", 2, 3), ("far", 900, 100)])
-    columns = tiler.tile(0, 1_000_000, 10, tiler.matches("NEED")).columns
+    tiler = write_trace(tmp_path, [("needle", 0, 1), ("hay", 2, 3), ("far", 900, 100)])
+    columns = tiler.build_tile(0, 1_000_000, 10, tiler.find_matches("NEED")).columns
     assert columns["match"].tolist() == [True, False]
     assert tiler.trace.names[columns["name"][0]] == "needle"
 
 
 def test_marks_are_bounded_by_the_width(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [(f"op{i % 7}", i * 2.0, 1.0) for i in range(50_000)])
-    tile = tiler.tile(0, tiler.trace.duration_ns_total, 500)
+    tiler = write_trace(tmp_path, [(f"op{i % 7}", i * 2.0, 1.0) for i in range(50_000)])
+    tile = tiler.build_tile(0, tiler.trace.duration_ns_total, 500)
     assert tile.num_marks <= 501
     assert int(tile.columns["count"].sum()) == 50_000
 
 
 def test_nanoseconds_survive_far_from_the_start(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("first", 0, 1), ("late", 3_600_000_000.001, 0.002)])
-    column = tiler.tile(3.6e12 - 100, 3.6e12 + 100, 1000).columns
+    tiler = write_trace(tmp_path, [("first", 0, 1), ("late", 3_600_000_000.001, 0.002)])
+    column = tiler.build_tile(3.6e12 - 100, 3.6e12 + 100, 1000).columns
     assert (int(column["start"][0]), int(column["duration"][0])) == (3_600_000_000_001, 2)
 
 
 def test_buffers_are_the_columns_in_order(tiler: Tiler) -> None:
-    tile = tiler.tile(0, tiler.trace.duration_ns_total, 400)
+    tile = tiler.build_tile(0, tiler.trace.duration_ns_total, 400)
     for (name, kind), buffer in zip(COLUMNS, tile.buffers, strict=True):
         assert np.frombuffer(buffer, dtype=kind).tolist() == pytest.approx(
             np.asarray(tile.columns[name]).astype(kind).tolist()
@@ -100,55 +100,57 @@ def test_buffers_are_the_columns_in_order(tiler: Tiler) -> None:
 
 
 def test_an_empty_trace_gives_empty_tiles(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [])
-    tile = tiler.tile(0, 1000, 100, tiler.matches("x"))
+    tiler = write_trace(tmp_path, [])
+    tile = tiler.build_tile(0, 1000, 100, tiler.find_matches("x"))
     assert tile.num_marks == 0 and len(tile.buffers) == len(COLUMNS)
-    assert tiler.totals(0, 1000) == []
+    assert tiler.sum_by_name(0, 1000) == []
 
 
 def test_totals_add_up_inside_the_stretch(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("a", 0, 10), ("b", 20, 30), ("a", 60, 10)])
-    assert tiler.totals(0, 70_000) == [
+    tiler = write_trace(tmp_path, [("a", 0, 10), ("b", 20, 30), ("a", 60, 10)])
+    assert tiler.sum_by_name(0, 70_000) == [
         {"name": "b", "slices": 1, "self_seconds": 30e-6, "total_seconds": 30e-6},
         {"name": "a", "slices": 2, "self_seconds": 20e-6, "total_seconds": 20e-6},
     ]
     part = {"name": "a", "slices": 1, "self_seconds": 5e-6, "total_seconds": 5e-6}
-    assert tiler.totals(5_000, 15_000)[0] == part
+    assert tiler.sum_by_name(5_000, 15_000)[0] == part
 
 
-def seconds(tiler: Tiler, t0_us: float = 0, t1_us: float = 200) -> dict[str, tuple[int, int]]:
+def name_seconds(tiler: Tiler, t0_us: float = 0, t1_us: float = 200) -> dict[str, tuple[int, int]]:
     """Name -> microseconds of its own, and with what it called."""
-    rows = tiler.totals(t0_us * 1e3, t1_us * 1e3)
+    rows = tiler.sum_by_name(t0_us * 1e3, t1_us * 1e3)
     return {
         row["name"]: (round(row["self_seconds"] * 1e6), round(row["total_seconds"] * 1e6)) for row in rows
     }
 
 
 def test_a_callers_own_time_is_told_apart_from_what_it_called(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("step", 0, 100), ("linear", 10, 60), ("addmm", 20, 40), ("linear", 80, 10)])
-    assert seconds(tiler) == {"addmm": (40, 40), "linear": (30, 70), "step": (30, 100)}
-    assert seconds(tiler, 50, 100) == {"step": (20, 50), "linear": (20, 30), "addmm": (10, 10)}
+    tiler = write_trace(
+        tmp_path, [("step", 0, 100), ("linear", 10, 60), ("addmm", 20, 40), ("linear", 80, 10)]
+    )
+    assert name_seconds(tiler) == {"addmm": (40, 40), "linear": (30, 70), "step": (30, 100)}
+    assert name_seconds(tiler, 50, 100) == {"step": (20, 50), "linear": (20, 30), "addmm": (10, 10)}
 
 
 def test_a_call_inside_of_one_of_its_own_name_counts_once(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("module", 0, 100), ("call", 5, 90), ("module", 10, 80), ("mm", 20, 50)])
-    assert seconds(tiler) == {"mm": (50, 50), "module": (40, 100), "call": (10, 90)}
+    tiler = write_trace(tmp_path, [("module", 0, 100), ("call", 5, 90), ("module", 10, 80), ("mm", 20, 50)])
+    assert name_seconds(tiler) == {"mm": (50, 50), "module": (40, 100), "call": (10, 90)}
 
 
 def test_what_outlives_its_starter_takes_nothing_from_it(tmp_path: Path) -> None:
-    tiler = made(tmp_path, [("starter", 0, 10), ("sent", 5, 100), ("inside", 6, 2)])
-    assert seconds(tiler) == {"sent": (98, 100), "starter": (10, 10), "inside": (2, 2)}
+    tiler = write_trace(tmp_path, [("starter", 0, 10), ("sent", 5, 100), ("inside", 6, 2)])
+    assert name_seconds(tiler) == {"sent": (98, 100), "starter": (10, 10), "inside": (2, 2)}
 
 
 def test_times_of_their_own_add_up_to_the_busy_time(tiler: Tiler) -> None:
-    """Of a real recording: what each track was busy, counted without rows or names."""
+    """Compare with the busy time of each track of a real recording, computed without rows or names."""
     trace = tiler.trace
     busy = sum(
-        union_ns(trace.start_ns[mine], tiler.end_ns[mine])
+        compute_union_ns(trace.start_ns[mine], tiler.end_ns[mine])
         for track in range(len(trace.tracks))
         for mine in [np.flatnonzero(trace.track_index == track)]
     )
-    rows = tiler.totals(0, trace.duration_ns_total, limit=10**6)
+    rows = tiler.sum_by_name(0, trace.duration_ns_total, limit=10**6)
     assert sum(row["self_seconds"] for row in rows) == pytest.approx(busy / 1e9, rel=1e-9)
     assert sum(row["total_seconds"] for row in rows) > 1.5 * busy / 1e9, "which do not add up"
     assert all(row["self_seconds"] <= row["total_seconds"] for row in rows)
@@ -163,5 +165,5 @@ def test_colours_follow_meaning(tiler: Tiler) -> None:
 
 
 def test_an_empty_search_matches_nothing(tiler: Tiler) -> None:
-    assert not tiler.matches("  ").any()
-    assert 0 < tiler.matches("ADDMM").sum() < len(tiler.trace)
+    assert not tiler.find_matches("  ").any()
+    assert 0 < tiler.find_matches("ADDMM").sum() < len(tiler.trace)

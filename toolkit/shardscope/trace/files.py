@@ -60,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
     Raises ``ValueError`` for anything but a regular file within the size limits.
     """
     if path.is_symlink():
-        refuse_file(path, "is a symbolic link", f"load the file that it points to, {_target(path)}")
+        refuse_file(path, "is a symbolic link", f"load the file that it points to, {_resolve_link(path)}")
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer that may never come.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -79,20 +79,20 @@ def read_bytes(path: Path) -> bytes:
         packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         if packed:
-            return _gunzip(path, file, status.st_size)
+            return _decompress(path, file, status.st_size)
         if status.st_size > MAX_JSON_BYTES:
             _refuse_size(path)
         return file.read()
 
 
-def _target(path: Path) -> Path:
+def _resolve_link(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError):  # circular link
         return path.readlink()
 
 
-def _gunzip(path: Path, file: BinaryIO, packed_bytes: int) -> bytes:
+def _decompress(path: Path, file: BinaryIO, packed_bytes: int) -> bytes:
     chunks: list[bytes] = []
     total = 0
     try:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -87,7 +86,7 @@ def read_recordings(source: object) -> list[Recording]:
 def read_recording(path: Path) -> Recording:
     """Read one file. Raises ``ValueError`` if it is not a Chrome trace."""
     oddities: Counter[str] = Counter()
-    document = _decode(path, read_bytes(path), oddities)
+    document = _decode_document(path, read_bytes(path), oddities)
     events = document.traceEvents
     if events is None:
         refuse_file(
@@ -105,21 +104,22 @@ def read_recording(path: Path) -> Recording:
         else:
             oddities[_OTHER_PHASES.get(event.ph, "events of an unknown kind left out")] += 1
     # Both fields are decoded leniently: a trace without rank or clock is still readable.
-    info = _value(document.distributedInfo)
+    info = _decode_raw(document.distributedInfo)
     info = info if isinstance(info, dict) else {}
-    base = _value(document.baseTimeNanoseconds)
+    base = _decode_raw(document.baseTimeNanoseconds)
     return Recording(
         path=path,
-        rank=_rank(info, path),
-        world_size=_small_int(info.get("world_size")),
+        rank=_find_rank(info, path),
+        world_size=_read_small_int(info.get("world_size")),
         base_ns=base if isinstance(base, int) and 0 <= base < 2**62 else 0,
         slices=slices,
-        start_us=_numbers(event.ts for event in slices),
-        duration_us=_numbers(event.dur for event in slices),
-        gpu_processes=_gpu_processes(metadata),
-        process_names={event.pid: text for event, text in _named(metadata, "process_name")},
+        start_us=_to_float_array(event.ts for event in slices),
+        duration_us=_to_float_array(event.dur for event in slices),
+        gpu_processes=_find_gpu_processes(metadata),
+        process_names={event.pid: text for event, text in _iterate_names(metadata, "process_name")},
         thread_names={
-            (event.pid, event.tid): _thread_name(text) for event, text in _named(metadata, "thread_name")
+            (event.pid, event.tid): _parse_thread_name(text)
+            for event, text in _iterate_names(metadata, "thread_name")
         },
         oddities=oddities,
     )
@@ -129,7 +129,7 @@ _MAX_NAME_CHARACTERS = 100
 _NUMBERED_NAME = re.compile(r"thread \S+ \((.*)\)")
 
 
-def _gpu_processes(metadata: list[Event]) -> set[int | str]:
+def _find_gpu_processes(metadata: list[Event]) -> set[int | str]:
     """Return the process ids that denote a GPU.
 
     Kineto labels the ids 0 to 15 as GPUs. In a container the training process may have one of these ids too;
@@ -142,7 +142,7 @@ def _gpu_processes(metadata: list[Event]) -> set[int | str]:
     return {process for process, text in labels.items() if b"GPU" in text and b"CPU" not in text}
 
 
-def _named(metadata: list[Event], kind: str) -> Iterator[tuple[Event, str]]:
+def _iterate_names(metadata: list[Event], kind: str) -> Iterator[tuple[Event, str]]:
     """Yield the events of one kind of metadata that carry a name, with that name."""
     for event in metadata:
         if event.name != kind:
@@ -155,7 +155,7 @@ def _named(metadata: list[Event], kind: str) -> Iterator[tuple[Event, str]]:
             yield event, text[:_MAX_NAME_CHARACTERS]
 
 
-def _thread_name(text: str) -> str:
+def _parse_thread_name(text: str) -> str:
     """Return the OS name of a thread, which Kineto writes as ``thread 123 (pt_autograd_0)``."""
     numbered = _NUMBERED_NAME.fullmatch(text)
     return numbered.group(1).strip() if numbered else text
@@ -173,7 +173,7 @@ _OTHER_PHASES = {
 }
 
 
-def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
+def _decode_document(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
     """Decode a file in one call; if that fails, decode event by event and count malformed ones."""
     is_list = text[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     try:
@@ -188,8 +188,8 @@ def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
         else:
             loose = msgspec.json.decode(text, type=_LooseDocument)
     except _UNREADABLE:
-        loose = _decode_lenient(path, text, oddities)
-    events = None if loose.traceEvents is None else _each_event(loose.traceEvents, oddities)
+        loose = _decode_leniently(path, text, oddities)
+    events = None if loose.traceEvents is None else _decode_events(loose.traceEvents, oddities)
     return _Document(
         traceEvents=events,
         distributedInfo=loose.distributedInfo,
@@ -197,7 +197,7 @@ def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
     )
 
 
-def _each_event(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[Event]:
+def _decode_events(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[Event]:
     decoder = msgspec.json.Decoder(Event, strict=False)  # lax: some exporters write numbers as strings
     events: list[Event] = []
     for raw in raw_events:
@@ -208,7 +208,7 @@ def _each_event(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[E
     return events
 
 
-def _decode_lenient(path: Path, text: bytes, oddities: Counter[str]) -> _LooseDocument:
+def _decode_leniently(path: Path, text: bytes, oddities: Counter[str]) -> _LooseDocument:
     """Decode JSON with NaN, Infinity and invalid UTF-8, which profilers have written (pytorch#130622).
 
     Raises ``ValueError``.
@@ -232,37 +232,37 @@ def _decode_lenient(path: Path, text: bytes, oddities: Counter[str]) -> _LooseDo
         )
     events = data.get("traceEvents")
     return _LooseDocument(
-        traceEvents=None if events is None else [_encoded(event) for event in events],
-        distributedInfo=_encoded(data.get("distributedInfo")),
-        baseTimeNanoseconds=_encoded(data.get("baseTimeNanoseconds")),
+        traceEvents=None if events is None else [_encode_raw(event) for event in events],
+        distributedInfo=_encode_raw(data.get("distributedInfo")),
+        baseTimeNanoseconds=_encode_raw(data.get("baseTimeNanoseconds")),
     )
 
 
-def _encoded(value: object) -> msgspec.Raw:
+def _encode_raw(value: object) -> msgspec.Raw:
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
         return _NO_ARGS  # fails to decode later and is counted as malformed
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def _decode_raw(raw: msgspec.Raw) -> object:
     try:
         return msgspec.json.decode(raw) if bytes(raw) else None
     except _UNREADABLE:
         return None
 
 
-def _rank(info: dict[str, Any], path: Path) -> int | None:
-    rank = _small_int(info.get("rank"))
+def _find_rank(info: Mapping[str, object], path: Path) -> int | None:
+    rank = _read_small_int(info.get("rank"))
     if rank is not None:
         return rank
-    found = _RANK_IN_NAME.search(path.name)
-    return int(found.group(1)) if found else None
+    match = _RANK_IN_NAME.search(path.name)
+    return int(match.group(1)) if match else None
 
 
-def _small_int(value: object) -> int | None:
+def _read_small_int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**7 else None
 
 
-def _numbers(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
+def _to_float_array(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
     return np.array(list(values), dtype=np.float64)

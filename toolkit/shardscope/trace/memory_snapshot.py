@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardscope.core.html_table import html_table
 from shardscope.core.number_format import gib
@@ -19,6 +19,7 @@ from shardscope.trace.files import read_bytes, refuse_file
 
 BEFORE = "allocated before the history begins"
 """Place of allocations that were made before the history was recorded."""
+Fields = Mapping[str, object]
 NO_STACK = "no stack was kept"
 SHOWN_FRAMES = 20
 """Number of places that a summary lists, largest first; the rest is one sum."""
@@ -92,7 +93,7 @@ class MemorySnapshot:
 @dataclass
 class _Allocation:
     num_bytes: int
-    frames: Any
+    frames: object
     begins: int
     """Index of its alloc event; -1: before the history."""
     ends: int
@@ -103,9 +104,9 @@ class _PlainUnpickler(pickle.Unpickler):
     """Unpickler that rejects everything that could run code: classes, functions, persistent references."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"asks for {module_name}.{global_name}")
+        raise pickle.UnpicklingError(f"references {module_name}.{global_name}")
 
-    def persistent_load(self, pid: Any) -> NoReturn:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("refers to an object outside of it")
 
 
@@ -115,28 +116,28 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
     Raises ``ValueError`` for a file that is not a snapshot, is damaged, or references any global.
     """
     path = Path(path)
-    snapshot = _plain(path)
+    snapshot = _unpickle(path)
     if not isinstance(snapshot, Mapping):
-        _refuse(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
-    segments = _dicts(path, snapshot, "segments")
+        _refuse_snapshot(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
+    segments = _read_dicts(path, snapshot, "segments")
     # A snapshot may have segments of several devices: use the one with the most memory.
-    held: dict[int, int] = {}
+    device_bytes: dict[int, int] = {}
     for segment in segments:
-        device = _number(path, segment, "device", 0)
-        held[device] = held.get(device, 0) + _number(path, segment, "total_size")
-    device = max(held, key=lambda each: held[each], default=0)
-    segments = [segment for segment in segments if _number(path, segment, "device", 0) == device]
+        device = _read_number(path, segment, "device", 0)
+        device_bytes[device] = device_bytes.get(device, 0) + _read_number(path, segment, "total_size")
+    device = max(device_bytes, key=lambda number: device_bytes[number], default=0)
+    segments = [segment for segment in segments if _read_number(path, segment, "device", 0) == device]
     traces = snapshot.get("device_traces", [])
     if not isinstance(traces, list):
-        _refuse(path, "has no list of device_traces")
-    events = _entries(path, traces[device], "device_traces") if device < len(traces) else []
-    peak, at_peak = _at_peak(path, _allocations(path, segments, events), len(events))
-    found = [
+        _refuse_snapshot(path, "has no list of device_traces")
+    events = _check_dicts(path, traces[device], "device_traces") if device < len(traces) else []
+    peak, at_peak = _sum_at_peak(path, _list_allocations(path, segments, events), len(events))
+    segment_sizes = [
         SegmentBytes(
             kind=str(segment.get("segment_type", "large")),
-            stream=_number(path, segment, "stream", 0),
-            total_bytes=_number(path, segment, "total_size"),
-            allocated_bytes=_number(path, segment, "allocated_size"),
+            stream=_read_number(path, segment, "stream", 0),
+            total_bytes=_read_number(path, segment, "total_size"),
+            allocated_bytes=_read_number(path, segment, "allocated_size"),
         )
         for segment in segments
     ]
@@ -144,73 +145,71 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
         path=path,
         peak_bytes=peak,
         at_peak=at_peak,
-        segments=tuple(sorted(found, key=lambda segment: -segment.total_bytes)),
+        segments=tuple(sorted(segment_sizes, key=lambda segment: -segment.total_bytes)),
         num_events=len(events),
     )
 
 
-def _plain(path: Path) -> Any:
+def _unpickle(path: Path) -> object:
     try:
         return _PlainUnpickler(io.BytesIO(read_bytes(path))).load()
     except _BROKEN as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        _refuse(path, f"is no memory snapshot ({str(error) or type(error).__name__})")
+        _refuse_snapshot(path, f"is no memory snapshot ({str(error) or type(error).__name__})")
 
 
-def _allocations(
-    path: Path, segments: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
-) -> list[_Allocation]:
+def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[Fields]) -> list[_Allocation]:
     """Return all allocations that were live at some time of the history."""
-    found: list[_Allocation] = []
+    allocations: list[_Allocation] = []
     alive: dict[int, _Allocation] = {}
     # Match each free with its alloc by address. A free without one was allocated before the history.
     for index, event in enumerate(events):
         action = event.get("action")
         if action not in ("alloc", "free_requested"):
             continue
-        address, num_bytes = _number(path, event, "addr"), _number(path, event, "size")
+        address, num_bytes = _read_number(path, event, "addr"), _read_number(path, event, "size")
         if action == "alloc":
             alive[address] = _Allocation(num_bytes, event.get("frames"), index, len(events))
-            found.append(alive[address])
+            allocations.append(alive[address])
         elif known := alive.pop(address, None):
             known.ends = index
         else:
-            found.append(_Allocation(num_bytes, BEFORE, -1, index))
+            allocations.append(_Allocation(num_bytes, BEFORE, -1, index))
     # Active blocks without an alloc event were allocated before the history and never freed.
     for segment in segments:
-        place = _number(path, segment, "address", 0)
-        for block in _dicts(path, segment, "blocks"):
-            address = _number(path, block, "address", place)
-            size = _number(path, block, "size")
+        place = _read_number(path, segment, "address", 0)
+        for block in _read_dicts(path, segment, "blocks"):
+            address = _read_number(path, block, "address", place)
+            size = _read_number(path, block, "size")
             place = address + size
             if block.get("state") == "active_allocated" and address not in alive:
-                num_bytes = _number(path, block, "requested_size", size)
-                found.append(_Allocation(num_bytes, block.get("frames") or BEFORE, -1, len(events)))
-    return found
+                num_bytes = _read_number(path, block, "requested_size", size)
+                allocations.append(_Allocation(num_bytes, block.get("frames") or BEFORE, -1, len(events)))
+    return allocations
 
 
-def _at_peak(
+def _sum_at_peak(
     path: Path, allocations: Sequence[_Allocation], num_events: int
 ) -> tuple[int, tuple[LiveBytes, ...]]:
     """Return the peak in bytes, and the live bytes at the peak by place in the code."""
     # A running sum over the net change of bytes at each event gives the peak.
     changes = [0] * (num_events + 2)
-    for each in allocations:
-        changes[each.begins + 1] += each.num_bytes
-        changes[each.ends + 1] -= each.num_bytes
+    for allocation in allocations:
+        changes[allocation.begins + 1] += allocation.num_bytes
+        changes[allocation.ends + 1] -= allocation.num_bytes
     now = peak = when = 0
     for index, change in enumerate(changes):
         now += change
         if now > peak:
             peak, when = now, index
-    places: dict[str, list[int]] = {}
-    for each in allocations:
-        if each.begins + 1 <= when < each.ends + 1:
-            place = places.setdefault(_place(each.frames), [0, 0])
-            place[0] += each.num_bytes
-            place[1] += 1
-    largest = sorted(places.items(), key=lambda item: -item[1][0])
+    bytes_by_frame: dict[str, list[int]] = {}
+    for allocation in allocations:
+        if allocation.begins + 1 <= when < allocation.ends + 1:
+            sizes = bytes_by_frame.setdefault(_format_frame(allocation.frames), [0, 0])
+            sizes[0] += allocation.num_bytes
+            sizes[1] += 1
+    largest = sorted(bytes_by_frame.items(), key=lambda item: -item[1][0])
     shown, rest = largest[:SHOWN_FRAMES], largest[SHOWN_FRAMES:]
     if rest:
         sums = [sum(numbers[column] for _, numbers in rest) for column in (0, 1)]
@@ -220,36 +219,38 @@ def _at_peak(
     )
 
 
-def _place(frames: Any) -> str:
+def _format_frame(frames: object) -> str:
     if isinstance(frames, str):
         return frames
     if not isinstance(frames, list) or not frames:
         return NO_STACK
-    known = [frame for frame in frames if isinstance(frame, Mapping)]
-    python = [frame for frame in known if str(frame.get("filename", "")).endswith(".py")]
-    own = [frame for frame in python if "torch" not in PurePosixPath(str(frame["filename"])).parts]
-    for frame in (*own[:1], *python[:1], *known[:1]):
+    frames_with_data = [frame for frame in frames if isinstance(frame, Mapping)]
+    python_frames = [frame for frame in frames_with_data if str(frame.get("filename", "")).endswith(".py")]
+    user_frames = [
+        frame for frame in python_frames if "torch" not in PurePosixPath(str(frame["filename"])).parts
+    ]
+    for frame in (*user_frames[:1], *python_frames[:1], *frames_with_data[:1]):
         file = PurePosixPath(str(frame.get("filename", "?")))
         return f"{'/'.join(file.parts[-2:])}:{frame.get('line', 0)} {frame.get('name', '?')}"
     return NO_STACK
 
 
-def _dicts(path: Path, parent: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    return _entries(path, parent.get(key), key)
+def _read_dicts(path: Path, parent: Fields, key: str) -> list[Fields]:
+    return _check_dicts(path, parent.get(key), key)
 
 
-def _entries(path: Path, entries: Any, name: str) -> list[Mapping[str, Any]]:
+def _check_dicts(path: Path, entries: object, name: str) -> list[Fields]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        _refuse(path, f"has no list of dicts as {name}")
+        _refuse_snapshot(path, f"has no list of dicts as {name}")
     return entries
 
 
-def _number(path: Path, parent: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _read_number(path: Path, parent: Fields, key: str, default: int | None = None) -> int:
     value = parent.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        _refuse(path, f"has no whole number as {key}")
+        _refuse_snapshot(path, f"has no whole number as {key}")
     return value
 
 
-def _refuse(path: Path, what: str) -> NoReturn:
+def _refuse_snapshot(path: Path, what: str) -> NoReturn:
     refuse_file(path, what, "take the snapshot again: Pretrain(memory_snapshot=True)")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 
-def nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
+def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
     """Return the row of each slice of one track. Slices must be sorted by start, longer first on ties.
 
     A slice inside another is one row below it. A slice that outlives the one it started in (streams,
@@ -42,7 +42,7 @@ def nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.int32]:
     return depth
 
 
-def union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
+def compute_union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
     """Return the nanoseconds covered by at least one of the intervals."""
     if len(start_ns) == 0:
         return 0
@@ -53,7 +53,7 @@ def union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
     return int(np.maximum(reach - np.maximum(start, before), 0).sum())
 
 
-def parents_of(
+def find_parents(
     start_ns: Int64s, end_ns: Int64s, row_bounds: Int64s, is_first_row: npt.NDArray[np.bool_]
 ) -> Int64s:
     """Return the parent of each slice, the slice around it one row above in its track; -1 if there is none.
@@ -63,20 +63,20 @@ def parents_of(
     """
     parents = np.full(len(start_ns), -1, dtype=np.int64)
     for row in np.flatnonzero(~is_first_row).tolist():
-        above, here, after = row_bounds[row - 1 : row + 2].tolist()
-        found = above + np.searchsorted(start_ns[above:here], start_ns[here:after], side="right") - 1
-        around = (found >= above) & (end_ns[np.maximum(found, above)] >= end_ns[here:after])
-        parents[here:after] = np.where(around, found, -1)
+        above, first, end = row_bounds[row - 1 : row + 2].tolist()
+        parent = above + np.searchsorted(start_ns[above:first], start_ns[first:end], side="right") - 1
+        encloses = (parent >= above) & (end_ns[np.maximum(parent, above)] >= end_ns[first:end])
+        parents[first:end] = np.where(encloses, parent, -1)
     return parents
 
 
-def inside_its_own_name(parents: Int64s, names: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def mark_recursive_calls(parents: Int64s, names: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """Return a mask of slices with an ancestor of the same name, which includes their time already."""
-    inside = np.zeros(len(parents), dtype=bool)
+    is_recursive = np.zeros(len(parents), dtype=bool)
     slices = np.flatnonzero(parents >= 0)
-    around = parents[slices]
+    ancestors = parents[slices]
     while len(slices):
-        inside[slices] |= names[around] == names[slices]
-        going_on = (parents[around] >= 0) & ~inside[slices]
-        slices, around = slices[going_on], parents[around[going_on]]
-    return inside
+        is_recursive[slices] |= names[ancestors] == names[slices]
+        continues = (parents[ancestors] >= 0) & ~is_recursive[slices]
+        slices, ancestors = slices[continues], parents[ancestors[continues]]
+    return is_recursive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardscope.trace.files import refuse_file
 from shardscope.trace.load import Recording, read_recordings
-from shardscope.trace.nesting import nesting_depth
+from shardscope.trace.nesting import compute_nesting_depth
 
 if TYPE_CHECKING:
     from shardscope.trace.analysis.summary import TraceSummary
@@ -64,6 +64,19 @@ class Track:
         return f"rank {self.rank} · {self.name}"
 
 
+class SliceFields(TypedDict):
+    """All fields of one slice; seconds count from the trace's first slice."""
+
+    index: int
+    name: str
+    category: str
+    rank: int
+    track: str
+    start_seconds: float
+    duration_seconds: float
+    args: dict[str, object]
+
+
 class Trace:
     """All slices of all ranks, sorted by track, row and start. Slices of one row never overlap.
 
@@ -74,18 +87,18 @@ class Trace:
 
     def __init__(self, recordings: list[Recording]) -> None:
         """Build the columns; use :meth:`load`."""
-        recordings = _ranked(recordings)
-        self.ranks: list[int] = [_known(recording.rank) for recording in recordings]
+        recordings = _assign_ranks(recordings)
+        self.ranks: list[int] = [_require_rank(recording.rank) for recording in recordings]
         self.notes: list[str] = []
         """Messages about what was corrected, left out or assumed while loading."""
         self.names: list[str] = []
         self.categories: list[str] = []
         self.tracks: list[Track] = []
         builder = _Builder(self)
-        starts = _on_one_axis(recordings, self.notes)
+        starts = _align_clocks(recordings, self.notes)
         for recording, start_ns in zip(recordings, starts, strict=True):
-            builder.add(recording, start_ns)
-        builder.finish()
+            builder.add_recording(recording, start_ns)
+        builder.store_columns()
         _note_oddities(recordings, self.notes)
         _note_missing_ranks(recordings, self.notes)
         if not len(self):
@@ -100,7 +113,7 @@ class Trace:
     _args: list[msgspec.Raw]
 
     @classmethod
-    def load(cls, source: Any) -> Self:
+    def load(cls, source: object) -> Self:
         """Read a trace file, a folder of ranks, or a run's traces.
 
         Kineto's microseconds count from ``baseTimeNanoseconds``, so ranks share the wall clock of their
@@ -125,7 +138,7 @@ class Trace:
         """Seconds from the first slice's start to the last slice's end, over all ranks."""
         return self.duration_ns_total / 1e9
 
-    def args(self, index: int) -> dict[str, Any]:
+    def args(self, index: int) -> dict[str, object]:
         """Return the profiler's args of slice ``index`` (shapes, stream, collective); empty if malformed."""
         try:
             value = msgspec.json.decode(self._args[index])
@@ -133,7 +146,7 @@ class Trace:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def slice(self, index: int) -> dict[str, Any]:
+    def slice(self, index: int) -> SliceFields:
         """Return all fields of one slice; seconds count from the trace's first slice."""
         track = self.tracks[self.track_index[index]]
         return {
@@ -148,7 +161,7 @@ class Trace:
         }
 
     def summary(self) -> TraceSummary:
-        """Return a summary: sentences, times per rank, and the names with most time of their own.
+        """Return a summary: sentences, times per rank, and the names with most self time.
 
         It is shown as HTML tables in notebooks and as text otherwise.
         """
@@ -170,25 +183,25 @@ class _Builder:
         self.columns: list[tuple[Int64s, Int64s, Int32s, Int32s, Int32s, Int32s]] = []
         self.args: list[msgspec.Raw] = []
 
-    def add(self, recording: Recording, start_ns: Int64s) -> None:
+    def add_recording(self, recording: Recording, start_ns: Int64s) -> None:
         # Drop slices without a usable time.
-        duration_ns, keep = _durations(recording, start_ns)
-        kept = np.flatnonzero(keep)
-        events = [recording.slices[index] for index in kept.tolist()]
-        start_ns, duration_ns = start_ns[kept], duration_ns[kept]
+        duration_ns, keep = _read_durations(recording, start_ns)
+        kept_index = np.flatnonzero(keep)
+        events = [recording.slices[index] for index in kept_index.tolist()]
+        start_ns, duration_ns = start_ns[kept_index], duration_ns[kept_index]
         # Intern strings: columns have integer indices into names, categories and (process, thread) keys.
         names, categories = self.names, self.categories
-        name_index = _int32([names.setdefault(event.name, len(names)) for event in events])
-        category_index = _int32([categories.setdefault(event.cat, len(categories)) for event in events])
+        name_index = _to_int32([names.setdefault(event.name, len(names)) for event in events])
+        category_index = _to_int32([categories.setdefault(event.cat, len(categories)) for event in events])
         keys: dict[tuple[int | str, int | str], int] = {}
-        key_index = _int32([keys.setdefault((event.pid, event.tid), len(keys)) for event in events])
-        self._tracks(
+        key_index = _to_int32([keys.setdefault((event.pid, event.tid), len(keys)) for event in events])
+        self._add_tracks(
             recording, list(keys), key_index, categories, (start_ns, duration_ns, name_index, category_index)
         )
         # Copied, because a view (msgspec.Raw) would keep the whole file's text in memory.
         self.args.extend(event.args.copy() for event in events)
 
-    def _tracks(
+    def _add_tracks(
         self,
         recording: Recording,
         keys: list[tuple[int | str, int | str]],
@@ -211,8 +224,8 @@ class _Builder:
         is_frame = category_index == categories.get(PYTHON_CATEGORY, -1)
         busy = np.bincount(key_index, weights=duration_ns * ~is_frame, minlength=len(keys))
         threads = sorted((i for i in range(len(keys)) if not gpu[i]), key=lambda i: -busy[i])
-        streams = sorted((i for i in range(len(keys)) if gpu[i]), key=lambda i: _stream_order(*keys[i]))
-        names = _track_names(recording, keys, gpu)
+        streams = sorted((i for i in range(len(keys)) if gpu[i]), key=lambda i: _stream_sort_key(*keys[i]))
+        names = _name_tracks(recording, keys, gpu)
         track_index = np.zeros(len(start_ns), dtype=np.int32)
         depth = np.zeros(len(start_ns), dtype=np.int32)
         end_ns = start_ns + duration_ns
@@ -221,12 +234,12 @@ class _Builder:
             if not len(mine):
                 return
             mine = mine[np.lexsort((-duration_ns[mine], start_ns[mine]))]
-            depth[mine] = nesting_depth(start_ns[mine], end_ns[mine])
+            depth[mine] = compute_nesting_depth(start_ns[mine], end_ns[mine])
             track_index[mine] = len(self.trace.tracks)
             process, thread = keys[key]
             self.trace.tracks.append(
                 Track(
-                    rank=_known(recording.rank),
+                    rank=_require_rank(recording.rank),
                     process=process,
                     thread=str(thread).removeprefix("stream ").strip(),
                     kind=kind,
@@ -245,7 +258,7 @@ class _Builder:
             add_track(key, np.flatnonzero((key_index == key) & is_frame), "python")
         self.columns.append((start_ns, duration_ns, name_index, category_index, track_index, depth))
 
-    def finish(self) -> None:
+    def store_columns(self) -> None:
         trace = self.trace
         trace.names, trace.categories = list(self.names), list(self.categories)
         start, duration, name, category, track, depth = (
@@ -259,7 +272,7 @@ class _Builder:
         trace._args = [self.args[index] for index in order.tolist()]
 
 
-def _ranked(recordings: list[Recording]) -> list[Recording]:
+def _assign_ranks(recordings: list[Recording]) -> list[Recording]:
     """Return the recordings by rank. Files without a rank get the free numbers in order of their names.
 
     Raises ``ValueError`` for two files of one rank.
@@ -280,15 +293,15 @@ def _ranked(recordings: list[Recording]) -> list[Recording]:
         if recording.rank is None:
             recording.rank = next(free)
             recording.oddities["file that does not say its rank, numbered by order"] += 1
-    return sorted(recordings, key=lambda recording: _known(recording.rank))
+    return sorted(recordings, key=lambda recording: _require_rank(recording.rank))
 
 
-def _on_one_axis(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
+def _align_clocks(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
     """Return the start of each slice on a common clock, for each recording.
 
     It is the wall clock if all ranks have it and their recordings overlap; otherwise each rank starts at 0.
     """
-    starts = [_absolute_ns(recording) for recording in recordings]
+    starts = [_read_start_ns(recording) for recording in recordings]
     spans = [
         (int(start[start != _ABSENT].min()), int(start.max())) for start in starts if np.any(start != _ABSENT)
     ]
@@ -303,51 +316,51 @@ def _on_one_axis(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
         if on_wall_clock
         else "no wall clock in the files: each rank starts at 0, so skew between them is hidden"
     )
-    return [_from_zero(start) for start in starts]
+    return [_shift_to_zero(start) for start in starts]
 
 
 _ABSENT = np.iinfo(np.int64).min
 
 
-def _absolute_ns(recording: Recording) -> Int64s:
+def _read_start_ns(recording: Recording) -> Int64s:
     """Return each slice's start in ns; ``_ABSENT`` if ``ts`` is missing or over a day from the median."""
     readable = np.isfinite(recording.start_us) & (np.abs(recording.start_us) < 2**62 / 1e3)
     start = np.full(len(readable), _ABSENT, dtype=np.int64)
     if not readable.any():
-        _count(recording, "slices without a readable ts left out", len(readable))
+        _count_oddity(recording, "slices without a readable ts left out", len(readable))
         return start
     # Nanoseconds since 1970 exceed float64's 53 bits, so integer part and fraction are scaled separately.
-    whole = np.floor(recording.start_us[readable])
-    rest = recording.start_us[readable] - whole
+    whole_us = np.floor(recording.start_us[readable])
+    fraction_us = recording.start_us[readable] - whole_us
     start[readable] = (
-        whole.astype(np.int64) * 1000 + np.rint(rest * 1000).astype(np.int64) + recording.base_ns
+        whole_us.astype(np.int64) * 1000 + np.rint(fraction_us * 1000).astype(np.int64) + recording.base_ns
     )
-    there = np.sort(start[readable])
-    middle = int(there[(len(there) - 1) // 2])  # lower median: with two slices, one of them is kept
-    far = readable & (np.abs(start - middle) > _FAR_NS)
+    present = np.sort(start[readable])
+    median = int(present[(len(present) - 1) // 2])  # lower median: with two slices, one of them is kept
+    far = readable & (np.abs(start - median) > _FAR_NS)
     start[far] = _ABSENT
-    _count(recording, "slices without a readable ts left out", int((~readable).sum()))
-    _count(recording, "slices more than a day from the others left out", int(far.sum()))
+    _count_oddity(recording, "slices without a readable ts left out", int((~readable).sum()))
+    _count_oddity(recording, "slices more than a day from the others left out", int(far.sum()))
     return start
 
 
-def _from_zero(start: Int64s) -> Int64s:
-    there = start != _ABSENT
+def _shift_to_zero(start: Int64s) -> Int64s:
+    is_present = start != _ABSENT
     shifted = start.copy()
-    if there.any():
-        shifted[there] -= start[there].min()
+    if is_present.any():
+        shifted[is_present] -= start[is_present].min()
     return shifted
 
 
-def _durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+def _read_durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
     """Return durations in ns (negative and missing ones 0, and counted), and a mask of slices to keep."""
     keep = start_ns != _ABSENT
     duration = recording.duration_us * 1000
     absent, negative = np.isnan(duration), duration < 0
     huge = keep & (duration > _FAR_NS)
-    _count(recording, "slices without dur shown with no length", int((absent & keep).sum()))
-    _count(recording, "slices with a negative dur shown with no length", int((negative & keep).sum()))
-    _count(recording, "slices longer than a day left out", int(huge.sum()))
+    _count_oddity(recording, "slices without dur shown with no length", int((absent & keep).sum()))
+    _count_oddity(recording, "slices with a negative dur shown with no length", int((negative & keep).sum()))
+    _count_oddity(recording, "slices longer than a day left out", int(huge.sum()))
     keep &= ~huge
     readable = np.where(absent | negative | ~keep, 0.0, duration)
     return np.rint(readable).astype(np.int64), keep
@@ -362,17 +375,17 @@ def _note_oddities(recordings: list[Recording], notes: list[str]) -> None:
 
 
 def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
-    world = max((recording.world_size or 0 for recording in recordings), default=0)
-    here = {recording.rank for recording in recordings}
-    missing = [rank for rank in range(min(world, 10**6)) if rank not in here]
-    if missing and len(here) > 1:
+    world_size = max((recording.world_size or 0 for recording in recordings), default=0)
+    present_ranks = {recording.rank for recording in recordings}
+    missing = [rank for rank in range(min(world_size, 10**6)) if rank not in present_ranks]
+    if missing and len(present_ranks) > 1:
         shown = ", ".join(str(rank) for rank in missing[:8]) + (" ..." if len(missing) > 8 else "")
-        notes.append(f"{len(missing):,} of {world:,} ranks are not in the folder: {shown}")
+        notes.append(f"{len(missing):,} of {world_size:,} ranks are not in the folder: {shown}")
     elif missing:
-        notes.append(f"one rank of {world:,}")
+        notes.append(f"one rank of {world_size:,}")
 
 
-def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], gpu: list[bool]) -> list[str]:
+def _name_tracks(recording: Recording, keys: list[tuple[int | str, int | str]], gpu: list[bool]) -> list[str]:
     """Return a unique display name for each thread and stream of one rank."""
     devices = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if is_gpu}
     processes = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if not is_gpu}
@@ -391,14 +404,14 @@ def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], 
         if len(processes) > 1:
             name = f"{recording.process_names.get(process, 'process')} {process} {name}"
         names.append(name)
-    twice = {name for name, count in Counter(names).items() if count > 1}
+    duplicates = {name for name, count in Counter(names).items() if count > 1}
     return [
-        f"{name} {str(thread).removeprefix('stream ').strip()}" if name in twice else name
+        f"{name} {str(thread).removeprefix('stream ').strip()}" if name in duplicates else name
         for name, (_, thread) in zip(names, keys, strict=True)
     ]
 
 
-def _stream_order(process: int | str, stream: int | str) -> tuple[str, float, str]:
+def _stream_sort_key(process: int | str, stream: int | str) -> tuple[str, float, str]:
     # torch before 1.11 wrote "stream 7" as the thread of a stream.
     number = str(stream).removeprefix("stream ").strip()
     return (
@@ -408,15 +421,15 @@ def _stream_order(process: int | str, stream: int | str) -> tuple[str, float, st
     )
 
 
-def _count(recording: Recording, what: str, count: int) -> None:
+def _count_oddity(recording: Recording, what: str, count: int) -> None:
     if count:
         recording.oddities[what] += count
 
 
-def _int32(values: list[int]) -> Int32s:
+def _to_int32(values: list[int]) -> Int32s:
     return np.array(values, dtype=np.int32)
 
 
-def _known(rank: int | None) -> int:
+def _require_rank(rank: int | None) -> int:
     assert rank is not None  # set by _ranked
     return rank

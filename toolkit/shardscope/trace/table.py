@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from shardscope.core.html_table import html_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Row = TypeVar("Row", bound=Mapping[str, object])
 
-class Table(list[dict[str, Any]]):
+
+class Table(list[Row], Generic[Row]):
     """Rows as dicts, every row with the same keys."""
 
     def _repr_html_(self) -> str:

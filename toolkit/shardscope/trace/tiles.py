@@ -10,12 +10,12 @@ import re
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.trace.nesting import inside_its_own_name, parents_of
+from shardscope.trace.nesting import find_parents, mark_recursive_calls
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
 from shardscope.trace.table import Table
 
@@ -50,13 +50,25 @@ COMMUNICATION_NAMES = re.compile(
 COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 
 
+Column = npt.NDArray[np.generic]
+
+
+class NameTotals(TypedDict):
+    """Slices and seconds of one name."""
+
+    name: str
+    slices: int
+    self_seconds: float
+    total_seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """Marks of all rows between two times. ``columns`` has one array per entry of :data:`COLUMNS`."""
 
     t0_ns: float
     t1_ns: float
-    columns: dict[str, npt.NDArray[Any]]
+    columns: dict[str, Column]
 
     @property
     def num_marks(self) -> int:
@@ -91,9 +103,9 @@ class Tiler:
         )
         self.row_bounds = np.searchsorted(row, np.arange(self.num_rows + 1))
         self.row = row.astype(np.int32)
-        self.name_colour = _name_colours(trace)
+        self.name_colour = _choose_colours(trace)
 
-    def matches(self, text: str) -> npt.NDArray[np.bool_]:
+    def find_matches(self, text: str) -> npt.NDArray[np.bool_]:
         """Return a mask of slices with ``text`` in their name, case-insensitive; all False for empty text."""
         wanted = text.casefold().strip()
         if not wanted or not len(self.trace):
@@ -101,11 +113,11 @@ class Tiler:
         names = np.array([wanted in name.casefold() for name in self.trace.names], dtype=bool)
         return np.asarray(names[self.trace.name_index])
 
-    def tile(
+    def build_tile(
         self, t0_ns: float, t1_ns: float, width: int, matches: npt.NDArray[np.bool_] | None = None
     ) -> Tile:
         """Return the marks that overlap ``t0_ns..t1_ns`` when drawn ``width`` pixels wide."""
-        index = self._visible(t0_ns, t1_ns)
+        index = self._find_visible(t0_ns, t1_ns)
         start = self.trace.start_ns[index]
         duration = self.trace.duration_ns[index]
         match = matches[index] if matches is not None else np.zeros(len(index), dtype=bool)
@@ -117,7 +129,7 @@ class Tiler:
         extent = start[last] + duration[last] - begin
         busy = np.add.reduceat(duration, first) if len(first) else duration
         # Each mark shows the name of one of its slices.
-        shown = _representatives(duration, match, first, count)
+        shown = _choose_representatives(duration, match, first, count)
         name = self.trace.name_index[index[shown]]
         return Tile(
             t0_ns=t0_ns,
@@ -135,34 +147,34 @@ class Tiler:
             },
         )
 
-    def totals(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table:
+    def sum_by_name(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table[NameTotals]:
         """Return the names with most self time between two times, over all ranks: name, slices, seconds.
 
         ``self_seconds`` exclude direct callees, so they add up to the busy time of all tracks over all names.
         ``total_seconds`` include callees; recursive calls are counted once. Python stacks are left out,
         because their separate tracks would count the time of operators twice.
         """
-        index = self._visible(t0_ns, t1_ns)
+        index = self._find_visible(t0_ns, t1_ns)
         index = index[~self._is_frame[index]]
         # Time of each slice inside the range, and the time of its direct callees.
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
-        called = self._parents[index] >= 0
+        has_caller = self._parents[index] >= 0
         by_caller = np.bincount(
-            self._parents[index[called]], weights=inside[called], minlength=len(self.trace)
+            self._parents[index[has_caller]], weights=inside[has_caller], minlength=len(self.trace)
         )
         names = self.trace.name_index[index]
         size = len(self.trace.names)
-        own = np.bincount(names, weights=inside - by_caller[index], minlength=size) / 1e9
-        outer = ~self._is_counted[index]
-        total = np.bincount(names[outer], weights=inside[outer], minlength=size) / 1e9
+        self_seconds = np.bincount(names, weights=inside - by_caller[index], minlength=size) / 1e9
+        is_outermost = ~self._is_recursive[index]
+        total_seconds = np.bincount(names[is_outermost], weights=inside[is_outermost], minlength=size) / 1e9
         slices = np.bincount(names, minlength=size)
-        order = np.lexsort((-total, -own))[:limit]
+        order = np.lexsort((-total_seconds, -self_seconds))[:limit]
         return Table(
             {
                 "name": self.trace.names[i],
                 "slices": int(slices[i]),
-                "self_seconds": float(own[i]),
-                "total_seconds": float(total[i]),
+                "self_seconds": float(self_seconds[i]),
+                "total_seconds": float(total_seconds[i]),
             }
             for i in order.tolist()
             if slices[i]
@@ -178,14 +190,14 @@ class Tiler:
     def _parents(self) -> npt.NDArray[np.int64]:
         is_first_row = np.zeros(self.num_rows, dtype=bool)
         is_first_row[self.first_row_of_track[:-1]] = True
-        return parents_of(self.trace.start_ns, self.end_ns, self.row_bounds, is_first_row)
+        return find_parents(self.trace.start_ns, self.end_ns, self.row_bounds, is_first_row)
 
     @cached_property
-    def _is_counted(self) -> npt.NDArray[np.bool_]:
+    def _is_recursive(self) -> npt.NDArray[np.bool_]:
         """Mask of slices nested in a slice of the same name, which includes their time already."""
-        return inside_its_own_name(self._parents, self.trace.name_index)
+        return mark_recursive_calls(self._parents, self.trace.name_index)
 
-    def _visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
+    def _find_visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
         """Return indices of slices that overlap the range, in store order.
 
         Starts and ends both ascend within a row, so binary search finds them.
@@ -216,7 +228,7 @@ class Tiler:
         return np.flatnonzero(np.concatenate(([True], ~joins)))
 
 
-def _representatives(
+def _choose_representatives(
     duration: npt.NDArray[np.int64],
     match: npt.NDArray[np.bool_],
     first: npt.NDArray[np.int64],
@@ -234,7 +246,7 @@ def _representatives(
     return chosen
 
 
-def _name_colours(trace: Trace) -> npt.NDArray[np.uint8]:
+def _choose_colours(trace: Trace) -> npt.NDArray[np.uint8]:
     """Return the color index of each name: muted for annotations, one for communication, else a hash hue."""
     wrapper_categories = [i for i, name in enumerate(trace.categories) if name in WRAPPER_CATEGORIES]
     wrappers = set(np.unique(trace.name_index[np.isin(trace.category_index, wrapper_categories)]).tolist())

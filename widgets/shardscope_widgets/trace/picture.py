@@ -34,7 +34,7 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
     """Return sentences, the tracks over the whole span as SVG, and the table of ranks."""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.sentences)
     svg = _draw_tracks(tiler) if len(tiler.trace) else ""
-    return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.html_of_ranks()}</div>"
+    return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.render_rank_table()}</div>"
 
 
 def _draw_tracks(tiler: Tiler) -> str:
@@ -84,7 +84,7 @@ def _draw_marks(tiler: Tiler, top_of_row: dict[int, int], tall: int) -> str:
     rows = np.array(sorted(top_of_row), dtype=np.int64)
     width = WIDTH - GUTTER
     while True:
-        columns = tiler.tile(0, span, width).columns
+        columns = tiler.build_tile(0, span, width).columns
         bounds = columns["row_first"].astype(np.int64)
         if int((bounds[rows + 1] - bounds[rows]).sum()) <= MAX_MARKS or width < 20:
             break

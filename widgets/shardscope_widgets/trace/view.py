@@ -149,7 +149,7 @@ class TraceView(anywidget.AnyWidget):
 
     @traitlets.observe("search")
     def _find_matches(self, change: Any) -> None:
-        self._match = self._tiler.matches(self.search)
+        self._match = self._tiler.find_matches(self.search)
         self.num_matches = int(self._match.sum())
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class TraceView(anywidget.AnyWidget):
         getattr(self, f"_answer_{request.type}")(request)
 
     def _answer_tile(self, request: Request) -> None:
-        tile = self._tiler.tile(request.t0_ns, request.t1_ns, request.width, self._match)
+        tile = self._tiler.build_tile(request.t0_ns, request.t1_ns, request.width, self._match)
         reply = {
             "type": "tile",
             "id": request.id,
@@ -190,7 +190,7 @@ class TraceView(anywidget.AnyWidget):
         self.send({"type": "names", "id": request.id, "indices": request.indices, "names": texts})
 
     def _answer_totals(self, request: Request) -> None:
-        rows = self._tiler.totals(request.t0_ns, request.t1_ns)
+        rows = self._tiler.sum_by_name(request.t0_ns, request.t1_ns)
         shown = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in rows]
         self.send({"type": "totals", "id": request.id, "rows": shown})
 
