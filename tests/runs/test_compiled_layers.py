@@ -26,7 +26,7 @@ from shardscope.memory.activations.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.memory.state.lora import find_adapter_targets
-from shardscope.rehearsal.fake_world import _transformers_as_on_real_tensors, converting_by_replacing
+from shardscope.rehearsal.fake_world import replace_converted_parameters, transformers_as_on_real_tensors
 from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.model import build_model
@@ -66,8 +66,8 @@ def without_memory(on_gpu: bool) -> Iterator[None]:
     """A rehearsal's tensors without its tracker: nothing compiles while a dispatch mode looks on."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        converting_by_replacing(),
-        _transformers_as_on_real_tensors(),
+        replace_converted_parameters(),
+        transformers_as_on_real_tensors(),
         gpu_operators() if on_gpu else contextlib.nullcontext(),
     ):
         yield

@@ -62,7 +62,7 @@ def test_host_memory_agrees_with_stored_rehearsals(name: str) -> None:
 
 
 def test_the_host_and_the_device_are_two_devices() -> None:
-    with world.fake_tensors(host_apart=True) as tracker:
+    with world.fake_tensors(separate_host=True) as tracker:
         with tracker.phase("forward"):
             here = torch.empty(1000, device="cpu:0")
             there = here.to("cpu")
@@ -75,7 +75,7 @@ def test_the_host_and_the_device_are_two_devices() -> None:
         # What is gone before the step that counts is not that step's.
         assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 0)
         assert back.device == here.device
-        moments = tracker.moments()
+        moments = tracker.compute_peaks()
     assert max(moment.num_bytes for moment in moments) == 8000
 
 

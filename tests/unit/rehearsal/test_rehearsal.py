@@ -146,16 +146,16 @@ def test_the_tracker_follows_storages_not_tensors() -> None:
             view.untyped_storage().resize_(8000)
         tracker.label([view], "gradients")
         held = tracker.held_bytes
-        moments = {moment.phase: moment for moment in tracker.moments()}
+        moments = {moment.phase: moment for moment in tracker.compute_peaks()}
     assert held == 8000
     # Labels are a storage's from its first byte on, though they were given at the end.
-    assert max(m.num_bytes for m in tracker.moments() if m.phase == "forward") == 6000
+    assert max(m.num_bytes for m in tracker.compute_peaks() if m.phase == "forward") == 6000
     assert moments["backward"].components == {"gradients": 8000}
 
 
 def test_a_rehearsed_stage_goes_through_json() -> None:
     tracker = Tracker()
-    stage = tracker.stage(0, 4, note="half")
+    stage = tracker.build_stage(0, 4, note="half")
     assert RehearsedStage.from_dict(stage.to_dict()) == stage
     with pytest.raises(ValueError, match="no rehearsed stage"):
         RehearsedStage.from_dict({"stage": 0})
@@ -189,7 +189,7 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
     mask it repeats keys and values over all heads (1.50 GiB). On real tensors it does neither, so a rehearsal
     sees to it that it does not; here it may. Then two trackers and the formula tell the same story.
     """
-    monkeypatch.setattr(world, "_transformers_as_on_real_tensors", nullcontext)
+    monkeypatch.setattr(world, "transformers_as_on_real_tensors", nullcontext)
     monkeypatch.setattr(world, "gpu_operators", lambda **_: nullcontext())
     plan = Plan(ss.models["llama-3.1-8b"], EIGHT, ss.Recipe(global_batch_size=8), ss.Layout.fsdp2(shard=8))
     (stage,) = rehearse(plan, lambda words, fraction: None)

@@ -20,7 +20,7 @@ It runs in the child, calls ``note_progress(text, fraction_done)`` regularly, an
   ``tracker.logit_widths`` are logits. ``tracker.label(tensors, "gradients")`` relabels storages for the whole
   step: peaks are computed at the end. ``with tracker.paused()`` ignores storages (a model built in host
   memory); ``label`` adds such tensors. ``tracker.restart()`` begins the measured step;
-- ``tracker.stage(number, num_layers)``: the :class:`~shardscope.rehearsal.result.RehearsedStage` so far.
+- ``tracker.build_stage(number, num_layers)``: the :class:`~shardscope.rehearsal.result.RehearsedStage`.
 
 Labels are names of ``memory.report.COMPONENTS`` without communication, runtime and fragmentation, which are
 not tensors: the report adds their predicted values. ``RehearsedStage.note`` describes deviations from the

@@ -18,12 +18,12 @@ LAYER_SECONDS = 0.17
 """Seconds per layer and micro-batch, forward and backward."""
 
 
-def expected_seconds(plan: Plan) -> float:
+def estimate_seconds(plan: Plan) -> float:
     """Estimate the seconds that ``plan.rehearse()`` takes on one idle core.
 
     For seven plans of 1B to 70B under all four frameworks the estimate was 0.7 to 2.4 times the CPU time
     measured on a Xeon server; Megatron's plans, with fewer operators per layer, took least. A running
     rehearsal's own progress is more precise.
     """
-    played = NUM_STEPS * min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    return START_SECONDS + LAYER_SECONDS * played * plan.architecture.num_hidden_layers
+    num_micro_batches = NUM_STEPS * min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    return START_SECONDS + LAYER_SECONDS * num_micro_batches * plan.architecture.num_hidden_layers

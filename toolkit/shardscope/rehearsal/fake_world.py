@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from shardscope.rehearsal.gpu_operators import gpu_operators, grouped_products
-from shardscope.rehearsal.replacing import replaced
+from shardscope.rehearsal.gpu_operators import gpu_operators, grouped_matmuls
+from shardscope.rehearsal.patching import Patch, patch_attributes
 from shardscope.rehearsal.tracker import Tracker
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -28,10 +33,10 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        _clear_mesh_caches()
 
 
-def _forget_meshes() -> None:
+def _clear_mesh_caches() -> None:
     """Clear DTensor's caches, which treat an equal mesh of the next process groups as the same mesh."""
     from torch.distributed.tensor import _redistribute, debug
 
@@ -40,39 +45,41 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
+class _SharedFakeMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensor mode that ``copy.deepcopy`` does not copy: views share no storage across two modes."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @contextlib.contextmanager
 def fake_tensors(
     on_gpu: bool = True,
     logit_widths: Iterable[int] = (),
     *,
-    host_apart: bool = False,
+    separate_host: bool = False,
     has_flash: bool = True,
 ) -> Iterator[Tracker]:
     """Create fake tensors, which have a shape and no memory; yield the :class:`Tracker` that follows them.
 
-    ``host_apart``: tensors on "cpu:0" are the device's, those on "cpu" the host's. For fake tensors these are
-    two devices: code that would fail on a GPU because it mixes devices fails here as well. ``has_flash``:
+    ``separate_host``: tensors on "cpu:0" are the device's, those on "cpu" the host's. For fake tensors they
+    are two devices: code that would fail on a GPU because it mixes devices fails here as well. ``has_flash``:
     see :attr:`Gpu.has_flash_attention`.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    tracker = Tracker(logit_widths, host_apart=host_apart)
-    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    # copy.deepcopy of a tensor would copy the mode too; views share no storage across two modes.
-    mode.__deepcopy__ = lambda _: mode
+    tracker = Tracker(logit_widths, separate_host=separate_host)
     with (
-        mode,
-        converting_by_replacing(),
-        _transformers_as_on_real_tensors(),
-        _shapes_of_dtensors_unseen(tracker),
-        gpu_operators(has_flash=has_flash) if on_gpu else grouped_products(),
+        _SharedFakeMode(allow_non_fake_inputs=True),
+        replace_converted_parameters(),
+        transformers_as_on_real_tensors(),
+        _hide_dtensor_shapes(tracker),
+        gpu_operators(has_flash=has_flash) if on_gpu else grouped_matmuls(),
         tracker,
     ):
         yield tracker
 
 
 @contextlib.contextmanager
-def _transformers_as_on_real_tensors() -> Iterator[None]:
+def transformers_as_on_real_tensors() -> Iterator[None]:
     """Let transformers treat fake tensors as real ones: otherwise it keeps masks that a real run skips.
 
     With such a mask it also disables SDPA's grouped queries and repeats keys and values over all heads, which
@@ -81,49 +88,45 @@ def _transformers_as_on_real_tensors() -> Iterator[None]:
     from transformers import masking_utils
     from transformers.utils import import_utils
 
-    patches: list[tuple[Any, str, Any]] = [
-        (module, "is_tracing", _never)
+    patches: list[Patch] = [
+        (module, "is_tracing", _return_false)
         for module in (import_utils, masking_utils)
         if hasattr(module, "is_tracing")
     ]
     # It reads the values of positions to detect packed rows; rehearsed rows are not packed.
-    patches.append((masking_utils, "find_packed_sequence_indices", _not_packed))
-    with replaced(patches):
+    patches.append((masking_utils, "find_packed_sequence_indices", _find_no_packed_rows))
+    with patch_attributes(patches):
         yield
 
 
-def _not_packed(position_ids: torch.Tensor) -> None:
+def _find_no_packed_rows(position_ids: torch.Tensor) -> None:
     return None
 
 
-def _never(tensor: Any = None) -> bool:
+def _return_false(tensor: torch.Tensor | None = None) -> bool:
     return False
 
 
 @contextlib.contextmanager
-def _shapes_of_dtensors_unseen(tracker: Tracker) -> Iterator[None]:
+def _hide_dtensor_shapes(tracker: Tracker) -> Iterator[None]:
     """Hide the global-size fake tensors on which DTensor computes shapes: no rank allocates them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+    def pause(original: Callable[P, R]) -> Callable[P, R]:
+        def propagate_untracked(*args: P.args, **kwargs: P.kwargs) -> R:
+            with tracker.paused():
+                return original(*args, **kwargs)
+
+        return propagate_untracked
+
     name = "_propagate_tensor_meta_non_cached"
-    before = getattr(ShardingPropagator, name)
-
-    def unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with tracker.paused():
-            return before(self, *args, **kwargs)
-
-    setattr(ShardingPropagator, name, unseen)
-    try:
+    with patch_attributes([(ShardingPropagator, name, pause(getattr(ShardingPropagator, name)))]):
         yield
-    finally:
-        setattr(ShardingPropagator, name, before)
 
 
 @contextlib.contextmanager
-def real_numbers(tracker: Tracker) -> Iterator[None]:
+def real_tensors(tracker: Tracker) -> Iterator[None]:
     """Use real tensors inside :func:`fake_tensors`, for code that reads the values of a small tensor."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily(), tracker.paused():
         yield
 
@@ -132,29 +135,30 @@ def real_numbers(tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def converting_by_replacing() -> Iterator[None]:
+def replace_converted_parameters() -> Iterator[None]:
     """Replace parameters in ``Module._apply`` where torch would swap fake tensors; tied ones stay tied.
 
     ``swap_tensors`` raises for a tensor with weak references, which every tensor that a dispatch mode has
     seen has.
     """
     original = torch.nn.Module._apply
-    replaced: dict[int, tuple[Any, Any]] = {}
+    replaced: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     depth = 0
 
-    def apply(self: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:
+    def apply_in_place(self: torch.nn.Module, function: Convert, recurse: bool = True) -> torch.nn.Module:
         nonlocal depth
         depth += 1
         try:
-            own = [parameter for parameter in self._parameters.values() if parameter is not None]
-            if any(isinstance(parameter, DTensor) for parameter in own):
-                return original(self, function, recurse)
+            parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
+            if any(isinstance(parameter, DTensor) for parameter in parameters):
+                module: torch.nn.Module = original(self, function, recurse)
+                return module
             if recurse:
-                for module in self.children():
-                    module._apply(function)
+                for child in self.children():
+                    child._apply(function)
             for name, parameter in self._parameters.items():
                 if parameter is not None:
-                    self._parameters[name] = _converted(parameter, function, replaced)
+                    self._parameters[name] = _convert_parameter(parameter, function, replaced)
             for name, buffer in self._buffers.items():
                 if buffer is not None:
                     self._buffers[name] = function(buffer)
@@ -164,17 +168,20 @@ def converting_by_replacing() -> Iterator[None]:
             if depth == 0:
                 replaced.clear()
 
-    torch.nn.Module._apply = apply
-    try:
+    with patch_attributes([(torch.nn.Module, "_apply", apply_in_place)]):
         yield
-    finally:
-        torch.nn.Module._apply = original
 
 
-def _converted(parameter: Any, function: Callable[[Any], Any], replaced: dict[int, tuple[Any, Any]]) -> Any:
+def _convert_parameter(
+    parameter: torch.nn.Parameter,
+    function: Convert,
+    replaced: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]],
+) -> torch.nn.Parameter:
     if id(parameter) not in replaced:
         with torch.no_grad():
-            new = function(parameter)
-        kept = new if new is parameter else torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
-        replaced[id(parameter)] = (parameter, kept)
+            converted = function(parameter)
+        if converted is not parameter:
+            converted = torch.nn.Parameter(converted, requires_grad=parameter.requires_grad)
+        # The original is stored too: while it is alive, no other parameter can have its id.
+        replaced[id(parameter)] = (parameter, converted)
     return replaced[id(parameter)][1]

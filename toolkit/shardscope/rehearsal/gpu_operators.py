@@ -7,16 +7,45 @@ autocast dispatch to other operators, which save other tensors. The functions he
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Concatenate, ParamSpec, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shardscope.rehearsal.replacing import replaced
+from shardscope.rehearsal.patching import Patch, patch_attributes
 
+P = ParamSpec("P")
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
+
+
+class LayerNorm(Protocol):
+    """Signature of ``torch.nn.functional.layer_norm``."""
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> torch.Tensor: ...
+
+
+class GroupedMm(Protocol):
+    """Signature of ``torch.nn.functional.grouped_mm``."""
+
+    def __call__(
+        self,
+        mat_a: torch.Tensor,
+        mat_b: torch.Tensor,
+        *,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
 
 
 @contextlib.contextmanager
@@ -27,25 +56,25 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
 
     Functions are replaced instead of using a ``TorchFunctionMode``, which is off during backward.
     """
-    stand_ins: list[tuple[Any, str, Any]] = [
-        (F, "scaled_dot_product_attention", _attention if has_flash else _attention_before_ampere),
-        (F, "dropout", _dropout),
-        (F, "layer_norm", _normalised_in_fp32(F.layer_norm)),
-        *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
-        (torch, "is_autocast_enabled", _asks_for_cuda(torch.is_autocast_enabled)),
+    stand_ins: list[Patch] = [
+        (F, "scaled_dot_product_attention", functools.partial(_dispatch_attention, has_flash)),
+        (F, "dropout", _apply_dropout),
+        (F, "layer_norm", _wrap_layer_norm(F.layer_norm)),
+        *((owner, name, _wrap_power(getattr(owner, name))) for owner, name in _POWERS),
+        (torch, "is_autocast_enabled", _wrap_autocast_state(torch.is_autocast_enabled)),
     ]
-    with replaced(stand_ins), grouped_products():
+    with patch_attributes(stand_ins), grouped_matmuls():
         yield
 
 
 @contextlib.contextmanager
-def grouped_products() -> Iterator[None]:
+def grouped_matmuls() -> Iterator[None]:
     """Allow grouped matmuls (routed experts) in any type: on fake tensors torch supports bf16 only."""
-    with replaced([(F, "grouped_mm", _grouped_products(F.grouped_mm))]):
+    with patch_attributes([(F, "grouped_mm", _wrap_grouped_mm(F.grouped_mm))]):
         yield
 
 
-_POWERS: tuple[tuple[Any, str], ...] = (
+_POWERS: tuple[tuple[object, str], ...] = (
     (torch, "pow"),
     (torch.Tensor, "pow"),
     (torch.Tensor, "__pow__"),
@@ -55,64 +84,92 @@ _POWERS: tuple[tuple[Any, str], ...] = (
 """Functions that run as ``pow`` under autocast: ``square`` calls it internally."""
 
 
-def _asks_for_cuda(is_enabled: Any) -> Any:
+def _wrap_autocast_state(is_enabled: Callable[[str], bool]) -> Callable[[str], bool]:
     """Return the CPU's autocast state where no device is named, which means CUDA (Nemotron's norm)."""
 
-    def enabled(device_type: str = "cpu") -> Any:
+    def is_cuda_autocast_enabled(device_type: str = "cpu") -> bool:
         return is_enabled(device_type)
 
-    return enabled
+    return is_cuda_autocast_enabled
 
 
-def _in_fp32(power: Any) -> Any:
+def _wrap_power(
+    power: Callable[Concatenate[torch.Tensor, P], torch.Tensor],
+) -> Callable[Concatenate[torch.Tensor, P], torch.Tensor]:
     """Cast to fp32 under autocast: ``pow`` is in CUDA's fp32 list and not in the CPU's."""
 
-    def pow_(base: Any, *args: Any, **kwargs: Any) -> Any:
+    # ``torch.pow`` also takes a number as its base.
+    def power_in_fp32(base: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu") and isinstance(base, torch.Tensor) and base.dtype in _HALF:
             base = base.float()
         return power(base, *args, **kwargs)
 
-    return pow_
+    return power_in_fp32
 
 
-def _normalised_in_fp32(layer_norm: Any) -> Any:
+def _wrap_layer_norm(layer_norm: LayerNorm) -> LayerNorm:
     """Cast input and weights to fp32 under autocast, as CUDA does (ATen/autocast_mode.h, AT_FORALL_FP32)."""
 
-    def normalised(x: torch.Tensor, shape: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled("cpu"):
-            return layer_norm(x, shape, *args, **kwargs)
+    def layer_norm_in_fp32(
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            input = input.float()
+            weight = None if weight is None else weight.float()
+            bias = None if bias is None else bias.float()
+        return layer_norm(input, normalized_shape, weight, bias, eps)
 
-        def wide(value: Any) -> Any:
-            return value.float() if isinstance(value, torch.Tensor) else value
-
-        wide_options = {name: wide(value) for name, value in kwargs.items()}
-        return layer_norm(wide(x), shape, *map(wide, args), **wide_options)
-
-    return normalised
-
-
-def _grouped_products(grouped_mm: Any) -> Any:
-    def products(rows: torch.Tensor, weights: torch.Tensor, *, offs: Any = None, **kwargs: Any) -> Any:
-        if rows.dtype == torch.bfloat16:
-            return grouped_mm(rows, weights, offs=offs, **kwargs)
-        return _GroupedProduct.apply(rows, weights, offs)
-
-    return products
+    return layer_norm_in_fp32
 
 
-class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
+def _wrap_grouped_mm(grouped_mm: GroupedMm) -> GroupedMm:
+    def grouped_mm_any_type(
+        mat_a: torch.Tensor,
+        mat_b: torch.Tensor,
+        *,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if mat_a.dtype == torch.bfloat16:
+            return grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+        product: torch.Tensor = _GroupedMatmul.apply(mat_a, mat_b, offs)
+        return product
+
+    return grouped_mm_any_type
+
+
+class _GroupedContext(Protocol):
+    """The part of autograd's context that :class:`_GroupedMatmul` uses."""
+
+    needs_input_grad: tuple[bool, ...]
+    shapes: tuple[torch.Size, torch.Size, tuple[int, ...]]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
+class _GroupedMatmul(torch.autograd.Function):  # type: ignore[misc]
     """Grouped matmul that saves as torch's own: rows if weights need gradients, weights if rows do."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offs: Any) -> Any:
+    def forward(
+        ctx: _GroupedContext, rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None
+    ) -> torch.Tensor:
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(rows if trains_weights else None, weights if trains_rows else None)
         ctx.shapes = rows.shape, weights.shape, weights.stride()
         # transformers' own operator computes the right shapes on fake tensors.
-        return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
+        product: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
+        return product
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(
+        ctx: _GroupedContext, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         rows_shape, weights_shape, strides = ctx.shapes
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         return (
@@ -123,26 +180,17 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _apply_dropout(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     """Apply dropout as CUDA's kernel, which saves a mask of one byte per element."""
     if not training or p == 0:
         return x
-    return torch.native_dropout(x, p, True)[0]
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
+    return dropped
 
 
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return _attend(True, query, key, value, *args, **kwargs)
-
-
-def _attention_before_ampere(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return _attend(False, query, key, value, *args, **kwargs)
-
-
-def _attend(
+def _dispatch_attention(
     has_flash: bool,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -159,27 +207,26 @@ def _attend(
         query, key, value = query.to(kind), key.to(kind), value.to(kind)
     aten = torch.ops.aten
     same_widths = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    grouped = key.shape[1] != query.shape[1]
+    has_grouped_queries = key.shape[1] != query.shape[1]
     fits_flash = has_flash and query.dtype in _HALF and same_widths and query.shape[-1] <= _MAX_FLASH_HEAD_DIM
     if attn_mask is None and fits_flash:
-        padded, width = _to_multiple_of_eight(query, key, value)
-        out = aten._scaled_dot_product_flash_attention(
+        padded, width = _pad_heads(query, key, value)
+        out: torch.Tensor = aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, scale=scale or query.shape[-1] ** -0.5
         )[0]
         return out[..., :width]
-    if grouped or (query.dtype == torch.bfloat16 and not has_flash):
+    if has_grouped_queries or (query.dtype == torch.bfloat16 and not has_flash):
         # The memory-efficient kernel supports no grouped queries, and before Ampere no bf16. No other fused
         # kernel supports fp32 or a mask.
-        return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    bias = None if attn_mask is None else _as_bias(attn_mask, query)
-    out = aten._scaled_dot_product_efficient_attention(
+        return _attend_unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    bias = None if attn_mask is None else _convert_mask(attn_mask, query)
+    attended: torch.Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
     )[0]
-    found: torch.Tensor = out
-    return found
+    return attended
 
 
-def _to_multiple_of_eight(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
+def _pad_heads(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
     """Pad heads to a multiple of eight, as SDPA does for flash attention; return them and the real width."""
     width = tensors[0].shape[-1]
     missing = -width % 8
@@ -188,7 +235,7 @@ def _to_multiple_of_eight(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, .
     return tuple(F.pad(tensor, (0, missing)) for tensor in tensors), width
 
 
-def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _convert_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Convert a boolean mask to the operands' type and expand it to all heads, as SDPA does."""
     if mask.dtype == torch.bool:
         numbers = torch.zeros_like(mask, dtype=query.dtype)
@@ -196,7 +243,7 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[-1])
 
 
-def _plain(
+def _attend_unfused(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

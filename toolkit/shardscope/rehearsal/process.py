@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.rehearsal.result import RehearsedStage, report_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
 
-Progress = Callable[[str, float], Any]
+Progress = Callable[[str, float], object]
 """Callback with a text and the fraction done, 0 to 1."""
 
 MAX_BYTES = 4 * 2**30
@@ -40,10 +40,10 @@ def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.
     4 GiB, ``RehearsalError`` with the framework's own error, and ``ValueError`` for plans that cannot be
     rehearsed.
     """
-    return report_of(plan, rehearsed_stages(plan, progress, timeout))
+    return report_of(plan, rehearse_stages(plan, progress, timeout))
 
 
-def rehearsed_stages(
+def rehearse_stages(
     plan: Plan, progress: Progress | None = None, timeout: float = 600.0
 ) -> list[RehearsedStage]:
     """Return the tensors' bytes only, without the overheads of a report. Raises as :func:`rehearse` does."""
@@ -67,7 +67,7 @@ def rehearsed_stages(
         encoding="utf-8",
     )
     try:
-        return _listen(child, plan, progress, timeout)
+        return _wait_for_stages(child, plan, progress, timeout)
     finally:
         if child.poll() is None:
             child.kill()
@@ -78,14 +78,15 @@ def rehearsed_stages(
                     pipe.close()
 
 
-def _listen(
+def _wait_for_stages(
     child: subprocess.Popen[str], plan: Plan, progress: Progress | None, timeout: float
 ) -> list[RehearsedStage]:
     assert child.stdin and child.stdout and child.stderr
-    complaints: list[str] = []
+    error_lines: list[str] = []
     lines: queue.Queue[str | None] = queue.Queue()
-    for target, argument in ((_read_lines, (child.stdout, lines)), (_keep_tail, (child.stderr, complaints))):
-        threading.Thread(target=target, args=argument, daemon=True).start()
+    # Read both pipes on threads: a child that fills one of them would wait for this process otherwise.
+    threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True).start()
+    threading.Thread(target=_keep_tail, args=(child.stderr, error_lines), daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(plan.to_json())
         child.stdin.close()
@@ -96,20 +97,22 @@ def _listen(
             progress(*latest)
         if not line.startswith("{"):
             continue
-        said = json.loads(line)
-        if "progress" in said and progress is not None:
-            latest = (str(said["progress"][0]), float(said["progress"][1]))
+        message = json.loads(line)
+        if "progress" in message and progress is not None:
+            latest = (str(message["progress"][0]), float(message["progress"][1]))
             progress(*latest)
-        elif "stages" in said:
+        elif "stages" in message:
             if progress is not None:
                 progress("done", 1.0)
-            return [RehearsedStage.from_dict(stage) for stage in said["stages"]]
-        elif "error" in said:
-            if said["refused"]:
-                raise ValueError(said["error"])
-            raise RehearsalError(f"{plan.layout.title}: {said['error']}\n{said.get('traceback', '')}")
-    tail = "".join(complaints[-20:])
-    raise RehearsalError(f"the rehearsing process ended with {child.wait()} and no answer\n{tail}")
+            return [RehearsedStage.from_dict(stage) for stage in message["stages"]]
+        elif "error" in message:
+            if message["refused"]:
+                raise ValueError(message["error"])
+            raise RehearsalError(f"{plan.layout.title}: {message['error']}\n{message.get('traceback', '')}")
+    tail = "".join(error_lines[-20:])
+    raise RehearsalError(
+        f"the rehearsal process exited with code {child.wait()} and without a result\n{tail}"
+    )
 
 
 def _lines_until(
@@ -125,9 +128,11 @@ def _lines_until(
         try:
             line = lines.get(timeout=LOOK_SECONDS)
         except queue.Empty:
-            held = _resident_bytes(child.pid)
-            if held > MAX_BYTES:
-                raise MemoryError(f"the rehearsal held {held / 2**30:.1f} GiB, more than 4") from None
+            resident_bytes = _resident_bytes(child.pid)
+            if resident_bytes > MAX_BYTES:
+                raise MemoryError(
+                    f"the rehearsal held {resident_bytes / 2**30:.1f} GiB, more than 4"
+                ) from None
             yield ""
             continue
         if line is None:
@@ -144,15 +149,15 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def _read_lines(pipe: Any, lines: queue.Queue[str | None]) -> None:
+def _read_lines(pipe: IO[str], lines: queue.Queue[str | None]) -> None:
     with contextlib.suppress(ValueError, OSError):
         for line in pipe:
             lines.put(line)
     lines.put(None)
 
 
-def _keep_tail(pipe: Any, kept: list[str]) -> None:
+def _keep_tail(pipe: IO[str], tail: list[str]) -> None:
     with contextlib.suppress(ValueError, OSError):
         for line in pipe:
-            kept.append(line)
-            del kept[:-200]
+            tail.append(line)
+            del tail[:-200]

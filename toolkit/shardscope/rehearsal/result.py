@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from shardscope.families.unknown import UnknownFamily
 from shardscope.memory.overheads import libraries as overheads
@@ -16,10 +16,29 @@ if TYPE_CHECKING:
 
 TENSOR_COMPONENTS = TENSORS
 """Components that consist of tensors, which a rehearsal can measure."""
-_CHURNED = ("activations", "logits", "gather_buffers")
-_BUSY = ("forward", "backward")
-_COMMUNICATION_WORDS = "buffers of communicators as predicted, for no tensor shows them (NVIDIA/nccl#964)"
-_RUNTIME_WORDS = "what a rank takes before its first tensor, as predicted, for no tensor shows it"
+_TEMPORARY = ("activations", "logits", "gather_buffers")
+_COMPUTE_PHASES = ("forward", "backward")
+_COMMUNICATION_TEXT = "predicted: buffers of communicators are not tensors (NVIDIA/nccl#964)"
+_RUNTIME_TEXT = "predicted: memory that a rank uses before its first tensor"
+
+
+class PeakJson(TypedDict):
+    """A :class:`RehearsedMoment` as JSON."""
+
+    phase: Phase
+    fraction: float
+    components: dict[str, int]
+
+
+class StageJson(TypedDict):
+    """A :class:`RehearsedStage` as JSON."""
+
+    stage: int
+    num_layers: int
+    moments: list[PeakJson]
+    note: str
+    host_bytes: int
+    nvme_bytes: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +77,17 @@ class RehearsedStage:
         """Peak with the most bytes."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON-compatible values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RehearsedStage:
+    def from_dict(cls, data: StageJson) -> RehearsedStage:
         """Return the stage that :meth:`to_dict` wrote. Raises ``ValueError`` for other data."""
         try:
             moments = tuple(
                 RehearsedMoment(
-                    phase=cast(Phase, str(moment["phase"])),
+                    phase=moment["phase"],
                     fraction=float(moment["fraction"]),
                     components={str(name): int(value) for name, value in moment["components"].items()},
                 )
@@ -92,28 +111,28 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
     Raises ``ValueError`` for an empty list.
     """
     if not rehearsed:
-        raise ValueError("a rehearsal of no stage")
-    beside = _overheads_of(plan, [stage.stage for stage in rehearsed])
-    by_stage = tuple(_stage(plan, stage, beside[stage.stage]) for stage in rehearsed)
+        raise ValueError("the rehearsal has no stages")
+    overheads_by_stage = _predict_overheads(plan, [stage.stage for stage in rehearsed])
+    by_stage = tuple(_build_stage_memory(plan, stage, overheads_by_stage[stage.stage]) for stage in rehearsed)
     return MemoryReport(
         find_stages=lambda: by_stage,
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
         find_band=lambda: compute_band(
-            plan, [(stage.moments, beside[stage.stage].communication) for stage in by_stage]
+            plan, [(stage.moments, overheads_by_stage[stage.stage].communication) for stage in by_stage]
         ),
         tier="rehearsed",
     )
 
 
-class _Beside(NamedTuple):
+class _Overheads(NamedTuple):
     """Memory of one rank of a stage outside of tensors, constant over the step."""
 
     communication: overheads.Band
     runtime: overheads.Band
 
 
-def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
+def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
     """Return communicators' and runtime memory by stage number, without formulas of activations.
 
     They depend on the layout only: a family without formulas uses those of a Llama of its sizes.
@@ -125,43 +144,42 @@ def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
         plan = replace(plan, architecture=plan.architecture.look_alike)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
     shapes, runtime = model.find_shapes(plan), overheads.estimate_runtime(gpu.vendor, gpu.architecture)
-    found = {}
+    by_number = {}
     for number in stages:
-        kind = shapes.kinds[shapes.kind_of[min(number, len(shapes.kind_of) - 1)]]
-        groups = model.compute_training_state(plan, model.count_weights(plan, kind)).group_sizes
-        found[number] = _Beside(overheads.estimate_communication(groups, gpu.vendor), runtime)
-    return found
+        stage_kind = shapes.kinds[shapes.kind_of[min(number, len(shapes.kind_of) - 1)]]
+        groups = model.compute_training_state(plan, model.count_weights(plan, stage_kind)).group_sizes
+        by_number[number] = _Overheads(overheads.estimate_communication(groups, gpu.vendor), runtime)
+    return by_number
 
 
-def _stage(plan: Plan, stage: RehearsedStage, beside: _Beside) -> StageMemory:
-    note = f" · {stage.note}" if stage.note else ""
-    title = plan.layout.title
+def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: _Overheads) -> StageMemory:
+    note = f" · {rehearsed.note}" if rehearsed.note else ""
+    counted = f"counted storage by storage while {plan.layout.title}'s own code ran on fake tensors{note}"
 
-    def moment(seen: RehearsedMoment) -> PhaseMemory:
+    def build_moment(peak: RehearsedMoment) -> PhaseMemory:
         terms: dict[Component, Term] = {
-            "communication": Term(beside.communication.point, lambda: _COMMUNICATION_WORDS),
-            "runtime": Term(beside.runtime.point, lambda: _RUNTIME_WORDS),
+            "communication": Term(stage_overheads.communication.point, lambda: _COMMUNICATION_TEXT),
+            "runtime": Term(stage_overheads.runtime.point, lambda: _RUNTIME_TEXT),
         }
         for name in TENSOR_COMPONENTS:
-            if seen.components.get(name):
-                words = f"counted storage by storage while {title}'s own code ran on fake tensors{note}"
-                terms[name] = Term(seen.components[name], lambda words=words: words)  # type: ignore[misc]
-        if seen.phase in _BUSY:
-            gaps = overheads.estimate_fragmentation(_churned(seen), plan.on_gpu)
+            if peak.components.get(name):
+                terms[name] = Term(peak.components[name], lambda: counted)
+        if peak.phase in _COMPUTE_PHASES:
+            gaps = overheads.estimate_fragmentation(_sum_temporary(peak), plan.on_gpu)
             percent = overheads.FRAGMENTATION_PERCENT
             terms["fragmentation"] = Term(
                 gaps.point, lambda: f"{percent} % of what a step allocates and frees"
             )
-        return PhaseMemory.of(seen.phase, seen.fraction, terms)
+        return PhaseMemory.of(peak.phase, peak.fraction, terms)
 
     return StageMemory(
-        stage=stage.stage,
-        num_layers=stage.num_layers,
-        find_moments=lambda: tuple(moment(seen) for seen in stage.moments),
-        host_bytes=stage.host_bytes,
-        nvme_bytes=stage.nvme_bytes,
+        stage=rehearsed.stage,
+        num_layers=rehearsed.num_layers,
+        find_moments=lambda: tuple(build_moment(peak) for peak in rehearsed.moments),
+        host_bytes=rehearsed.host_bytes,
+        nvme_bytes=rehearsed.nvme_bytes,
     )
 
 
-def _churned(moment: RehearsedMoment) -> int:
-    return sum(moment.components.get(name, 0) for name in _CHURNED)
+def _sum_temporary(moment: RehearsedMoment) -> int:
+    return sum(moment.components.get(name, 0) for name in _TEMPORARY)

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardscope.memory.report import Phase
 from shardscope.rehearsal.extent import MAX_MICRO_BATCHES, NUM_STEPS
-from shardscope.rehearsal.low_bits import low_bit_operators, packed_weights, quantile_maps, updates_on_fakes
+from shardscope.rehearsal.patching import patch_attributes
+from shardscope.rehearsal.quantization import (
+    fake_optimizer_updates,
+    fake_quantile_maps,
+    quantized_operators,
+    quantized_weights,
+)
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.training.model.model import build_model
 from shardscope.training.model.quantized import scales
 from shardscope.training.optimizers import gradients, optimizers
-from shardscope.training.optimizers.gradients import local
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
     from shardscope.training.torch_engine import TorchEngine
 
+Owner = TypeVar("Owner")
+P = ParamSpec("P")
+R = TypeVar("R")
 NoteProgress = Callable[[str, float], None]
 
 
@@ -38,14 +45,14 @@ class FakeContext:
         self.device = torch.device(device)
         self.folder = Path()
 
-    def log(self, step: int | None = None, **metrics: Any) -> None:
+    def log(self, step: int | None = None, **metrics: object) -> None:
         """Ignore metrics: fake tensors have no values."""
 
-    def record(self, name: str, mapping: Mapping[str, Any]) -> None:
+    def record(self, name: str, mapping: Mapping[str, object]) -> None:
         """Ignore records: there is no run folder."""
 
 
-def play(
+def rehearse_engine(
     engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress, *, built_on_host: bool = False
 ) -> RehearsedStage:
     """Wrap the plan's model, run two optimizer steps and return the memory of the second one.
@@ -55,19 +62,21 @@ def play(
     """
     plan = engine.plan
     note_progress("building the model", 0.1)
-    trained = prepare(engine, tracker, built_on_host=built_on_host)
-    with low_bit_operators(on_gpu=plan.on_gpu) if plan.recipe.base_quantization else nullcontext():
+    trained = set_up_engine(engine, tracker, built_on_host=built_on_host)
+    with quantized_operators(on_gpu=plan.on_gpu) if plan.recipe.base_quantization else nullcontext():
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
                 tracker.restart()
-            _step(engine, tracker, note_progress, trained, step)
-    note_progress("adding up", 0.95)
-    return tracker.stage(
-        0, plan.architecture.num_hidden_layers, note=_note(plan, sharded=engine.shards_parameters)
+            _run_step(engine, tracker, note_progress, trained, step)
+    note_progress("computing peaks", 0.95)
+    return tracker.build_stage(
+        0,
+        plan.architecture.num_hidden_layers,
+        note=_describe_differences(plan, sharded=engine.shards_parameters),
     )
 
 
-def _step(
+def _run_step(
     engine: TorchEngine,
     tracker: Tracker,
     note_progress: NoteProgress,
@@ -79,19 +88,19 @@ def _step(
     for index in range(num_micro_batches):
         done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
         note_progress(f"step {step + 1} of {NUM_STEPS}", done)
-        last = index == num_micro_batches - 1
-        _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
+        is_last = index == num_micro_batches - 1
+        _run_micro_batch(engine, tracker, plan, is_last=is_last, weight=1 / num_micro_batches)
         tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     finish_step(engine, tracker, trained)
 
 
-def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
+def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
     """Wrap the plan's model, build its optimizer and return the trainable parameters."""
     plan = engine.plan
     engine.fresh_weights = True
-    packed = packed_weights() if plan.recipe.base_quantization else nullcontext()
-    quietly = tracker.paused() if built_on_host else nullcontext()
-    with quietly, torch.device(engine.ctx.device), packed:
+    weights_context = quantized_weights() if plan.recipe.base_quantization else nullcontext()
+    tracking_context = tracker.paused() if built_on_host else nullcontext()
+    with tracking_context, torch.device(engine.ctx.device), weights_context:
         module = engine._module = engine.wrap(
             lambda: build_model(plan.architecture, plan.recipe.dropout, plan.recipe.attention)
         )
@@ -102,12 +111,12 @@ def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> li
         tracker.label(scales(engine.model), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     are_plain = not any(isinstance(parameter, DTensor) for parameter in trained)
-    low_bits = plan.recipe.optimizer == "adamw_8bit" and are_plain
-    with quantile_maps() if low_bits else nullcontext():
+    is_quantized_state = plan.recipe.optimizer == "adamw_8bit" and are_plain
+    with fake_quantile_maps() if is_quantized_state else nullcontext():
         optimizer = engine.optimizer = optimizers.build_optimizer(
             plan.recipe.optimizer, trained, model=engine.model
         )
-    if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.host_apart:
+    if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.separate_host:
         for group in optimizer.param_groups:
             # torch's own default on CUDA.
             group["foreach"] = True
@@ -120,16 +129,18 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
     tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     with tracker.phase("optimizer"):
         gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
-        with updates_on_fakes():
+        with fake_optimizer_updates():
             optimizer.step()
         values = (value for state in optimizer.state.values() for value in state.values())
         tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
         optimizer.zero_grad(set_to_none=True)
 
 
-def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: bool, weight: float) -> None:
+def _run_micro_batch(
+    engine: TorchEngine, tracker: Tracker, plan: Plan, *, is_last: bool, weight: float
+) -> None:
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
-    with engine.reduce_on(last=last):
+    with engine.reduce_on(last=is_last):
         with tracker.phase("forward"):
             ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
@@ -138,43 +149,33 @@ def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: boo
             loss.backward()
 
 
-def _note(plan: Plan, *, sharded: bool = False) -> str:
+def _describe_differences(plan: Plan, *, sharded: bool = False) -> str:
     notes = []
     if plan.num_micro_batches > MAX_MICRO_BATCHES:
-        played = f"{MAX_MICRO_BATCHES} of the plan's {plan.num_micro_batches} micro-batches"
-        notes.append(f"{played}, the others are alike")
+        number = plan.num_micro_batches
+        notes.append(f"{MAX_MICRO_BATCHES} of the plan's {number} micro-batches; the rest repeat the second")
     if plan.recipe.optimizer == "adamw_8bit" and sharded:
-        notes.append("torchao's update is compiled, and is not played: only what it keeps")
+        notes.append("torchao's update is compiled and does not run: only its state is counted")
     return "; ".join(notes)
 
 
+@contextlib.contextmanager
 def labelled_methods(
-    tracker: Tracker, owner: type, names: tuple[str, ...], before: Callable[[Any], None] | None = None
-) -> contextlib.AbstractContextManager[None]:
+    tracker: Tracker,
+    owner: type[Owner],
+    names: tuple[str, ...],
+    before: Callable[[Owner], None] | None = None,
+) -> Iterator[None]:
     """Label tensors that ``owner``'s methods create as gather buffers; ``before`` gets the object first."""
 
-    @contextlib.contextmanager
-    def lasting():  # type: ignore[no-untyped-def]
-        originals = {name: getattr(owner, name) for name in names}
+    def wrap_method(original: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
+        def labelled_method(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if before is not None:
+                before(self)
+            with tracker.labelling("gather_buffers"):
+                return original(self, *args, **kwargs)
 
-        def wrapped(original: Any) -> Any:
-            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if before is not None:
-                    before(self)
-                with tracker.labelling("gather_buffers"):
-                    return original(self, *args, **kwargs)
+        return labelled_method
 
-            return method
-
-        for name, original in originals.items():
-            setattr(owner, name, wrapped(original))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(owner, name, original)
-
-    return lasting()
-
-
-__all__ = ["FakeContext", "NoteProgress", "Phase", "labelled_methods", "local", "play"]
+    with patch_attributes([(owner, name, wrap_method(getattr(owner, name))) for name in names]):
+        yield

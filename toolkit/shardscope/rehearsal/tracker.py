@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from types import TracebackType
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardscope.memory.report import Component, Phase
+from shardscope.rehearsal.patching import patch_attributes
 from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage
 
-_PLACES: dict[Phase, tuple[float, float, int]] = {
+_PHASE_SPANS: dict[Phase, tuple[float, float, int]] = {
     "initialisation": (0.0, 0.0, 1),
     "rest": (0.0, 0.0, 1),
     "forward": (0.02, 0.34, 4),
@@ -46,24 +48,24 @@ DEFAULTS: dict[Phase, Component] = {
 class Tracker(TorchDispatchMode):  # type: ignore[misc]
     """Bytes of all storages by component, at the peak of every part of a step."""
 
-    def __init__(self, logit_widths: Iterable[int] = (), *, host_apart: bool = False) -> None:
+    def __init__(self, logit_widths: Iterable[int] = (), *, separate_host: bool = False) -> None:
         super().__init__()
         self.logit_widths = frozenset(logit_widths)
-        self.host_apart = host_apart
+        self.separate_host = separate_host
         """Whether "cpu" means the host and "cpu:0" the device; otherwise all tensors are the device's."""
         self.host_peak_bytes = 0
         """Peak bytes of host tensors since the last :meth:`restart`."""
         self._on_host: set[int] = set()
         self._host_bytes = 0
-        self._numbers = WeakIdKeyDictionary()
-        self._watchers: dict[int, weakref.ref[Any]] = {}
-        self._held: dict[int, int] = {}
+        self._numbers: MutableMapping[torch.UntypedStorage, int] = WeakIdKeyDictionary()
+        self._watchers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes_by_number: dict[int, int] = {}
         self._labels: dict[int, Component] = {}
         self._events: list[tuple[int, int, int]] = []
         self._phases: list[Phase | None] = ["initialisation"]
         self._labelling: list[Component] = []
         self._paused = 0
-        self._resize: Any = None
+        self._patches = contextlib.ExitStack()
 
     # ---- Phases and labels, set by the rehearsal
 
@@ -71,7 +73,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def phase(self, name: Phase) -> Iterator[None]:
         """Assign events inside to this phase; entered again (next micro-batch), the phase continues."""
         self._phases.append(name)
-        self._mark()
+        self._record_mark()
         try:
             yield
         finally:
@@ -96,128 +98,140 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._paused -= 1
 
-    def label(self, tensors: Iterable[Any], component: Component) -> None:
+    def label(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
         """Label the tensors' storages for the whole step; storages not seen before are added now."""
         for tensor in tensors:
-            for storage in _storages(tensor):
-                self._labels[self._number(storage, self._is_host(tensor))] = component
+            for storage in _list_storages(tensor):
+                self._labels[self._number_of(storage, self._is_host(tensor))] = component
 
     def restart(self) -> None:
         """Drop the events of earlier steps: the measured step begins with the storages held now."""
         # Otherwise storages in reference cycles would be held or not depending on the collector's last run.
         gc.collect()
         first = next((i for i, phase in enumerate(self._phases) if i and phase != "initialisation"), 1)
-        kept = [event for event in self._events if event[2] < first]
+        initialisation_events = [event for event in self._events if event[2] < first]
         self._phases.append(None)
-        here = len(self._phases) - 1
-        held = [
-            (number, size, here)
-            for number, size in self._held.items()
+        boundary = len(self._phases) - 1
+        held_events = [
+            (number, size, boundary)
+            for number, size in self._sizes_by_number.items()
             if size and number not in self._on_host
         ]
         self.host_peak_bytes = self._host_bytes
-        self._events = [*kept, (-1, 0, -1), *held]
+        self._events = [*initialisation_events, (-1, 0, -1), *held_events]
         self._phases.append("rest")
-        self._mark()
+        self._record_mark()
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the device holds at present, all components."""
-        return sum(self._held.values()) - self._host_bytes
+        return sum(self._sizes_by_number.values()) - self._host_bytes
 
     # ---- Results
 
-    def moments(self) -> tuple[RehearsedMoment, ...]:
+    def compute_peaks(self) -> tuple[RehearsedMoment, ...]:
         """Return the peak of each part of each phase, in the step's order."""
-        found: list[RehearsedMoment] = []
-        for phase, (start, stop, parts) in _PLACES.items():
-            peaks = self._peaks(phase, parts)
-            for index, components in enumerate(peaks):
-                fraction = start + (stop - start) * (index + 1) / len(peaks)
-                found.append(RehearsedMoment(phase=phase, fraction=round(fraction, 4), components=components))
-        return tuple(found)
+        moments: list[RehearsedMoment] = []
+        for phase, (start, stop, parts) in _PHASE_SPANS.items():
+            phase_peaks = self._compute_phase_peaks(phase, parts)
+            for index, components in enumerate(phase_peaks):
+                fraction = start + (stop - start) * (index + 1) / len(phase_peaks)
+                moments.append(
+                    RehearsedMoment(phase=phase, fraction=round(fraction, 4), components=components)
+                )
+        return tuple(moments)
 
-    def stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
+    def build_stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
         """Return the recorded peaks as the result of one pipeline stage."""
         return RehearsedStage(
             stage=number,
             num_layers=num_layers,
-            moments=self.moments(),
+            moments=self.compute_peaks(),
             note=note,
             host_bytes=self.host_peak_bytes,
         )
 
-    def _peaks(self, phase: Phase, parts: int) -> list[dict[str, int]]:
+    def _compute_phase_peaks(self, phase: Phase, parts: int) -> list[dict[str, int]]:
         """Return bytes by component at the peak of each of ``parts`` equal parts of a phase's events."""
-        mine = sum(index >= 0 and self._phases[index] == phase for _, _, index in self._events)
-        if not mine:
+        num_events = sum(index >= 0 and self._phases[index] == phase for _, _, index in self._events)
+        if not num_events:
             return []
-        parts = min(parts, mine)
-        now: dict[str, int] = {}
-        best: list[tuple[int, dict[str, int]]] = [(-1, {})] * parts
+        parts = min(parts, num_events)
+        current: dict[str, int] = {}
+        peaks: list[tuple[int, dict[str, int]]] = [(-1, {})] * parts
         total = seen = 0
         for number, delta, index in self._events:
             if index < 0:
                 # A new step: the events that follow repeat the storages held at its start.
-                now, total = {}, 0
+                current, total = {}, 0
                 continue
-            label = self._labels.get(number, "activations")
-            now[label] = now.get(label, 0) + delta
+            component = self._labels.get(number, "activations")
+            current[component] = current.get(component, 0) + delta
             total += delta
             if self._phases[index] == phase:
-                part = seen * parts // mine
+                part = seen * parts // num_events
                 seen += 1
-                if total > best[part][0]:
-                    best[part] = (total, dict(now))
-        return [{name: size for name, size in components.items() if size} for _, components in best]
+                if total > peaks[part][0]:
+                    peaks[part] = (total, dict(current))
+        return [{name: size for name, size in components.items() if size} for _, components in peaks]
 
     # ---- Interception of operators and of ``resize_``
 
     def __enter__(self) -> Tracker:
-        resize = self._resize = torch.UntypedStorage.resize_
-        tracker = self
+        original = torch.UntypedStorage.resize_
 
-        def followed(storage: Any, size: int) -> Any:
-            answer = resize(storage, size)
-            number = tracker._numbers.get(storage)
+        def resize_tracked(storage: torch.UntypedStorage, size: int) -> object:
+            result = original(storage, size)
+            number = self._numbers.get(storage)
             if number is not None:
-                tracker._change(number, storage.size() - tracker._held[number])
-            return answer
+                self._record_change(number, storage.size() - self._sizes_by_number[number])
+            return result
 
-        torch.UntypedStorage.resize_ = followed
+        self._patches.enter_context(patch_attributes([(torch.UntypedStorage, "resize_", resize_tracked)]))
         super().__enter__()
         return self
 
-    def __exit__(self, *problem: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*problem)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._patches.close()
+        super().__exit__(kind, error, traceback)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor then dispatches the operators on its local tensors, which arrive here.
             return NotImplemented
         if function is torch.ops._c10d_functional.wait_tensor.default:
             # On fake tensors it copies; on real ones it returns its argument.
             return args[0]
-        with _unremembered(args[0]) if function in _TAKES_STORAGE else contextlib.nullcontext():
+        with _disable_fake_cache(args[0]) if function in _TAKES_STORAGE else contextlib.nullcontext():
             out = function(*args, **(kwargs or {}))
         if not self._paused:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
-                    self._see(leaf)
+                    self._register_new_storages(leaf)
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _register_new_storages(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta":
             return
-        for storage in _storages(tensor):
+        for storage in _list_storages(tensor):
             if self._numbers.get(storage) is None:
-                self._labels[self._number(storage, self._is_host(tensor))] = self._guess(tensor)
+                self._labels[self._number_of(storage, self._is_host(tensor))] = self._guess_label(tensor)
 
-    def _is_host(self, tensor: Any) -> bool:
-        return self.host_apart and tensor.device.index is None
+    def _is_host(self, tensor: torch.Tensor) -> bool:
+        return self.separate_host and tensor.device.index is None
 
-    def _guess(self, tensor: torch.Tensor) -> Component:
+    def _guess_label(self, tensor: torch.Tensor) -> Component:
         if self._labelling:
             return self._labelling[-1]
         phase = self._now
@@ -229,34 +243,34 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _now(self) -> Phase:
         return self._phases[-1] or "rest"
 
-    def _number(self, storage: Any, on_host: bool) -> int:
+    def _number_of(self, storage: torch.UntypedStorage, on_host: bool) -> int:
         """Return the number of a storage; register it if it is new."""
-        number: int | None = self._numbers.get(storage)
+        number = self._numbers.get(storage)
         if number is None:
             number = len(self._labels)
             self._numbers[storage] = number
             if on_host:
                 self._on_host.add(number)
             self._labels[number] = DEFAULTS[self._now]
-            self._held[number] = 0
-            self._watchers[number] = weakref.ref(storage, partial(self._gone, number))
-            self._change(number, storage.size())
+            self._sizes_by_number[number] = 0
+            self._watchers[number] = weakref.ref(storage, partial(self._record_free, number))
+            self._record_change(number, storage.size())
         return number
 
-    def _gone(self, number: int, _: object = None) -> None:
-        self._change(number, -self._held.pop(number, 0), gone=True)
+    def _record_free(self, number: int, _: object = None) -> None:
+        self._record_change(number, -self._sizes_by_number.pop(number, 0), gone=True)
         self._watchers.pop(number, None)
 
-    def _change(self, number: int, delta: int, gone: bool = False) -> None:
+    def _record_change(self, number: int, delta: int, gone: bool = False) -> None:
         if not gone:
-            self._held[number] += delta
+            self._sizes_by_number[number] += delta
         if number in self._on_host:
             self._host_bytes += delta
             self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
         elif delta:
             self._events.append((number, delta, len(self._phases) - 1))
 
-    def _mark(self) -> None:
+    def _record_mark(self) -> None:
         """Record an event of 0 bytes, so that a phase without allocations has a peak too."""
         self._events.append((-1, 0, len(self._phases) - 1))
 
@@ -268,20 +282,23 @@ _TAKES_STORAGE = frozenset({
 
 
 @contextlib.contextmanager
-def _unremembered(tensor: Any) -> Iterator[None]:
+def _disable_fake_cache(tensor: object) -> Iterator[None]:
     """Disable the fake tensor cache of ``tensor``'s mode, whose keys would keep storages alive."""
+    assert isinstance(tensor, FakeTensor)
     mode = tensor.fake_mode
-    before, mode.cache_enabled = mode.cache_enabled, False
+    was_enabled, mode.cache_enabled = mode.cache_enabled, False
     try:
         yield
     finally:
-        mode.cache_enabled = before
+        mode.cache_enabled = was_enabled
 
 
-def _storages(tensor: Any) -> list[Any]:
+def _list_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the untyped storages of a tensor, or of the inner tensors of a wrapper (DTensor)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]
-        return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages(part)]
+        return [
+            storage for part in parts if isinstance(part, torch.Tensor) for storage in _list_storages(part)
+        ]
     return [tensor.untyped_storage()]

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
-from shardscope.rehearsal.extent import expected_seconds
+from shardscope.rehearsal.extent import estimate_seconds
 from shardscope_widgets.kit.background_work import Progress, WorkPanel, about
 
 TIMEOUT_SECONDS = 600.0
@@ -45,7 +45,7 @@ class RehearsePanel(WorkPanel):
             self.words.value = ""
 
     def _expected(self, plan: ss.Plan) -> float:
-        return expected_seconds(plan) * self._pace
+        return estimate_seconds(plan) * self._pace
 
     def _rehearse(self) -> None:
         plan = self._plan
@@ -56,7 +56,7 @@ class RehearsePanel(WorkPanel):
             return plan.rehearse(progress=progress, timeout=TIMEOUT_SECONDS)
 
         def done(_: MemoryReport, seconds: float) -> str:
-            self._pace = seconds / expected_seconds(plan)
+            self._pace = seconds / estimate_seconds(plan)
             return ""  # The new row of the chart shows the result.
 
         self.start(work, lambda report: self._on_report(plan, report), done, self._expected(plan))

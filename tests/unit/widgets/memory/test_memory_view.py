@@ -19,7 +19,7 @@ from shardscope.core.number_format import gib
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.rehearsal.extent import expected_seconds
+from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import Takes, about
@@ -487,7 +487,7 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     view = MemoryView(plan_of())
     panel = view.rehearse
     assert panel.layout.display == ""
-    expected = expected_seconds(view.plan)
+    expected = estimate_seconds(view.plan)
     assert about(expected) == "about 40 s" and about(expected) in panel.button.tooltip
     panel.button.click()
     assert until(lambda: panel.progress.value == 0.5)
@@ -541,11 +541,11 @@ def test_what_is_done_says_how_long_the_rest_takes() -> None:
 
 def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer() -> None:
     def seconds(**recipe: Any) -> float:
-        return expected_seconds(plan_of(**recipe))
+        return estimate_seconds(plan_of(**recipe))
 
     assert seconds(global_batch_size=8) < seconds(global_batch_size=16) < seconds(global_batch_size=24)
     assert seconds(global_batch_size=24) == seconds(global_batch_size=64), "more of them are not played"
-    assert expected_seconds(plan_of("llama-3.1-70b")) > seconds()
+    assert estimate_seconds(plan_of("llama-3.1-70b")) > seconds()
 
 
 def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import distributed
 from shardscope.frameworks.ddp.engine.engine import DdpEngine
 from shardscope.frameworks.limits import check_rehearsed
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
-from shardscope.rehearsal.torch_step import FakeContext, play
+from shardscope.rehearsal.torch_step import FakeContext, rehearse_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -30,9 +30,9 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
         engine = _Rehearsed(FakeContext(plan, "cpu:0" if apart else "cpu"))
         has_flash = plan.cluster.gpu.has_flash_attention
         vocab = {plan.architecture.vocab_size}
-        with fake_tensors(plan.on_gpu, vocab, host_apart=apart, has_flash=has_flash) as tracker:
+        with fake_tensors(plan.on_gpu, vocab, separate_host=apart, has_flash=has_flash) as tracker:
             engine.tracker = tracker
-            return [play(engine, tracker, note_progress)]
+            return [rehearse_engine(engine, tracker, note_progress)]
 
 
 class _Rehearsed(DdpEngine):

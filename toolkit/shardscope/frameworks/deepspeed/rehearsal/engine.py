@@ -16,7 +16,7 @@ from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearsal.labels import labelled
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
-from shardscope.rehearsal.low_bits import quantile_maps
+from shardscope.rehearsal.quantization import fake_quantile_maps
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.loss import apply_chunked_loss
 from shardscope.training.model.model import DROPOUTS, config_values
@@ -41,11 +41,11 @@ def stage_world(plan: Plan, deepspeed: Any, rank: int) -> Iterator[tuple[Tracker
     apart = _moves_to_host(plan)
     with (
         fake_ranks(plan.world_size, rank),
-        FakeDevice(deepspeed, plan.world_size, rank, host_apart=apart) as device,
+        FakeDevice(deepspeed, plan.world_size, rank, separate_host=apart) as device,
         fake_tensors(
             plan.on_gpu,
             {vocab, ceil_div(vocab, tp)},
-            host_apart=apart,
+            separate_host=apart,
             has_flash=plan.cluster.gpu.has_flash_attention,
         ) as tracker,
         device.numbers(),
@@ -78,7 +78,7 @@ def initialised(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     client = None
     if plan.recipe.optimizer in _CLIENTS:
-        with quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
+        with fake_quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
             client = build_optimizer(plan.recipe.optimizer, trained)
         if plan.degrees.ep > 1:
             from shardscope.frameworks.deepspeed.engine.experts_module import expert_groups

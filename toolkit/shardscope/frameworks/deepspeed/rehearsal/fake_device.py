@@ -40,12 +40,14 @@ def import_deepspeed() -> Any:
 class FakeDevice:
     """While this lasts, DeepSpeed runs on fake tensors as rank ``rank`` of ``world_size``.
 
-    ``host_apart``: the accelerator is "cpu:0", which to fake tensors is another device than the host's "cpu".
+    ``separate_host``: the accelerator is "cpu:0", for fake tensors another device than the host's "cpu".
     """
 
-    def __init__(self, deepspeed: Any, world_size: int, rank: int = 0, *, host_apart: bool = False) -> None:
+    def __init__(
+        self, deepspeed: Any, world_size: int, rank: int = 0, *, separate_host: bool = False
+    ) -> None:
         self.deepspeed = deepspeed
-        self.name = "cpu:0" if host_apart else "cpu"
+        self.name = "cpu:0" if separate_host else "cpu"
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="1"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardscope.rehearsal.replacing import replaced
+from shardscope.rehearsal.patching import patch_attributes
 
 _SWAPPERS = ("partitioned_param_swapper", "partitioned_optimizer_swapper", "pipelined_optimizer_swapper")
 
@@ -85,5 +85,5 @@ def fake_files() -> Iterator[FakeFiles]:
         files = FakeFiles(folder)
         modules = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in _SWAPPERS]
         patches: list[tuple[Any, str, Any]] = [(one, "AsyncIOBuilder", lambda: files) for one in modules]
-        with replaced(patches):
+        with patch_attributes(patches):
             yield files

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardscope.rehearsal.fake_world import real_numbers
+from shardscope.rehearsal.fake_world import real_tensors
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -92,7 +92,7 @@ def labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
 
     def of_real_numbers(original: Any) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
-            with real_numbers(tracker):
+            with real_tensors(tracker):
                 return original(*args, **kwargs)
 
         return method

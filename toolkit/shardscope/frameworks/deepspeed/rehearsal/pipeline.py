@@ -72,7 +72,7 @@ class _Stage:
         note = f"DeepSpeed {self.deepspeed.__version__}'s PipelineEngine, one stage at a time"
         if self.num_micro_batches < plan.num_micro_batches:
             note += f"; {self.num_micro_batches} of {plan.num_micro_batches} micro-batches played"
-        return tracker.stage(self.number, plan.stage_layers[self.number], note=note)
+        return tracker.build_stage(self.number, plan.stage_layers[self.number], note=note)
 
     def _engine(self) -> tuple[Any, Any]:
         config = config_of(self.plan, self.num_micro_batches)

@@ -133,5 +133,5 @@ def _play(
         note += "; each expert gets as many tokens as another"
     if plan.num_micro_batches > num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
-    stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+    stage = tracker.build_stage(0, plan.architecture.num_hidden_layers, note=note)
     return replace(stage, nvme_bytes=files.num_bytes)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardscope.core.errors import refuse
 from shardscope.rehearsal.extent import NUM_STEPS
-from shardscope.rehearsal.torch_step import finish_step, prepare
+from shardscope.rehearsal.torch_step import finish_step, set_up_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -71,7 +71,7 @@ def play_stage(
 ) -> RehearsedStage:
     """Run two optimizer steps of one stage and return the memory of the second."""
     plan, number = engine.plan, engine.stage
-    trained = prepare(engine, tracker, built_on_host=built_on_host)
+    trained = set_up_engine(engine, tracker, built_on_host=built_on_host)
     # The most that are ever in flight, and one more to reach the steady state.
     num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
     if plan.layout.runs_all_forwards_first:
@@ -91,7 +91,7 @@ def play_stage(
     note = f"torch's {type(schedule).__name__}, one stage at a time"
     if num_micro_batches < plan.num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches played"
-    return tracker.stage(number, plan.stage_layers[number], note=note)
+    return tracker.build_stage(number, plan.stage_layers[number], note=note)
 
 
 def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int) -> tuple[Any, _Stage]:

@@ -20,8 +20,8 @@ from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_st
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.overheads.building import is_initialized_sharded
-from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_numbers
-from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
+from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_tensors
+from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, rehearse_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -58,7 +58,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
         engine.mesh = engine.make_mesh()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
         has_flash = plan.cluster.gpu.has_flash_attention
-        fake = fake_tensors(plan.on_gpu, {logits}, host_apart=apart, has_flash=has_flash)
+        fake = fake_tensors(plan.on_gpu, {logits}, separate_host=apart, has_flash=has_flash)
         with fake as tracker:
 
             def gradients_here(group: Any) -> None:
@@ -81,7 +81,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 _build_on_host(engine, tracker)
                 if isinstance(engine, PipelinedEngine):
                     return play_stage(engine, tracker, note_progress, built_on_host=on_host)
-                return play(engine, tracker, note_progress, built_on_host=on_host)
+                return rehearse_engine(engine, tracker, note_progress, built_on_host=on_host)
 
 
 def check_rehearsed(plan: Plan) -> None:
@@ -125,7 +125,7 @@ def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
 
     def on_real_numbers(make: Any) -> Any:
         def made(*args: Any, **kwargs: Any) -> Any:
-            with real_numbers(tracker):
+            with real_tensors(tracker):
                 return make(*args, **kwargs)
 
         return made

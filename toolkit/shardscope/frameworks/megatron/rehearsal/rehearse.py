@@ -106,7 +106,7 @@ class _StageRehearsal:
                     if step == 1:
                         tracker.restart()
                     self._step(tracker, chunks, optimizer, num_micro_batches)
-                found = tracker.stage(self.number, plan.stage_layers[self.number], note=self._note())
+                found = tracker.build_stage(self.number, plan.stage_layers[self.number], note=self._note())
                 _let_go(chunks)
                 return found
 
