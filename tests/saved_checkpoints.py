@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardscope.training.checkpoints.manifest import run_of, sign_checkpoint
+from shardscope.training.checkpoints.manifest import read_run, sign_checkpoint
 
 
 def write_checkpoint(path: Path, position: dict[str, Any], *, signed: bool = True) -> Path:
@@ -14,6 +14,6 @@ def write_checkpoint(path: Path, position: dict[str, Any], *, signed: bool = Tru
     path.mkdir(parents=True, exist_ok=True)
     content = json.dumps(position).encode()
     if signed:
-        sign_checkpoint(path, run_of(path.parent.parent), {}, {"position.json": content})
+        sign_checkpoint(path, read_run(path.parent.parent), {}, {"position.json": content})
     (path / "position.json").write_bytes(content)
     return path

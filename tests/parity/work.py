@@ -125,7 +125,7 @@ class Curve:
         held = engine.memory()
         parameters, optimizer = held["parameters"], held["optimizer"]
         # Parameters and moments stay; what was there beside them at the step's fullest are gradients.
-        gradients = engine.peak_accounted_bytes - parameters - optimizer
+        gradients = engine.peak_tensor_bytes - parameters - optimizer
         ctx.record(
             "parity",
             {

@@ -21,7 +21,7 @@ from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
-from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
+from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, list_checkpoints  # noqa: E402
 
 SAVED_AFTER = 2
 
@@ -135,16 +135,16 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
     StagedFiles.write = lambda files: (may_go_on.wait(60), write(files))
     wait = engine.begin_save(checkpoint_path(ctx.folder, 2))
     engine.step(share(engine, 0))
-    listed = [path.name for path in checkpoints_of(ctx.folder)]
+    listed = [path.name for path in list_checkpoints(ctx.folder)]
     engine.load(checkpoint_path(ctx.folder, 1))
     may_go_on.set()
     wait()
-    whole = [path.name for path in checkpoints_of(ctx.folder)]
+    whole = [path.name for path in list_checkpoints(ctx.folder)]
     StagedFiles.write = fails
     with pytest.raises((OSError, RuntimeError)) as refusal:
         engine.begin_save(checkpoint_path(ctx.folder, 3))()
     StagedFiles.write = write
-    after = [path.name for path in checkpoints_of(ctx.folder)]
+    after = [path.name for path in list_checkpoints(ctx.folder)]
     torch.distributed.barrier()
     return {
         "listed": listed,

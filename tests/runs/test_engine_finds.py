@@ -12,7 +12,7 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
-from shardscope.training.accounting.precision_found import check_copied, check_precision  # noqa: E402
+from shardscope.training.accounting.precision import check_copied, check_precision  # noqa: E402
 from shardscope.training.model.recompute import apply_recompute, check_recompute  # noqa: E402
 
 

@@ -223,11 +223,11 @@ def test_a_checkpoint_continues_exactly(framework: str, tmp_path: Path) -> None:
 
 def adapters(ctx: StandInContext) -> dict[str, Any]:
     set_up(ctx)
-    from shardscope.training.optimizers.gradients import local
+    from shardscope.training.optimizers.gradients import local_shard
 
-    before = {name: local(p.detach()).clone() for name, p in ctx.engine.model.named_parameters()}
+    before = {name: local_shard(p.detach()).clone() for name, p in ctx.engine.model.named_parameters()}
     losses = [ctx.engine.step(batch_of(ctx, 0)) for _ in range(NUM_STEPS)]
-    after = {name: local(p.detach()) for name, p in ctx.engine.model.named_parameters()}
+    after = {name: local_shard(p.detach()) for name, p in ctx.engine.model.named_parameters()}
     changed = [name for name in after if not torch.equal(after[name], before[name])]
     ctx.engine.save(ctx.folder / "adapter")
     expected = ctx.engine.step(batch_of(ctx, 1))
@@ -243,7 +243,7 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
             trains: sorted({str(p.dtype) for p in ctx.engine.model.parameters() if p.requires_grad == trains})
             for trains in (True, False)
         },
-        "held": ctx.engine.peak_accounted_bytes,
+        "held": ctx.engine.peak_tensor_bytes,
         "rest": ctx.engine.memory(),
     }
 

@@ -83,7 +83,7 @@ def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
         "engine": ctx.records["engine"],
         "stage": getattr(engine, "stage", 0),
         "rest": engine.memory(),
-        "held": engine.peak_accounted_bytes,
+        "held": engine.peak_tensor_bytes,
         "phases": ctx.records["memory"]["phases"],
     }
 

@@ -73,10 +73,10 @@ def set_up(ctx: StandInContext, build: Callable[[], Any] | None = None) -> Any:
 
 def bits(engine: Any) -> dict[str, Any]:
     """Of every parameter that this rank holds, by whether it trains."""
-    from shardscope.training.optimizers.gradients import local
+    from shardscope.training.optimizers.gradients import local_shard
 
     return {
-        name: local(p.detach()).flatten().view(torch.uint8).clone()
+        name: local_shard(p.detach()).flatten().view(torch.uint8).clone()
         for name, p in engine.model.named_parameters()
     }
 
@@ -90,7 +90,7 @@ def trained(ctx: StandInContext, name: str) -> dict[str, Any]:
     after = bits(engine)
     engine.save("here")
     went_on = [engine.step(batch_of(made, 7)), engine.step(batch_of(made, 8))]
-    held, peak = engine.memory(), engine.peak_accounted_bytes
+    held, peak = engine.memory(), engine.peak_tensor_bytes
     again = new_context(ctx, plan_of(name), name)
     resumed = set_up(again)
     resumed.load("here")

@@ -20,7 +20,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.runs.launch.launch import launch  # noqa: E402
-from shardscope.training.checkpoints.folders import checkpoint_path, checkpoints_of, is_whole  # noqa: E402
+from shardscope.training.checkpoints.folders import checkpoint_path, is_complete, list_checkpoints  # noqa: E402
 
 NAMES = ("step", "loss", "learning_rate", "grad_norm")
 
@@ -42,7 +42,7 @@ def killed_in_step_12(ctx: Any) -> None:
         log(step=step, **metrics)
         if step == 12 and ctx.rank == 1:
             deadline = time.monotonic() + 30
-            while not is_whole(checkpoint_path(ctx.folder, 10)) and time.monotonic() < deadline:
+            while not is_complete(checkpoint_path(ctx.folder, 10)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -91,7 +91,7 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
     first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"
     assert "nothing to go on from yet" in first.logs(0)
-    kept = checkpoints_of(first.folder)
+    kept = list_checkpoints(first.folder)
     left = checkpoint_path(first.folder, 10)
     # It died before it could forget the older one.
     assert kept == [checkpoint_path(first.folder, 5), left]
@@ -105,7 +105,7 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
     assert resumed == straight[10:]
     before = rows([line for line in first.metrics() if line["rank"] == 0])
     assert before[:12] == straight[:12]
-    assert [path.name for path in checkpoints_of(second.folder)] == ["step-000020"]
+    assert [path.name for path in list_checkpoints(second.folder)] == ["step-000020"]
     exported = sorted(path.name for path in (second.folder / "export").iterdir())
     assert exported == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
@@ -146,7 +146,7 @@ def cases(ctx: StandInContext) -> dict[str, Any]:
         straight = train(ctx, plan, f"straight-{number}")
         # Asked to stop at its fourth look: three steps are done, and saved.
         stopped = train(ctx, plan, f"cut-{number}", stop=4, save_every=1, keep_last=2)
-        kept = [path.name for path in checkpoints_of(stopped.folder)]
+        kept = [path.name for path in list_checkpoints(stopped.folder)]
         resumed = train(ctx, plan, f"cut-{number}", resume=stopped.folder)
         exact.append([rows(straight.lines), rows(stopped.lines), rows(resumed.lines), kept])
     return {
@@ -267,7 +267,7 @@ def exports(ctx: StandInContext) -> list[Any]:
         set_up(made)
         made.engine.step(batch_of(made, 0))
         if name == "tied":
-            tensors = made.engine.whole_tensors()
+            tensors = made.engine.full_tensors()
             write_pretrained(out, made.engine.model, tensors, max_file_bytes=200_000)
         else:
             made.engine.export("out")

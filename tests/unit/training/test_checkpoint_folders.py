@@ -10,7 +10,7 @@ from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
 from shardscope.training.checkpoints.choice import choose_for_rank, newest_checkpoint
-from shardscope.training.checkpoints.folders import checkpoint_path, checkpoints_of, forget_older
+from shardscope.training.checkpoints.folders import checkpoint_path, delete_older, list_checkpoints
 
 
 def checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
@@ -37,7 +37,7 @@ def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
     for other in ("step-abc", ".step-3000000.partial", ".step-3000001.old"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / "position.json").write_text("{}")
-    names = [path.name for path in checkpoints_of(tmp_path)]
+    names = [path.name for path in list_checkpoints(tmp_path)]
     assert names == ["step-000010", "step-000900", "step-1000000"]
     assert newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
 
@@ -46,13 +46,13 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     for steps in (10, 20, 30):
         checkpoint(tmp_path, steps)
     half = checkpoint(tmp_path, 40, whole=False)
-    forget_older(tmp_path, 2)
+    delete_older(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         *("step-000020", "step-000030", "step-000040")
     ]
     assert half.is_dir(), "what is being written is no older checkpoint"
-    forget_older(tmp_path, 5)
-    assert len(checkpoints_of(tmp_path)) == 2
+    delete_older(tmp_path, 5)
+    assert len(list_checkpoints(tmp_path)) == 2
 
 
 def test_a_run_goes_on_from_the_latest_of_its_name(tmp_path: Path) -> None:

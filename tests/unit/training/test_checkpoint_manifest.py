@@ -16,7 +16,7 @@ from tests.saved_checkpoints import write_checkpoint
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
 from shardscope.training.checkpoints.choice import (
     Choice,
-    check_any_taken,
+    check_any_usable,
     choose_by_name,
     choose_for_rank,
     choose_for_resume,
@@ -27,7 +27,7 @@ from shardscope.training.checkpoints.manifest import (
     check_signed,
     key_path,
     read_key,
-    run_of,
+    read_run,
     sign_checkpoint,
 )
 
@@ -222,21 +222,21 @@ def test_fault_50_what_this_user_did_not_save_is_named(tmp_path: Path) -> None:
     for number in range(5):
         saved(runs / f"exp-{number}", created=float(number), signed=False)
     choice = choose_by_name(runs, "exp")
-    assert choice.checkpoint is None and len(choice.not_taken) == 5
+    assert choice.checkpoint is None and len(choice.skipped) == 5
     newest = runs / "exp-4" / "checkpoints" / "step-000010"
     with pytest.raises(
         ValueError, match=r"^Pretrain\.resume is True; allowed: .*exp-4.*has no manifest"
     ) as error:
-        check_any_taken(choice, "Pretrain.resume")
+        check_any_usable(choice, "Pretrain.resume")
     words = str(error.value)
     assert "and 2 more" in words and "another machine" in words
     assert f"Nearest fix: resume={str(newest)!r}, or resume=False" in words
     assert Pretrain(resume=newest).resume_from == newest, "who names it takes it"
-    check_any_taken(Choice(checkpoint=None), "Pretrain.resume")
+    check_any_usable(Choice(checkpoint=None), "Pretrain.resume")
 
     own = saved(runs / "exp-own", created=3.5)
     choice = choose_by_name(runs, "exp")
-    assert (choice.checkpoint, [taken.path for taken in choice.not_taken]) == (own, [newest])
+    assert (choice.checkpoint, [taken.path for taken in choice.skipped]) == (own, [newest])
 
 
 def test_fault_50_a_launch_warns_of_what_it_does_not_take(tmp_path: Path) -> None:
@@ -257,15 +257,15 @@ def test_fault_50_where_a_run_says_that_it_began_is_no_proof(tmp_path: Path) -> 
     (run / "run.json").write_text(json.dumps({"asked_name": "a", "created": 1.0}))
     asked = {"asked": {"resume": str(stranger)}}
     choice = choose_for_resume(run, asked)
-    assert choice.checkpoint is None and choice.not_taken[0].path == stranger
-    sign_checkpoint(stranger, run_of(tmp_path / "elsewhere"), {}, {})
+    assert choice.checkpoint is None and choice.skipped[0].path == stranger
+    sign_checkpoint(stranger, read_run(tmp_path / "elsewhere"), {}, {})
     assert choose_for_resume(run, asked).checkpoint == stranger
     assert choose_for_rank(run) == Choice(checkpoint=None)
 
 
 def test_pickles_among_tensors_are_hashed_where_their_places_are_known(tmp_path: Path) -> None:
     path = saved(tmp_path / "runs" / "a", signed=False)
-    sign_checkpoint(path, run_of(tmp_path / "runs" / "a"), {"__0_0.distcp": [(7, 7)]}, {})
+    sign_checkpoint(path, read_run(tmp_path / "runs" / "a"), {"__0_0.distcp": [(7, 7)]}, {})
     content = bytearray((path / "__0_0.distcp").read_bytes())
     content[0:7] = b"TENSORS"
     (path / "__0_0.distcp").write_bytes(content)

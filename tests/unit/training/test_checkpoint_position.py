@@ -13,7 +13,7 @@ needs("torch")
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe  # noqa: E402
 from shardscope.training.checkpoints.manifest import MANIFEST_FILE  # noqa: E402
-from shardscope.training.checkpoints.position import position_of, read_position, write_position  # noqa: E402
+from shardscope.training.checkpoints.position import describe_position, read_position, write_position  # noqa: E402
 
 
 def plan_of(layout: Layout) -> Plan:
@@ -40,7 +40,7 @@ SHARED = {("ddp", "fsdp2"), ("fsdp2", "ddp")}
 @pytest.mark.parametrize("read", LAYOUTS)
 def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Path) -> None:
     before, now = plan_of(LAYOUTS[saved]), plan_of(LAYOUTS[read])
-    write_position(tmp_path, position_of(engine_of(before)))
+    write_position(tmp_path, describe_position(engine_of(before)))
     if saved == read or (saved, read) in SHARED:
         assert read_position(tmp_path, now)["num_steps_done"] == 2
         return
@@ -52,8 +52,8 @@ def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Pat
 
 def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
     plan = plan_of(LAYOUTS["ddp"])
-    assert "frozen_base" not in position_of(engine_of(plan))
-    write_position(tmp_path, position_of(engine_of(plan, frozen_base={"seed": 5})))
+    assert "frozen_base" not in describe_position(engine_of(plan))
+    write_position(tmp_path, describe_position(engine_of(plan, frozen_base={"seed": 5})))
     found = read_position(tmp_path, plan)
     assert (found["frozen_base"], found["seed"]) == ({"seed": 5}, 5)
 
@@ -75,7 +75,7 @@ def test_fault_50_a_checkpoint_that_cannot_be_signed_is_saved(
 ) -> None:
     plan = plan_of(LAYOUTS["ddp"])
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
-    write_position(tmp_path, position_of(engine_of(plan)))
+    write_position(tmp_path, describe_position(engine_of(plan)))
     assert read_position(tmp_path, plan)["num_steps_done"] == 2
     assert not (tmp_path / MANIFEST_FILE).exists()
     words = capsys.readouterr().out

@@ -128,7 +128,7 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
     optimizer = engine.optimizer
     tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     with tracker.phase("optimizer"):
-        gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
+        gradients.clip_gradients(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
         with fake_optimizer_updates():
             optimizer.step()
         values = (value for state in optimizer.state.values() for value in state.values())
@@ -140,7 +140,7 @@ def _run_micro_batch(
     engine: TorchEngine, tracker: Tracker, plan: Plan, *, is_last: bool, weight: float
 ) -> None:
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
-    with engine.reduce_on(last=is_last):
+    with engine.gradient_sync(last=is_last):
         with tracker.phase("forward"):
             ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}

@@ -218,10 +218,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if not self._paused:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
-                    self._register_new_storages(leaf)
+                    self.register_new_storages(leaf)
         return out
 
-    def _register_new_storages(self, tensor: torch.Tensor) -> None:
+    def register_new_storages(self, tensor: torch.Tensor) -> None:
+        """Count the storages of ``tensor`` that are not counted yet, except on the meta device."""
         if tensor.device.type == "meta":
             return
         for storage in _list_storages(tensor):

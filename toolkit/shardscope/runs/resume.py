@@ -88,8 +88,8 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, 
     kind = _task_class(description)
     choice = choose_for_resume(run.folder, description)
     checkpoint = choice.checkpoint
-    if checkpoint is None and choice.not_taken:
-        newest = choice.not_taken[0]
+    if checkpoint is None and choice.skipped:
+        newest = choice.skipped[0]
         raise _CannotResumeError(
             f"your own launches on this machine saved no checkpoint of it ({newest.path.name}: {newest.why})",
             f"if you trust it, launch a task with resume={str(newest.path)!r}",

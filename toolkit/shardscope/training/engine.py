@@ -47,7 +47,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldTensors:
+class LiveTensors:
     """Current tensors of an engine on this rank, by kind; a storage may occur more than once."""
 
     parameters: Iterable[torch.Tensor]
@@ -102,9 +102,9 @@ class Engine(ABC):
         """Number of optimizer steps so far, including those before a loaded checkpoint."""
         self.grad_norm = float("nan")
         """Norm of the whole model's gradient in the last step, before clipping."""
-        self.held_after_step: dict[str, int] = {}
+        self.bytes_after_step: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer after the last step."""
-        self.peak_accounted_bytes = 0
+        self.peak_tensor_bytes = 0
         """Maximum sum of the three, right after an optimizer step."""
 
     @property
@@ -182,7 +182,7 @@ class Engine(ABC):
     def memory(self) -> dict[str, int]:
         """Return this rank's current bytes: ``parameters``, ``gradients``, ``optimizer``, device totals."""
 
-    def held_tensors(self) -> HeldTensors | None:
+    def live_tensors(self) -> LiveTensors | None:
         """Return the tensors behind :meth:`memory`, for the census of a step; None if not supported."""
         return None
 

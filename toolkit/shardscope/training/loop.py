@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardscope.core.errors import check_integer
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import device_bytes
-from shardscope.training.checkpoints.folders import checkpoint_path, forget_older
+from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
 from shardscope.training.data.windows import Windows
 from shardscope.training.engine import Engine
 from shardscope.training.optimizers.schedule import Schedule
@@ -51,9 +51,9 @@ def train(
     if two ranks would read the same text in one step, or if the loss is NaN.
     """
     first = engine.num_steps_done
-    check_ranks_read_apart(windows, first, ctx.device)
+    check_ranks_read_different_text(windows, first, ctx.device)
     seen: list[int] = []
-    told = told_steps(first, schedule.num_steps)
+    told = choose_printed_steps(first, schedule.num_steps)
     checkpoint_asked = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
     # A resumed run may already have all of its steps.
@@ -135,7 +135,7 @@ class Checkpoints:
         self._wait = None
         print(f"saved {self._name}", flush=True)
         if self._keep_last is not None and self._ctx.rank == 0:
-            forget_older(self._ctx.folder, self._keep_last)
+            delete_older(self._ctx.folder, self._keep_last)
 
 
 def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
@@ -146,13 +146,13 @@ def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
     recorder.start(num_steps, num_left=num_left)
 
 
-def told_steps(first: int, num_steps: int) -> frozenset[int]:
+def choose_printed_steps(first: int, num_steps: int) -> frozenset[int]:
     """Return the steps that are printed to the log: the first one and the end of each tenth of the run."""
     tenths = (num_steps * tenth // 10 - 1 for tenth in range(1, 11))
     return frozenset(step for step in (first, *tenths) if first <= step < num_steps)
 
 
-def check_ranks_read_apart(windows: Windows, step: int, device: torch.device) -> None:
+def check_ranks_read_different_text(windows: Windows, step: int, device: torch.device) -> None:
     """Raise ``RuntimeError`` if different data-parallel ranks got the same text windows.
 
     A text shorter than one global batch has to repeat, and is allowed.
@@ -263,7 +263,7 @@ def step_metrics(
         metrics["memory_bytes"] = device["allocated"]
         metrics["peak_memory_bytes"] = device["max_allocated"]
     else:
-        metrics["memory_bytes"] = sum(engine.held_after_step.values())
-        metrics["peak_memory_bytes"] = engine.peak_accounted_bytes
+        metrics["memory_bytes"] = sum(engine.bytes_after_step.values())
+        metrics["peak_memory_bytes"] = engine.peak_tensor_bytes
         metrics["rss_bytes"] = device["rss"]
     return metrics

@@ -21,8 +21,8 @@ from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.training import micro_batches
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
-from shardscope.training.accounting.precision_found import check_copied, check_precision
-from shardscope.training.checkpoints.position import position_of
+from shardscope.training.accounting.precision import check_copied, check_precision
+from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.model import lora, quantized
 from shardscope.training.model.compiled import check_compiled, compile_layers
@@ -66,19 +66,19 @@ class MicroBatchEngine(Engine):
     # ---- implemented by each framework
 
     @abstractmethod
-    def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
+    def assemble(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         """Build the model, its callable wrapper and the optimizer. Return the trainable parameters."""
 
     @abstractmethod
-    def what_it_is(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, Any]:
         """Read back what was built. Raises ``RuntimeError`` if it differs from the plan."""
 
     @abstractmethod
-    def in_words(self, found: Mapping[str, Any], where: str) -> str:
-        """Describe the result of :meth:`what_it_is` in a sentence; ``where`` is like "(gloo, cpu)"."""
+    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
+        """Describe the result of :meth:`read_back` in a sentence; ``where`` is like "(gloo, cpu)"."""
 
     @abstractmethod
-    def reduce_on(self, last: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for one micro-batch that reduces gradients only in the ``last`` backward."""
 
     @abstractmethod
@@ -90,11 +90,11 @@ class MicroBatchEngine(Engine):
         """Clip gradients, step the optimizer and free gradients. Return the norm, still on the device."""
 
     @abstractmethod
-    def whole_tensors(self) -> pretrained.WholeTensors:
+    def full_tensors(self) -> pretrained.FullTensors:
         """Return the full tensors for :meth:`export`: only adapters if they train, else all weights."""
 
     @abstractmethod
-    def _accounted(self) -> dict[str, int]:
+    def _count_tensor_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's tensors by kind, summed over the tensors."""
 
     @property
@@ -102,7 +102,7 @@ class MicroBatchEngine(Engine):
         """Dtype of matmuls."""
         return next(self.model.parameters()).dtype
 
-    def precision_found(self, trained: list[Parameter]) -> str:
+    def built_precision(self, trained: list[Parameter]) -> str:
         """Return the precision that was built. Raises ``RuntimeError`` if it differs from the recipe's."""
         if self.recipe.base_quantization:
             # Adapters over a quantized base are fp32 in either precision.
@@ -117,25 +117,25 @@ class MicroBatchEngine(Engine):
                 f"the plan is for {self.plan.world_size} ranks, and this run has {dist.get_world_size()}"
             )
         check_trained(self.plan)
-        trained = self.make(build_model, build_optimizer)
+        trained = self.assemble(build_model, build_optimizer)
         if self.weights is not None:
             self.weights.close()
         self._module.train()
-        # what_it_is() comes last: a framework that shards counts the full trainable parameters itself.
-        found = {**self._adapters_found(trained), **self.what_it_is()}
+        # read_back() comes last: a framework that shards counts the full trainable parameters itself.
+        found = {**self._check_adapters(trained), **self.read_back()}
         # dist.get_backend() returns the requested name; this is the backend actually used for this device.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
-        words = self.in_words(found, f"({backend}, {self.ctx.device.type})")
+        words = self.describe_built(found, f"({backend}, {self.ctx.device.type})")
         if self.recipe.has_adapters:
-            words = f"{words}, {lora.in_words(found)}"
+            words = f"{words}, {lora.describe_adapters(found)}"
         record = {
             "sentence": f"{words}, {compute} compute",
             "framework": self.framework,
             "device": str(self.ctx.device),
             "backend": backend,
             "world_size": dist.get_world_size(),
-            "precision": self.precision_found(trained),
+            "precision": self.built_precision(trained),
             **check_recompute(self.model, self.recipe.recompute, self.recipe.recompute_interval),
             **check_compiled(self.model, planned=self.plan.kernels == "compiled"),
             "optimizer": type(self.optimizer).__name__,
@@ -152,10 +152,10 @@ class MicroBatchEngine(Engine):
             return self._step(batch, self._watch)
 
     def export(self, path: str | Path) -> None:
-        pretrained.write_pretrained(self._in_run(path), self.model, self.whole_tensors())
+        pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
 
     def memory(self) -> dict[str, int]:
-        return {**self._accounted(), **tensors.device_bytes(self.ctx.device)}
+        return {**self._count_tensor_bytes(), **tensors.device_bytes(self.ctx.device)}
 
     # ---- shared by the subclasses
 
@@ -165,7 +165,7 @@ class MicroBatchEngine(Engine):
         weights = micro_batches.LossWeights(micros)
         total = torch.zeros((), device=device)
         for index, micro in enumerate(micros):
-            with self.reduce_on(last=index == len(micros) - 1):
+            with self.gradient_sync(last=index == len(micros) - 1):
                 watch.begin("forward")
                 there = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
                 part = self._loss(there) * weights[index]
@@ -186,7 +186,7 @@ class MicroBatchEngine(Engine):
         loss, self.grad_norm = numbers
         return loss
 
-    def optimizer_over(
+    def create_optimizer(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None
     ) -> torch.optim.Optimizer:
         """Build the task's own optimizer, or the recipe's."""
@@ -199,11 +199,11 @@ class MicroBatchEngine(Engine):
         """Build the model with adapters in host memory, identical on all ranks, in the recipe's precision."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self.built(build_model)
+            model = self.build_with_weights(build_model)
             if resolve_loss(self.plan) == "chunked":
                 apply_chunked_loss(model)
             if self.recipe.has_adapters:
-                model = self._adapted(model)
+                model = self._add_adapters(model)
                 if self.weights is not None:
                     draw_adapters(model, self.seed)
             elif self.recipe.precision == "bf16":
@@ -213,30 +213,30 @@ class MicroBatchEngine(Engine):
             compile_layers(model, self.ctx.device.type)
         return model
 
-    def built(self, build_model: BuildModel) -> torch.nn.Module:
+    def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
         """Build the task's model, or this rank's part of it, with its initial weights."""
-        if self._packs_as_made:
+        if self._quantizes_on_meta:
             return build_on_meta(build_model)
-        return build_model() if self.weights is None else build_filled(build_model, self.first_weights)
+        return build_model() if self.weights is None else build_filled(build_model, self.initial_weights_of)
 
     @property
-    def _packs_as_made(self) -> bool:
+    def _quantizes_on_meta(self) -> bool:
         """Whether a quantized base is built on the meta device and its weights are quantized one by one."""
-        none_yet = self.weights is not None or self.is_drawn_in_parts
+        none_yet = self.weights is not None or self.initializes_shards
         return none_yet and self.recipe.base_quantization is not None
 
     @property
-    def is_drawn_in_parts(self) -> bool:
+    def initializes_shards(self) -> bool:
         """Whether the weights are initialized randomly shard by shard: too large to build on every rank."""
         return self.fresh_weights and self.weights is None and is_initialized_sharded(self.plan)
 
-    def first_weights(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:
+    def initial_weights_of(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:
         """Return the source of a meta ``model``'s weights; random ones are generated on ``device``."""
         if self.weights is None:
             return FreshWeights(model, seed=self.seed, device=device)
         return WithAdapters(self.weights, model, self.seed)
 
-    def _adapters_found(self, trained: list[Parameter]) -> dict[str, Any]:
+    def _check_adapters(self, trained: list[Parameter]) -> dict[str, Any]:
         """Return the number of trainable parameters and the base's quantization.
 
         Raises ``RuntimeError`` if the base differs from the recipe.
@@ -245,13 +245,13 @@ class MicroBatchEngine(Engine):
         number = sum(parameter.numel() for parameter in trained)
         return {"num_trained_parameters": number, **base}
 
-    def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _add_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         """Add adapters to ``model``, which is frozen in the compute dtype, without fp32 master weights."""
         recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
         kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
         cast_parameters(model, kind)
         if recipe.base_quantization:
-            weights = self.first_weights(model) if self._packs_as_made else None
+            weights = self.initial_weights_of(model) if self._quantizes_on_meta else None
             sharded = self.shards_parameters
             quantized.quantize_base(model, recipe, sharded=sharded, compute=kind, weights=weights)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
@@ -260,13 +260,13 @@ class MicroBatchEngine(Engine):
             cast_parameters(model, kind)
         return model
 
-    def _in_run(self, path: str | Path) -> Path:
+    def _resolve_in_run(self, path: str | Path) -> Path:
         """Return ``path``, resolved against the run folder, not the ranks' working folder."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
     def _position(self) -> dict[str, Any]:
         """Return the position of the training for a checkpoint."""
-        return {**position_of(self), "world_size": dist.get_world_size()}
+        return {**describe_position(self), "world_size": dist.get_world_size()}
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self._module(**micro)

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from shardscope.training.accounting import tensors
 from shardscope.training.checkpoints import checkpoint
-from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
 from shardscope.training.model import quantized
 from shardscope.training.optimizers import gradients
@@ -51,8 +51,8 @@ class TorchEngine(MicroBatchEngine):
 
     # ---- Engine
 
-    def held_tensors(self) -> HeldTensors:
-        return HeldTensors(
+    def live_tensors(self) -> LiveTensors:
+        return LiveTensors(
             parameters=[*self._parameters, *self._scales],
             gradients=[p.grad for p in self._parameters if p.grad is not None],
             optimizer=tensors.optimizer_tensors(self.optimizer),
@@ -66,17 +66,19 @@ class TorchEngine(MicroBatchEngine):
 
     def save(self, path: str | Path) -> None:
         adapted = self.recipe.has_adapters
-        checkpoint.save(self._in_run(path), self.model, self.optimizer, self._position(), adapted)
+        checkpoint.save(self._resolve_in_run(path), self.model, self.optimizer, self._position(), adapted)
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
         adapted, position = self.recipe.has_adapters, self._position()
         group = self._saving_group
-        return checkpoint.begin(self._in_run(path), self.model, self.optimizer, position, adapted, group)
+        return checkpoint.begin(
+            self._resolve_in_run(path), self.model, self.optimizer, position, adapted, group
+        )
 
     def load(self, path: str | Path) -> None:
-        position = checkpoint.load(self._in_run(path), self.plan, self.model, self.optimizer)
+        position = checkpoint.load(self._resolve_in_run(path), self.plan, self.model, self.optimizer)
         self.num_steps_done = int(position["num_steps_done"])
         if self._scaler and position["scaler"]:
             self._scaler.load_state_dict(position["scaler"])
@@ -87,14 +89,14 @@ class TorchEngine(MicroBatchEngine):
 
     # ---- shared by the subclasses
 
-    def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
+    def assemble(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         self._module = self.wrap(build_model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Keep the lists: while a layer runs, a framework may replace its parameters by all-gathered ones, and
         # iterating over all modules in each step is slow.
         self._parameters = list(self.model.parameters())
         self._scales = quantized.scales(self.model)
-        self.optimizer = self.optimizer_over(trained, self.model, build_optimizer)
+        self.optimizer = self.create_optimizer(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
             # torch's default, 2^16, overflows in the first steps; the scaler adapts the scale anyway.
             self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
@@ -107,8 +109,8 @@ class TorchEngine(MicroBatchEngine):
             "optimizer": checkpoint.name_of(self.optimizer),
         }
 
-    def whole_tensors(self) -> pretrained.WholeTensors:
-        return pretrained.whole_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
+    def full_tensors(self) -> pretrained.FullTensors:
+        return pretrained.full_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
 
     def gradient_bytes(self) -> int:
         """Return the current bytes of gradients."""
@@ -131,18 +133,20 @@ class TorchEngine(MicroBatchEngine):
             self._scaler.update()
         else:
             self.optimizer.step()
-        held = self._accounted()
-        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(held.values()))
+        held = self._count_tensor_bytes()
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(held.values()))
         # Free gradients here, not before the next backward: the plan counts none during forward.
         self.optimizer.zero_grad(set_to_none=True)
-        self.held_after_step = {**held, "gradients": self.gradient_bytes()}
+        self.bytes_after_step = {**held, "gradients": self.gradient_bytes()}
         return norm
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip gradients to ``max_grad_norm``. Return the whole model's norm before that, on the device."""
-        return gradients.clip(self._parameters, self.ctx.device, self.shard_group, self.max_grad_norm)
+        return gradients.clip_gradients(
+            self._parameters, self.ctx.device, self.shard_group, self.max_grad_norm
+        )
 
-    def _accounted(self) -> dict[str, int]:
+    def _count_tensor_bytes(self) -> dict[str, int]:
         return {
             "parameters": tensors.tensor_bytes([*self._parameters, *self._scales]),
             "gradients": self.gradient_bytes(),

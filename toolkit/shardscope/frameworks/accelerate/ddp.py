@@ -31,7 +31,7 @@ def told(plan: Plan, accelerator: Any) -> None:
     """Configure nothing."""
 
 
-def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+def read_back(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """Check and describe the DDP wrapper and its ranks; a single rank may have no wrapper."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -43,7 +43,7 @@ def told(plan: Plan, accelerator: Any) -> None:
     """Configure nothing: the file has everything."""
 
 
-def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+def read_back(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """Check and describe stage, offloading, partitions and ranks of the ``deepspeed.initialize`` engine."""
     from deepspeed import DeepSpeedEngine
 
@@ -54,5 +54,5 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     tp = max(1, int(model.autotp_size()))
     if tp != plan.degrees.tp:
         raise contradicts(f"DeepSpeed with tp={plan.degrees.tp}", f"DeepSpeed with tp={tp}")
-    record = inspection.what_it_is(plan, model)
-    return {**record, "tp": tp, "words": " ".join(inspection.in_words(record, "").split())}
+    record = inspection.read_back(plan, model)
+    return {**record, "tp": tp, "words": " ".join(inspection.describe_built(record, "").split())}

@@ -62,11 +62,11 @@ def told(plan: Plan, accelerator: Any) -> None:
         )
 
 
-def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+def read_back(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """Check and describe the DTensors' mesh, the shards' device, and resharding after forward."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from shardscope.training.optimizers.gradients import local
+    from shardscope.training.optimizers.gradients import local_shard
 
     parameters = dict(model.named_parameters())
     whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
@@ -80,7 +80,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
         if mesh != planned or not any(isinstance(placement, Shard) for placement in sharded.placements):
             raise contradicts(f"shards over a mesh of {planned}", f"{name} {sharded.placements} over {mesh}")
     first: Any = next(iter(parameters.values()))
-    homes = {local(parameter).device.type for parameter in parameters.values()}
+    homes = {local_shard(parameter).device.type for parameter in parameters.values()}
     home = "cpu" if getattr(plan.layout, "offload", None) == "cpu" else accelerator.device.type
     if homes != {home}:
         raise contradicts(f"shards on {home}", f"shards on {' and '.join(sorted(homes))}")
@@ -96,7 +96,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
         "mesh_shape": list(planned),
         "mesh_axes": list(first.device_mesh.mesh_dim_names or ()),
         "num_sharded_tensors": len(parameters),
-        "num_weights_here": sum(local(parameter).numel() for parameter in parameters.values()),
+        "num_weights_here": sum(local_shard(parameter).numel() for parameter in parameters.values()),
         "placements": dict(Counter(str(tuple(p.placements)) for p in parameters.values())),
         "reshard_after_forward": {str(value): number for value, number in reshards.items()},
         "parameters_on": home,

@@ -65,7 +65,7 @@ def told(plan: Plan, accelerator: Any) -> None:
     """Configure nothing."""
 
 
-def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+def read_back(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
     """Check and describe the sizes of megatron-core's process groups."""
     from megatron.core import parallel_state
 

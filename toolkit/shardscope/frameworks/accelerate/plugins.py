@@ -40,7 +40,7 @@ class Accelerated(Protocol):
     def told(self, plan: Plan, accelerator: Any) -> None:
         """Set on a new ``Accelerator`` what environment variables cannot express."""
 
-    def what_it_is(self, plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+    def read_back(self, plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
         """Describe the prepared ``model``, with a sentence as the entry ``words``.
 
         Raises ``RuntimeError`` if it contradicts the plan.

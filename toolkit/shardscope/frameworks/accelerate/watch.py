@@ -176,7 +176,7 @@ class Watch:
         if not trained or any(model is known for known in self._models):
             return
         self._check_types(trained)
-        found = self.framework.what_it_is(self.plan, self.accelerator, model)
+        found = self.framework.read_back(self.plan, self.accelerator, model)
         self._models.append(model)
         if len(self._models) > 1:
             self._add(num_models=len(self._models))

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 
 if TYPE_CHECKING:
-    from shardscope.training.engine import HeldTensors
+    from shardscope.training.engine import LiveTensors
 
 NEWS = 1.005
 """Growth of live bytes, as a factor, that triggers a new count: peaks are underestimated by at most this
@@ -45,7 +45,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        held: Callable[[], HeldTensors],
+        held: Callable[[], LiveTensors],
         *,
         vocab_sizes: Iterable[int],
         bucket_bytes: int = 0,
@@ -62,7 +62,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         self._at_most = 0
         """Upper bound of live bytes: assumes that nothing was freed since the last count."""
         for buffer in self._buffers:
-            self._remember(local(buffer), "activations")
+            self._remember(local_shard(buffer), "activations")
         self.look("rest")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,11 +71,11 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         kind = self._kind_of_unknown(function)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._remember(local(leaf), kind)
+                self._remember(local_shard(leaf), kind)
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
                 if isinstance(leaf, torch.Tensor):
-                    storage = local(leaf).untyped_storage()
+                    storage = local_shard(leaf).untyped_storage()
                     self._made[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
         if self._at_most > NEWS * _of_torch(self.phases.get(self._phase, {})):
             self.look(self._phase)
@@ -121,12 +121,12 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
     def _weigh(self) -> Weighed:
         held = self._held()
-        gradients = [local(gradient) for gradient in held.gradients]
+        gradients = [local_shard(gradient) for gradient in held.gradients]
         owned: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": map(local, held.parameters),
+            "parameters": map(local_shard, held.parameters),
             "gradients": gradients,
-            "optimizer": map(local, held.optimizer),
-            "gather_buffers": map(local, held.gathered),
+            "optimizer": map(local_shard, held.optimizer),
+            "gather_buffers": map(local_shard, held.gathered),
         }
         seen: set[int] = set()
         weighed: Weighed = {}

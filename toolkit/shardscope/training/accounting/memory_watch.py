@@ -12,7 +12,7 @@ import torch
 from shardscope.records.folder import RunFolder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.census import Census
-from shardscope.training.engine import Engine, HeldTensors
+from shardscope.training.engine import Engine, LiveTensors
 
 WATCHED_STEPS = (0, 2)
 """Measured steps, from 0. The third is representative (in the second DDP still rebuilds its buckets); the
@@ -46,7 +46,7 @@ class MemoryWatch:
         self._peaks = {}
         tensors.reset_peak(self._device)
         # A dispatch mode sees no operators inside compiled graphs; only the allocator's peaks remain.
-        if engine.plan.kernels != "compiled" and engine.held_tensors() is not None:
+        if engine.plan.kernels != "compiled" and engine.live_tensors() is not None:
             self._census = Census(
                 lambda: _held(engine), vocab_sizes=_vocab_sizes(engine), bucket_bytes=engine.bucket_bytes
             )
@@ -93,8 +93,8 @@ class MemoryWatch:
         return found
 
 
-def _held(engine: Engine) -> HeldTensors:
-    held = engine.held_tensors()
+def _held(engine: Engine) -> LiveTensors:
+    held = engine.live_tensors()
     assert held is not None
     return held
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's storages of ``tensors``, each storage once (tied weights share one)."""
     storages = {}
     for tensor in tensors:
-        storage = local(tensor).untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
 

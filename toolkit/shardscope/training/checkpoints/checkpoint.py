@@ -24,9 +24,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.pickles import CheckedReader, checked_loading, is_own, pickled_items
+from shardscope.training.checkpoints.pickles import CheckedReader, checked_loading, is_trusted, pickled_items
 from shardscope.training.checkpoints.position import read_position, write_position
-from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.temporary_folder import (
+    create_temporary,
+    replace_folder,
+    replace_when_complete,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -43,7 +47,7 @@ def save(
 
     ``only_trained`` leaves out frozen weights: adapters are megabytes, their base is much larger.
     """
-    with written_aside(path) as aside:
+    with replace_when_complete(path) as aside:
         random_state.write(aside)
         dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
         if dist.get_rank() == 0:
@@ -64,7 +68,7 @@ def begin(
     ranks, until ``path`` is complete, and raises the error of the write. The folder gets its name as soon as
     it is complete, whether or not that function is called.
     """
-    aside = begin_aside(path)
+    aside = create_temporary(path)
     random_state.write(aside)
     state = _state(model, optimizer, only_trained)
     written: Any = dcp.async_save(state, checkpoint_id=str(aside), process_group=group)
@@ -76,7 +80,7 @@ def begin(
             written.result()
             if dist.get_rank() == 0:
                 write_position(aside, position, pickled_items(aside))
-                replace(aside, path)
+                replace_folder(aside, path)
             whole.set_result(None)
         except BaseException as error:
             whole.set_exception(error)
@@ -116,9 +120,9 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
     state = _state(model, optimizer, only_trained)
-    own = is_own(path)
-    reader = CheckedReader(path, own=own)
-    with checked_loading(own=own):
+    trusted = is_trusted(path)
+    reader = CheckedReader(path, trusted=trusted)
+    with checked_loading(trusted=trusted):
         dcp.load(state, storage_reader=reader)
     options = StateDictOptions(
         strict=not only_trained,

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.core.errors import refuse
-from shardscope.training.checkpoints.folders import checkpoints_of, is_whole
-from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, run_of
+from shardscope.training.checkpoints.folders import is_complete, list_checkpoints
+from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, read_run
 
 MAX_NAMED = 3
 """Maximum number of skipped checkpoints named in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotTaken:
+class Skipped:
     """A skipped checkpoint, without proof that this user's launch saved it."""
 
     path: Path
@@ -38,35 +38,35 @@ class Choice:
     """The checkpoint to resume from, None if there is none, and the newer ones that were skipped."""
 
     checkpoint: Path | None
-    not_taken: tuple[NotTaken, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def notice(self) -> str:
         """Sentences that name the skipped checkpoints; empty if there are none."""
-        if not self.not_taken:
+        if not self.skipped:
             return ""
-        named = "; ".join(map(str, self.not_taken[:MAX_NAMED]))
-        more = len(self.not_taken) - MAX_NAMED
+        named = "; ".join(map(str, self.skipped[:MAX_NAMED]))
+        more = len(self.skipped) - MAX_NAMED
         others = f"; and {more:,} more" if more > 0 else ""
-        return f"not taken: {named}{others}. {self.how_to_take}."
+        return f"not taken: {named}{others}. {self.how_to_use}."
 
     @property
-    def how_to_take(self) -> str:
+    def how_to_use(self) -> str:
         """How to use the first skipped checkpoint anyway, as a clause."""
         return (
             "If you trust it (it is yours, from another machine, say), name its path: "
-            f"resume={str(self.not_taken[0].path)!r} loads tensors, plain values and its format's classes"
+            f"resume={str(self.skipped[0].path)!r} loads tensors, plain values and its format's classes"
         )
 
 
 def named_checkpoint(path: Path) -> Path | None:
     """Return ``path`` if it is a complete checkpoint, else the newest one of the run folder ``path``."""
-    return path if is_whole(path) else newest_checkpoint(path)
+    return path if is_complete(path) else newest_checkpoint(path)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the most steps in a run folder, whoever saved it."""
-    return next(reversed(checkpoints_of(folder)), None)
+    return next(reversed(list_checkpoints(folder)), None)
 
 
 def choose_for_rank(folder: Path) -> Choice:
@@ -75,7 +75,7 @@ def choose_for_rank(folder: Path) -> Choice:
     The earlier run is the latest one with a checkpoint that was launched with the same name.
     """
     candidates = [folder]
-    if (name := run_of(folder).name) is not None:
+    if (name := read_run(folder).name) is not None:
         candidates += (path for path in runs_by_name(folder.parent, name) if path != folder)
     return _choose(candidates)
 
@@ -101,22 +101,22 @@ def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
     try:
         check_signed(path)
     except UnsignedError as error:
-        return Choice(checkpoint=None, not_taken=(*own.not_taken, NotTaken(path=path, why=str(error))))
-    return Choice(checkpoint=path, not_taken=own.not_taken)
+        return Choice(checkpoint=None, skipped=(*own.skipped, Skipped(path=path, why=str(error))))
+    return Choice(checkpoint=path, skipped=own.skipped)
 
 
-def check_any_taken(choice: Choice, field: str) -> None:
+def check_any_usable(choice: Choice, field: str) -> None:
     """Raise ``ValueError`` if there are checkpoints and ``choice`` skipped all of them.
 
     With ``resume=True`` a run must not silently start from step 0.
     """
-    if choice.checkpoint is None and choice.not_taken:
+    if choice.checkpoint is None and choice.skipped:
         refuse(
             field,
             True,
             f"a checkpoint that your own launches on this machine saved. {choice.notice[:1].upper()}"
             f"{choice.notice[1:].rstrip('.')}",
-            f"resume={str(choice.not_taken[0].path)!r}, or resume=False to start anew",
+            f"resume={str(choice.skipped[0].path)!r}, or resume=False to start anew",
         )
 
 
@@ -130,21 +130,21 @@ def runs_by_name(parent: Path, name: str) -> list[Path]:
         return []
     # Filter by folder name first, without reading files: there may be hundreds of runs.
     named = (path for path in parent.iterdir() if path.name.startswith(name))
-    runs = ((run.created or 0.0, path) for path in named if (run := run_of(path)).name == name)
+    runs = ((run.created or 0.0, path) for path in named if (run := read_run(path)).name == name)
     return [path for _, path in sorted(runs, reverse=True)]
 
 
 def _choose(folders: list[Path]) -> Choice:
-    not_taken: list[NotTaken] = []
+    skipped: list[Skipped] = []
     for folder in folders:
-        newest: NotTaken | None = None
-        for path in reversed(checkpoints_of(folder)):
+        newest: Skipped | None = None
+        for path in reversed(list_checkpoints(folder)):
             if (why := _why_not(path, folder)) is None:
-                newest_first = (*not_taken, *filter(None, (newest,)))
-                return Choice(checkpoint=path, not_taken=newest_first)
-            newest = newest or NotTaken(path=path, why=why)
-        not_taken += filter(None, (newest,))
-    return Choice(checkpoint=None, not_taken=tuple(not_taken))
+                newest_first = (*skipped, *filter(None, (newest,)))
+                return Choice(checkpoint=path, skipped=newest_first)
+            newest = newest or Skipped(path=path, why=why)
+        skipped += filter(None, (newest,))
+    return Choice(checkpoint=None, skipped=tuple(skipped))
 
 
 def _why_not(path: Path, folder: Path) -> str | None:
@@ -153,6 +153,6 @@ def _why_not(path: Path, folder: Path) -> str | None:
     except UnsignedError as error:
         return str(error)
     # Otherwise a copy of an old checkpoint in a forged folder of a new run would count as the newest.
-    if signed != run_of(folder):
+    if signed != read_run(folder):
         return f"it was saved by another run than this folder says ({signed.name or 'one without a name'})"
     return None

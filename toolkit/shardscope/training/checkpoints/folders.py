@@ -19,24 +19,24 @@ def checkpoint_path(folder: Path, num_steps_done: int) -> Path:
     return Path(folder) / CHECKPOINTS / f"step-{num_steps_done:06d}"
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Return whether ``path`` is a complete checkpoint."""
     return (path / POSITION_FILE).is_file()
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, in the order of their steps."""
     found = [
         (int(match[1]), path)
         for path in (Path(folder) / CHECKPOINTS).glob("step-*")
-        if (match := _STEP.fullmatch(path.name)) and is_whole(path)
+        if (match := _STEP.fullmatch(path.name)) and is_complete(path)
     ]
     return [path for _, path in sorted(found)]
 
 
-def forget_older(folder: Path, keep_last: int) -> None:
+def delete_older(folder: Path, keep_last: int) -> None:
     """Delete all complete checkpoints of a run except the latest ``keep_last``."""
-    for path in checkpoints_of(folder)[:-keep_last]:
+    for path in list_checkpoints(folder)[:-keep_last]:
         # Rename before deleting: a half-deleted checkpoint must not look complete.
         dying = path.with_name(f".{path.name}.old")
         shutil.rmtree(dying, ignore_errors=True)

@@ -51,7 +51,7 @@ class SignedRun:
     created: float | None
 
 
-def run_of(folder: Path) -> SignedRun:
+def read_run(folder: Path) -> SignedRun:
     """Return the run in ``folder`` by its ``run.json``, which is not signed."""
     record = read_json(RunFolder(folder).run_json) or {}
     name, created = record.get("asked_name"), record.get("created")

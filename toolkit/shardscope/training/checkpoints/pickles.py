@@ -121,7 +121,7 @@ def read_metadata(path: Path) -> Metadata:
 class CheckedReader(FileSystemReader):  # type: ignore[misc]
     """Checkpoint reader that checks metadata and items in its constructor."""
 
-    def __init__(self, folder: Path, *, own: bool) -> None:
+    def __init__(self, folder: Path, *, trusted: bool) -> None:
         """Check the checkpoint. Raises ``ValueError`` if a pickle contains a class that is not allowed.
 
         The items of the user's ``own`` checkpoint are not checked.
@@ -130,7 +130,7 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
         self._metadata = read_metadata(folder / METADATA_FILE)
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
-        if not own:
+        if not trusted:
             for name, ranges in _pickled_items(self._metadata).items():
                 _check_items(folder / name, ranges)
 
@@ -185,7 +185,7 @@ def _refused_classes(source: Path | io.BytesIO) -> str:
         return ""
 
 
-def is_own(checkpoint: Path) -> bool:
+def is_trusted(checkpoint: Path) -> bool:
     """Return whether a manifest proves that this user's launch saved ``checkpoint``."""
     try:
         check_signed(checkpoint)
@@ -195,12 +195,12 @@ def is_own(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def checked_loading(classes: Sequence[Any] = (), *, own: bool) -> Iterator[None]:
+def checked_loading(classes: Sequence[Any] = (), *, trusted: bool) -> Iterator[None]:
     """Limit each ``torch.load`` inside to tensors, plain values and ``classes``, whatever its arguments.
 
-    The user's ``own`` checkpoint (see :func:`is_own`) is loaded without limits.
+    The user's ``own`` checkpoint (see :func:`is_trusted`) is loaded without limits.
     """
-    if own:
+    if trusted:
         yield
         return
     before = os.environ.get(FORCE_VARIABLE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.frameworks.registry import frameworks
 from shardscope.training.checkpoints.folders import POSITION_FILE
-from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, run_of, sign_checkpoint
+from shardscope.training.checkpoints.manifest import Ranges, UnsignedError, read_run, sign_checkpoint
 from shardscope.training.checkpoints.temporary_folder import check_own
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardscope.training.engine import Engine
 
 
-def position_of(engine: Engine) -> dict[str, Any]:
+def describe_position(engine: Engine) -> dict[str, Any]:
     """Return the position fields that all frameworks' checkpoints have."""
     found: dict[str, Any] = {
         "framework": engine.framework,
@@ -41,7 +41,7 @@ def write_position(
     """
     content = json.dumps(position).encode()
     try:
-        sign_checkpoint(folder, run_of(folder.parent.parent), pickled or {}, {POSITION_FILE: content})
+        sign_checkpoint(folder, read_run(folder.parent.parent), pickled or {}, {POSITION_FILE: content})
     except UnsignedError as error:
         print(
             f"the checkpoint in {folder.parent} is not signed, so only its path resumes from it: {error}",

@@ -12,23 +12,23 @@ import torch.distributed as dist
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def replace_when_complete(path: Path) -> Iterator[Path]:
     """Yield an empty folder on all ranks, which is renamed to ``path`` when every rank has left the block.
 
     An older folder at ``path`` is replaced: readers see the old one or the complete new one. A run that dies
     in between leaves ``.<name>.partial``, which the next writer of ``path`` deletes.
     """
-    aside = begin_aside(path)
+    aside = create_temporary(path)
     yield aside
     # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
     if dist.get_rank() == 0:
-        replace(aside, path)
+        replace_folder(aside, path)
     # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
     dist.barrier()
 
 
-def begin_aside(path: Path) -> Path:
+def create_temporary(path: Path) -> Path:
     """Create the temporary folder for ``path``. Return it, on all ranks."""
     aside = path.with_name(f".{path.name}.partial")
     if dist.get_rank() == 0:
@@ -39,7 +39,7 @@ def begin_aside(path: Path) -> Path:
     return aside
 
 
-def replace(aside: Path, path: Path) -> None:
+def replace_folder(aside: Path, path: Path) -> None:
     """Rename ``aside`` to ``path``. An existing folder is moved first: rename(2) needs an empty target."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -34,7 +34,7 @@ def add_adapters(
     return adapted
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def describe_adapters(found: Mapping[str, Any]) -> str:
     """Describe the adapters and the result of :func:`shardscope.training.model.quantized.check_base`."""
     number = count(found["num_trained_parameters"], "adapter weight")
     if "base_quantization" not in found:

@@ -15,7 +15,7 @@ import torch
 
 from shardscope.training.accounting.tensors import tensor_bytes
 from shardscope.training.model.recompute import decoder_layers
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights.initial_weights import InitialWeights, all_of, fill_buffers
 
 
@@ -215,8 +215,8 @@ def _kind(linear: Any) -> tuple[str, bool, str]:
     """Return (quantization type, whether the scales are quantized too, storage dtype)."""
     state = getattr(linear, "quant_state", None)
     if state is None:
-        return "int8", False, str(local(linear.weight).dtype)
-    return str(state.quant_type), bool(state.nested), str(local(linear.weight).dtype)
+        return "int8", False, str(local_shard(linear.weight).dtype)
+    return str(state.quant_type), bool(state.nested), str(local_shard(linear.weight).dtype)
 
 
 def scales(model: torch.nn.Module) -> list[torch.Tensor]:

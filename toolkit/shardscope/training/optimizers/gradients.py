@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``tensor``, without communication."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def clip(
+def clip_gradients(
     parameters: Iterable[torch.nn.Parameter],
     device: torch.device,
     shard_group: Any | None,
@@ -33,7 +33,7 @@ def clip(
     which NCCL cannot do; here only one number is reduced, on ``device``.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [local(parameter.grad) for parameter in trained]
+    gradients = [local_shard(parameter.grad) for parameter in trained]
     squares = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).square()
     if copies is not None:
         counts = torch.tensor([copies(parameter) for parameter in trained], dtype=torch.float32)

@@ -19,7 +19,7 @@ from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import resumed
 from shardscope.training.checkpoints.choice import (
     Choice,
-    check_any_taken,
+    check_any_usable,
     choose_by_name,
     choose_for_rank,
     named_checkpoint,
@@ -219,7 +219,7 @@ class TextTask(ABC):
         if isinstance(found[0], Choice):
             if found[0].notice:
                 print(found[0].notice, flush=True)
-            check_any_taken(found[0], self._field("resume"))
+            check_any_usable(found[0], self._field("resume"))
             found = [found[0].checkpoint]
         if found[0] is None:
             print("nothing to go on from yet: this is the start", flush=True)
@@ -249,7 +249,7 @@ class TextTask(ABC):
         if self.resume is not True or name is None:
             return
         choice = choose_by_name(folder, name)
-        check_any_taken(choice, self._field("resume"))
+        check_any_usable(choice, self._field("resume"))
         if choice.notice:
             warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
         if choice.checkpoint is not None:

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import refuse
-from shardscope.training.checkpoints.temporary_folder import written_aside
+from shardscope.training.checkpoints.temporary_folder import replace_when_complete
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one safetensors file, usual on the Hub; rank 0 holds about as many bytes at once."""
 
-WholeTensors = Iterable[tuple[str, torch.Tensor | None]]
+FullTensors = Iterable[tuple[str, torch.Tensor | None]]
 """Names and unsharded tensors; the tensor is None on the ranks that do not write."""
 
 
-def whole_parameters(model: torch.nn.Module, device: torch.device, only_trained: bool) -> WholeTensors:
+def full_parameters(model: torch.nn.Module, device: torch.device, only_trained: bool) -> FullTensors:
     """Yield the parameters of ``model``, all-gathered one by one on ``device``; rank 0 gets them on the host.
 
     A tied weight is yielded once, under its first name. Persistent buffers follow, unless ``only_trained``.
@@ -52,7 +52,7 @@ def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
 def write_pretrained(
     path: Path,
     model: torch.nn.Module,
-    tensors: WholeTensors,
+    tensors: FullTensors,
     *,
     hub_names: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -71,7 +71,7 @@ def write_pretrained(
             "a transformers model, whose config.json says how to open it",
             "engine.save, and torch.save of its state_dict in your own format",
         )
-    with written_aside(path) as aside:
+    with replace_when_complete(path) as aside:
         if hasattr(model, "peft_config"):
             _write_adapters(aside, model, dict(tensors))
             return
@@ -87,7 +87,7 @@ def write_pretrained(
         _exported_config(model, files.dtype).save_pretrained(aside)
 
 
-def _by_layer(tensors: WholeTensors) -> Iterator[dict[str, torch.Tensor]]:
+def _by_layer(tensors: FullTensors) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors layer by layer: the Hub's names may require splits and merges within a layer."""
     for _, group in groupby(tensors, key=lambda item: _layer_of(item[0])):
         yield {name: tensor for name, tensor in group if tensor is not None}

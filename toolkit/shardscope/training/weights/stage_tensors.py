@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardscope.training.weights.pretrained import WholeTensors
+from shardscope.training.weights.pretrained import FullTensors
 
 
 class StageTensor(NamedTuple):
@@ -23,7 +23,7 @@ class StageTensor(NamedTuple):
 
 def stage_by_stage(
     own: Iterable[StageTensor], *, stage: int, num_stages: int, device: torch.device
-) -> WholeTensors:
+) -> FullTensors:
     """Yield the tensors stage by stage, in host memory on rank 0 and None on all other ranks.
 
     Collective: every rank must iterate over it. Each stage is a range of consecutive ranks, whose first rank

@@ -47,7 +47,7 @@ class DdpEngine(TorchEngine):
             gradient_as_bucket_view=True,
         )
 
-    def what_it_is(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, Any]:
         module = self._module
         if not isinstance(module, DistributedDataParallel):
             raise RuntimeError(f"the plan says DDP, and the module is {type(module).__name__}")
@@ -69,7 +69,7 @@ class DdpEngine(TorchEngine):
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }
 
-    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
         size = sum(found["bucket_bytes"]) / 2**20
         return (
             f"{DdpLayout.title}: {found['module']} over {count(found['data_parallel'], 'rank')} {where}, "
@@ -77,7 +77,7 @@ class DdpEngine(TorchEngine):
             + (" in all" if found["num_buckets"] > 1 else "")
         )
 
-    def reduce_on(self, last: bool) -> AbstractContextManager[None]:
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         module = self._module
         if last or not isinstance(module, DistributedDataParallel):
             return nullcontext()

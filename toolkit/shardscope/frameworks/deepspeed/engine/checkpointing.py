@@ -22,13 +22,17 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
-from shardscope.training.checkpoints.pickles import checked_loading, is_own, load_file
+from shardscope.training.checkpoints.pickles import checked_loading, is_trusted, load_file
 from shardscope.training.checkpoints.position import read_position, write_position
-from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.temporary_folder import (
+    create_temporary,
+    replace_folder,
+    replace_when_complete,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.training.weights.pretrained import WholeTensors
+    from shardscope.training.weights.pretrained import FullTensors
 
 TAG = "zero"
 """DeepSpeed's name for the one state that a folder holds."""
@@ -36,7 +40,7 @@ TAG = "zero"
 
 def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) -> None:
     """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON."""
-    with written_aside(path) as aside:
+    with replace_when_complete(path) as aside:
         _save(aside, engine, only_trained)
         dist.barrier()  # Rank 0 signs what all have written.
         if dist.get_rank() == 0:
@@ -54,7 +58,7 @@ class Writing:
     ) -> None:
 
         self._path, self._position, self._group = path, position, group
-        self._aside = begin_aside(path)
+        self._aside = create_temporary(path)
         self._files = StagedFiles()
         own, engine.checkpoint_engine = engine.checkpoint_engine, self._files
         try:
@@ -88,7 +92,7 @@ class Writing:
                 raise RuntimeError(f"other ranks could not write their part of {self._path}")
             if dist.get_rank() == 0:
                 write_position(self._aside, self._position)
-                replace(self._aside, self._path)
+                replace_folder(self._aside, self._path)
         except BaseException as error:
             self._error = error
 
@@ -157,7 +161,7 @@ def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> No
             )
 
 
-def whole_tensors(engine: Any, *, main: bool, only_trained: bool) -> WholeTensors:
+def full_tensors(engine: Any, *, main: bool, only_trained: bool) -> FullTensors:
     """The parameters one by one, gathered on all ranks; of rank 0 they come in host memory.
 
     ``main``: in fp32, out of the main copies, where DeepSpeed keeps such; else as forward reads them. A tied
@@ -260,12 +264,12 @@ class CheckedFiles(CheckpointEngine):  # type: ignore[misc]
 @contextmanager
 def checked_files(engine: Any, checkpoint: Path) -> Iterator[None]:
     """Let ``engine`` load ``checkpoint`` inside: no more than :data:`CLASSES`, unless this user saved it."""
-    if is_own(checkpoint):
+    if is_trusted(checkpoint):
         yield
         return
     files, engine.checkpoint_engine = engine.checkpoint_engine, CheckedFiles()
     try:
-        with checked_loading(CLASSES, own=False):
+        with checked_loading(CLASSES, trusted=False):
             yield
     finally:
         engine.checkpoint_engine = files

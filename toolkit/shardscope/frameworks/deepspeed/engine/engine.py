@@ -18,13 +18,13 @@ from shardscope.frameworks.deepspeed.engine.launching import connect, import_dee
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.training.accounting import tensors
-from shardscope.training.accounting.precision_found import check_copied
-from shardscope.training.engine import BuildModel, BuildOptimizer, Context, HeldTensors
+from shardscope.training.accounting.precision import check_copied
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.optimizers import gradients
 from shardscope.training.weights.initial_weights import CPU, InitialWeights, all_of, fill_buffers
-from shardscope.training.weights.pretrained import WholeTensors
+from shardscope.training.weights.pretrained import FullTensors
 
 FIRST_LOSS_SCALE_POWER = 12
 """Exponent of the initial fp16 loss scale, 2^12 as in the other engines; an overflow halves the scale."""
@@ -48,7 +48,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         """Bytes of the last step: gradients when backward had ended, the others after the update."""
         self._saving_group: Any = None
 
-    def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
+    def assemble(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         """DeepSpeed's engine around the model; ``self.optimizer`` is what updates inside of it."""
         layout: Any = self.plan.layout
         deepspeed = import_deepspeed(self.ctx.device.type)
@@ -58,7 +58,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         # Asked for by shape: stage 3 is about to take shapes away.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = [parameter.shape for parameter in model.parameters()]
-        optimizer = self.optimizer_over(trained, model, build_optimizer)
+        optimizer = self.create_optimizer(trained, model, build_optimizer)
         if layout.offload_optimizer and type(optimizer) is torch.optim.AdamW:
             optimizer = _on_host(optimizer)
         if layout.stage == 3:
@@ -81,12 +81,12 @@ class DeepSpeedEngine(MicroBatchEngine):
     def _cuts_as_made(self) -> bool:
         """Whether no rank ever has more than its part: of a model whose weights a task made itself it has."""
         layout: Any = self.plan.layout
-        none_yet = self.weights is not None or self.is_drawn_in_parts
+        none_yet = self.weights is not None or self.initializes_shards
         # A quantized base needs real weights to quantize.
         return layout.stage == 3 and none_yet and not self.recipe.base_quantization
 
-    def built(self, build_model: BuildModel) -> torch.nn.Module:
-        return build_model() if self._cuts_as_made else super().built(build_model)
+    def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
+        return build_model() if self._cuts_as_made else super().build_with_weights(build_model)
 
     def _cut(self, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
         """Leave of every parameter this rank's part, in the type that forward reads."""
@@ -94,14 +94,14 @@ class DeepSpeedEngine(MicroBatchEngine):
         if self._cuts_as_made:
             # Files are read into the host's memory, and numbers drawn where that is fastest.
             device = CPU if self.weights is not None else self.ctx.device
-            weights = self.first_weights(model, device)
+            weights = self.initial_weights_of(model, device)
             cut_as_made(deepspeed, model, weights, device=device, config=config, kind=kind)
             return
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
         cut(deepspeed, model, config)
 
-    def precision_found(self, trained: list[Parameter]) -> str:
+    def built_precision(self, trained: list[Parameter]) -> str:
         return check_copied(self.recipe.precision, self.compute_dtype)
 
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -141,7 +141,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         self._module.backward(loss, scale_wrt_gas=False)
 
     @contextmanager
-    def reduce_on(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, last: bool) -> Iterator[None]:
         yield
         if not last:
             # Only counts the micro-batch: DeepSpeed updates at the last one.
@@ -155,21 +155,21 @@ class DeepSpeedEngine(MicroBatchEngine):
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
         """Around DeepSpeed's own update: the norm, and the bytes before and after."""
-        gradients_held = tensors.tensor_bytes(self.held_tensors().gradients)
+        gradients_held = tensors.tensor_bytes(self.live_tensors().gradients)
         # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
         norm = self.clip() if self.zero is self.optimizer else None
         yield
-        after = self._accounted()
+        after = self._count_tensor_bytes()
         self.held_at_update = {**after, "gradients": gradients_held}
-        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_at_update.values()))
-        self.held_after_step = after
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(self.held_at_update.values()))
+        self.bytes_after_step = after
         if norm is None:
             norm = torch.as_tensor(float(self._module.get_global_grad_norm()), device=self.ctx.device)
         self._norm = norm
 
     def clip(self) -> torch.Tensor:
         """Clip fp32 gradients that are reduced and unsharded. Returns their norm."""
-        return gradients.clip(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
+        return gradients.clip_gradients(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.zero.param_groups:
@@ -178,12 +178,14 @@ class DeepSpeedEngine(MicroBatchEngine):
     # ---- checkpoints
 
     def save(self, path: str | Path) -> None:
-        checkpointing.save(self._in_run(path), self._module, self._position(), self.recipe.has_adapters)
+        checkpointing.save(
+            self._resolve_in_run(path), self._module, self._position(), self.recipe.has_adapters
+        )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        path, position, adapted = self._in_run(path), self._position(), self.recipe.has_adapters
+        path, position, adapted = self._resolve_in_run(path), self._position(), self.recipe.has_adapters
         return checkpointing.Writing(path, self._module, position, adapted, self._saving_group).wait
 
     def _position(self) -> dict[str, Any]:
@@ -197,26 +199,26 @@ class DeepSpeedEngine(MicroBatchEngine):
         }
 
     def load(self, path: str | Path) -> None:
-        position = checkpointing.load(self._in_run(path), self.plan, self._module, self._position())
+        position = checkpointing.load(self._resolve_in_run(path), self.plan, self._module, self._position())
         self.num_steps_done = int(position["num_steps_done"])
 
-    def whole_tensors(self) -> WholeTensors:
+    def full_tensors(self) -> FullTensors:
         adapted, main = self.recipe.has_adapters, self.recipe.precision != "bf16"
-        return checkpointing.whole_tensors(self._module, main=main, only_trained=adapted)
+        return checkpointing.full_tensors(self._module, main=main, only_trained=adapted)
 
     # ---- what it is
 
-    def what_it_is(self) -> dict[str, Any]:
-        return inspection.what_it_is(self.plan, self._module)
+    def read_back(self) -> dict[str, Any]:
+        return inspection.read_back(self.plan, self._module)
 
-    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
-        return inspection.in_words(found_, where)
+    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
+        return inspection.describe_built(found_, where)
 
-    def held_tensors(self) -> HeldTensors:
-        return inspection.held_tensors(self._module)
+    def live_tensors(self) -> LiveTensors:
+        return inspection.live_tensors(self._module)
 
-    def _accounted(self) -> dict[str, int]:
-        held = self.held_tensors()
+    def _count_tensor_bytes(self) -> dict[str, int]:
+        held = self.live_tensors()
         return {
             "parameters": tensors.tensor_bytes(held.parameters),
             "gradients": tensors.tensor_bytes(held.gradients),

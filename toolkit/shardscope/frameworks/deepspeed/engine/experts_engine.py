@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from shardscope.frameworks.deepspeed.engine import checkpointing
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.optimizers.gradients import clip
-from shardscope.training.weights.pretrained import WholeTensors
+from shardscope.training.optimizers.gradients import clip_gradients
+from shardscope.training.weights.pretrained import FullTensors
 
 
 class ExpertsEngine(DeepSpeedEngine):
@@ -29,28 +29,30 @@ class ExpertsEngine(DeepSpeedEngine):
 
     # ---- what is built
 
-    def built(self, build_model: BuildModel) -> torch.nn.Module:
+    def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
         from shardscope.frameworks.deepspeed.engine.experts_module import spread_experts
 
-        model = super().built(build_model)
+        model = super().build_with_weights(build_model)
         spread_experts(model, ep=self.plan.degrees.ep, ep_rank=self.ep_rank)
         return model
 
-    def optimizer_over(
+    def create_optimizer(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None
     ) -> torch.optim.Optimizer:
         from shardscope.frameworks.deepspeed.engine.experts_module import expert_groups
 
-        optimizer = super().optimizer_over(trained, model, build_optimizer)
+        optimizer = super().create_optimizer(trained, model, build_optimizer)
         expert_groups(optimizer)
         return optimizer
 
     # ---- a step
 
-    def clip(self) -> torch.Tensor:
+    def clip_gradients(self) -> torch.Tensor:
         """Over all ranks: of experts each has others, of everything else all have the same."""
         group = self._module.data_parallel_group
-        return clip(self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._copies)
+        return clip_gradients(
+            self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._copies
+        )
 
     def _copies(self, parameter: Parameter) -> int:
         ranks = int(self.plan.degrees.data_parallel)
@@ -58,7 +60,7 @@ class ExpertsEngine(DeepSpeedEngine):
 
     # ---- what leaves the run
 
-    def whole_tensors(self) -> WholeTensors:
+    def full_tensors(self) -> FullTensors:
         """Under transformers' names; a layer's experts are joined from the ranks that have them."""
         from shardscope.frameworks.deepspeed.engine.experts_module import MoeBlock
 
@@ -88,10 +90,10 @@ class ExpertsEngine(DeepSpeedEngine):
 
     # ---- what it is
 
-    def what_it_is(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, Any]:
         from shardscope.frameworks.deepspeed.engine.experts_module import MoeBlock
 
-        found = super().what_it_is()
+        found = super().read_back()
         ep, arch = int(self.plan.degrees.ep), self.plan.architecture
         blocks = [module for module in self._module.module.modules() if isinstance(module, MoeBlock)]
         if len(blocks) != arch.num_moe_layers:
@@ -106,9 +108,9 @@ class ExpertsEngine(DeepSpeedEngine):
                 )
         return {**found, "ep": ep, "experts": list(blocks[0].numbers)}
 
-    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
         numbers = ", ".join(map(str, found_["experts"]))
         return (
-            f"{super().in_words(found_, where)}; experts {numbers} of each layer on this rank, over "
+            f"{super().describe_built(found_, where)}; experts {numbers} of each layer on this rank, over "
             f"{found_['ep']} ranks"
         )

@@ -12,7 +12,7 @@ from shardscope.core.number_format import count
 from shardscope.frameworks.deepspeed.communication import casts, reduced_width
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.training.accounting.tensors import tensor_bytes
-from shardscope.training.engine import HeldTensors
+from shardscope.training.engine import LiveTensors
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -26,16 +26,16 @@ SHARED = {
 PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
 
 
-def held_tensors(engine: Any) -> HeldTensors:
+def live_tensors(engine: Any) -> LiveTensors:
     """Return the parameters, gradients and optimizer state of this rank, on any device."""
     return (_whole, _flat, _flat, _cut)[engine.zero_optimization_stage()](engine)
 
 
-def _whole(engine: Any) -> HeldTensors:
+def _whole(engine: Any) -> LiveTensors:
     """Return stage 0's tensors: all on every rank, with fp32 main copies of half-precision weights."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     main = (getattr(optimizer, "fp32_groups_flat", ()), getattr(optimizer, "fp32_groups", ()))
-    return HeldTensors(
+    return LiveTensors(
         parameters=[parameter.data for parameter in parameters],
         gradients=[parameter.grad for parameter in parameters if parameter.grad is not None],
         optimizer=[*_tensors(main), *_moments(optimizer)],
@@ -43,7 +43,7 @@ def _whole(engine: Any) -> HeldTensors:
     )
 
 
-def _flat(engine: Any) -> HeldTensors:
+def _flat(engine: Any) -> LiveTensors:
     """Return stage 1's and 2's tensors: flat weights, and the partition's main copies and moments."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     main = list(optimizer.single_partition_of_fp32_groups)
@@ -53,7 +53,7 @@ def _flat(engine: Any) -> HeldTensors:
         away += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
         away += [optimizer.temp_grad_buffer_for_cpu_offload, *_tensors(optimizer.accumulated_grads_in_cpu)]
     waiting = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return HeldTensors(
+    return LiveTensors(
         parameters=[parameter.data for parameter in parameters],
         gradients=[*waiting, *_tensors(optimizer.averaged_gradients)],
         optimizer=[*main, *away, *_moments(optimizer)],
@@ -62,13 +62,13 @@ def _flat(engine: Any) -> HeldTensors:
     )
 
 
-def _cut(engine: Any) -> HeldTensors:
+def _cut(engine: Any) -> LiveTensors:
     """Return stage 3's tensors: this rank's partition of each; all-gathered ones are separate."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     gradients = optimizer.grad_partitions_flat_buffer
     main = [part for part in optimizer.fp32_partitioned_groups_flat if part.numel()]
     away = [part.grad for part in main if optimizer.offload_optimizer and part.grad is not None]
-    return HeldTensors(
+    return LiveTensors(
         parameters=[parameter.ds_tensor.data for parameter in parameters],
         gradients=[gradients] if gradients is not None else [],
         optimizer=[*main, *away, *_moments(optimizer)],
@@ -107,7 +107,7 @@ def _tensors(nested: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(value)
 
 
-def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
+def read_back(plan: Plan, engine: Any) -> dict[str, Any]:
     """The record of a run; ``RuntimeError`` where DeepSpeed made another thing than the plan says."""
     layout: Any = plan.layout
     stage = engine.zero_optimization_stage()
@@ -139,7 +139,7 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
     here = _weights_here(stage, optimizer, parameters, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    held = held_tensors(engine)
+    held = live_tensors(engine)
     return {
         "stage": stage,
         "data_parallel": ranks,
@@ -161,7 +161,7 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
     }
 
 
-def in_words(found: Mapping[str, Any], where: str) -> str:
+def describe_built(found: Mapping[str, Any], where: str) -> str:
     """One plain sentence of it."""
     stage, ranks = found["stage"], count(found["data_parallel"], "rank")
     here = " of its stage" if "pipeline_stage" in found else ""

@@ -19,7 +19,7 @@ from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
 from shardscope.training.model.parts import part_of, shell_of
-from shardscope.training.optimizers.gradients import clip
+from shardscope.training.optimizers.gradients import clip_gradients
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.initial_weights import build_filled
 from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
@@ -65,10 +65,10 @@ class PipelinedEngine(DeepSpeedEngine):
         # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
         return super().build_on_host(build_stage)
 
-    def built(self, build_model: BuildModel) -> torch.nn.Module:
-        if self.is_drawn_in_parts:
-            return build_filled(build_model, self.first_weights)
-        return super().built(build_model)
+    def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
+        if self.initializes_shards:
+            return build_filled(build_model, self.initial_weights_of)
+        return super().build_with_weights(build_model)
 
     _shape: torch.Size | None = None
     """Of the last step's micro-batches."""
@@ -91,10 +91,10 @@ class PipelinedEngine(DeepSpeedEngine):
             return model.model.embed_tokens
         return model.lm_head if self._is_last else None
 
-    def make(
+    def assemble(
         self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
     ) -> list[torch.nn.Parameter]:
-        trained = super().make(build_model, build_optimizer)
+        trained = super().assemble(build_model, build_optimizer)
         from deepspeed.runtime.pipe import schedule
 
         own = self._module._INSTRUCTION_MAP
@@ -151,11 +151,13 @@ class PipelinedEngine(DeepSpeedEngine):
 
         return stepped
 
-    def clip(self) -> torch.Tensor:
+    def clip_gradients(self) -> torch.Tensor:
         """Over all stages; DeepSpeed's own norm of fp32 gradients is that of the first (runtime/utils.py,
         ``clip_grad_norm_``)."""
         group = self._module.grid.get_pipe_parallel_group()
-        return clip(self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._norm_copies)
+        return clip_gradients(
+            self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._norm_copies
+        )
 
     def _norm_copies(self, parameter: torch.nn.Parameter) -> int:
         tied: Any = self._tied_module(self.model) if self._is_tied else None
@@ -166,9 +168,9 @@ class PipelinedEngine(DeepSpeedEngine):
     def export(self, path: str | Path) -> None:
         model: Any = shell_of(self.model)
         model.config = self._config_of_whole
-        pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
+        pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
-    def whole_tensors(self) -> pretrained.WholeTensors:
+    def full_tensors(self) -> pretrained.FullTensors:
         main = self.recipe.precision != "bf16"
         gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
         own = [
@@ -186,8 +188,8 @@ class PipelinedEngine(DeepSpeedEngine):
 
     # ---- what it is
 
-    def what_it_is(self) -> dict[str, Any]:
-        found = super().what_it_is()
+    def read_back(self) -> dict[str, Any]:
+        found = super().read_back()
         grid, pp = self._module.grid, self.plan.degrees.pp
         if (grid.pipe_parallel_size, self._module.stage_id) != (pp, self.stage):
             raise RuntimeError(
@@ -209,9 +211,9 @@ class PipelinedEngine(DeepSpeedEngine):
         schedule = type(self._module._train_schedule()).__name__
         return {**found, "pp": pp, "pipeline_stage": self.stage, "layers": layers, "schedule": schedule}
 
-    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
         return (
-            f"{super().in_words(found_, where)}; pipeline stage {found_['pipeline_stage'] + 1} of "
+            f"{super().describe_built(found_, where)}; pipeline stage {found_['pipeline_stage'] + 1} of "
             f"{found_['pp']} with layers {', '.join(map(str, found_['layers']))}, 1F1B"
         )
 

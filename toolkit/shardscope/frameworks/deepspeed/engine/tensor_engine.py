@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shardscope.frameworks.deepspeed.engine import checkpointing
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training.engine import BuildModel
-from shardscope.training.optimizers.gradients import clip
-from shardscope.training.weights.pretrained import WholeTensors
+from shardscope.training.optimizers.gradients import clip_gradients
+from shardscope.training.weights.pretrained import FullTensors
 
 
 class TensorEngine(DeepSpeedEngine):
@@ -51,7 +51,7 @@ class TensorEngine(DeepSpeedEngine):
 
     # ---- a step
 
-    def clip(self) -> torch.Tensor:
+    def clip_gradients(self) -> torch.Tensor:
         cut = {
             id(parameter)
             for name, parameter in self.model.named_parameters()
@@ -63,11 +63,11 @@ class TensorEngine(DeepSpeedEngine):
             return 1 if id(parameter) in cut else tp
 
         parameters, device = self.model.parameters(), self.ctx.device
-        return clip(parameters, device, self.tp_group, self.max_grad_norm, copies)
+        return clip_gradients(parameters, device, self.tp_group, self.max_grad_norm, copies)
 
     # ---- what leaves the run
 
-    def whole_tensors(self) -> WholeTensors:
+    def full_tensors(self) -> FullTensors:
         """Under transformers' names; parts of matrices are joined from the ranks that have them."""
         main = self.recipe.precision != "bf16"
         gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
@@ -82,8 +82,8 @@ class TensorEngine(DeepSpeedEngine):
 
     # ---- what it is
 
-    def what_it_is(self) -> dict[str, Any]:
-        found = super().what_it_is()
+    def read_back(self) -> dict[str, Any]:
+        found = super().read_back()
         tp, arch, rank = int(self.plan.degrees.tp), self.plan.architecture, self.ctx.rank
         ranks = dist.get_process_group_ranks(self.tp_group)
         first = rank // tp * tp
@@ -112,8 +112,8 @@ class TensorEngine(DeepSpeedEngine):
             "num_tensors_cut_by_tp": len(cut),
         }
 
-    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
         return (
-            f"{super().in_words(found_, where)}; AutoTP has cut {found_['num_tensors_cut_by_tp']} of "
+            f"{super().describe_built(found_, where)}; AutoTP has cut {found_['num_tensors_cut_by_tp']} of "
             f"{found_['num_parameter_tensors']} tensors over {found_['tp']} ranks"
         )

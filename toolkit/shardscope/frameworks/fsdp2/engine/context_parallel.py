@@ -62,8 +62,8 @@ class ContextParallelEngine(Fsdp2Engine):
 
     # ---- what it is
 
-    def what_it_is(self) -> dict[str, Any]:
-        record = super().what_it_is()
+    def read_back(self) -> dict[str, Any]:
+        record = super().read_back()
         cp, rank = self.plan.degrees.cp, self.ctx.rank
         group = dist.get_process_group_ranks(self.cp_mesh.get_group())
         first = rank // cp * cp
@@ -80,10 +80,10 @@ class ContextParallelEngine(Fsdp2Engine):
             )
         return {**record, "cp": len(group), "cp_ranks": group, "ring_attention_off_by": apart}
 
-    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
+        described = super().describe_built(found, where)
         return (
-            f"{super().in_words(found, where)}; each sequence in parts on {count(found['cp'], 'rank')}, "
-            "attention in torch's ring"
+            f"{described}; each sequence in parts on {count(found['cp'], 'rank')}, attention in torch's ring"
         )
 
     # ---- a step
@@ -101,8 +101,8 @@ class ContextParallelEngine(Fsdp2Engine):
         return loss
 
     @contextmanager
-    def reduce_on(self, last: bool) -> Iterator[None]:
-        with super().reduce_on(last), self.ring.split(self.recipe.seq_len) as self._here:
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        with super().gradient_sync(last), self.ring.split(self.recipe.seq_len) as self._here:
             yield
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.model.on_meta import build_on_meta, give_memory
 from shardscope.training.model.recompute import decoder_layers
 from shardscope.training.optimizers import gradients
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.torch_engine import TorchEngine
 from shardscope.training.weights.initial_weights import InitialWeights, Region, fill_buffers
 
@@ -91,7 +91,7 @@ class Fsdp2Engine(TorchEngine):
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         if self.mesh is None:
             self.mesh = self.make_mesh()
-        none_yet = self.weights is not None or self.is_drawn_in_parts
+        none_yet = self.weights is not None or self.initializes_shards
         # A quantized base needs real weights to quantize.
         self._on_meta = none_yet and not self.recipe.base_quantization
         build = build_on_meta if self._on_meta else (lambda make: make())
@@ -104,13 +104,13 @@ class Fsdp2Engine(TorchEngine):
         self.model = model
         return model
 
-    def built(self, build_model: BuildModel) -> torch.nn.Module:
+    def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
         # A model on meta gets its weights after sharding.
-        return build_model() if self._on_meta else super().built(build_model)
+        return build_model() if self._on_meta else super().build_with_weights(build_model)
 
     def _fill(self, model: torch.nn.Module) -> None:
         """Allocate the shards of ``model`` and write their initial weights."""
-        weights, device = self.first_weights(model, self.ctx.device), self.ctx.device
+        weights, device = self.initial_weights_of(model, self.ctx.device), self.ctx.device
         materialise(model, weights, device=self._home, compute=device)
         fill_buffers(model, weights)
 
@@ -146,7 +146,7 @@ class Fsdp2Engine(TorchEngine):
         """Modules with a root group: the model."""
         return (self.model,)
 
-    def what_it_is(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, Any]:
         degrees, device = self.plan.degrees, self.ctx.device
         parameters = dict(self.model.named_parameters())
         inspection.check_sharded(parameters, self._planned_mesh, degrees.tp)
@@ -173,7 +173,7 @@ class Fsdp2Engine(TorchEngine):
                 self.called, parameters.values(), self.plan.layout.offload, device
             ),
             "prefetch": inspection.prefetch_of(self.called),
-            "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
+            "parameters_on": " and ".join(sorted({local_shard(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
         if self.tp_mesh is not None:
@@ -183,7 +183,7 @@ class Fsdp2Engine(TorchEngine):
             )
         return record
 
-    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
         copies = f" in each of {found['replicate']} copies" if found["replicate"] > 1 else ""
         home = " and kept in host memory" if found["parameters_on"] != self.ctx.device.type else ""
         cut = ""
@@ -214,7 +214,7 @@ class Fsdp2Engine(TorchEngine):
         return (degrees.replicate, self.num_shards) if degrees.replicate > 1 else (self.num_shards,)
 
     @contextmanager
-    def reduce_on(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, last: bool) -> Iterator[None]:
         self.model.set_is_last_backward(last)
         if self.plan.degrees.replicate > 1:
             self.model.set_requires_all_reduce(last)
@@ -242,7 +242,7 @@ class Fsdp2Engine(TorchEngine):
         return whole // degrees.tp if inspection.is_tp_cut(parameter, degrees.tp) else whole
 
     def clip_gradients(self) -> torch.Tensor:
-        return gradients.clip(
+        return gradients.clip_gradients(
             self._parameters,
             self.ctx.device,
             self.shard_group,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 
 
 def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ...], tp: int) -> None:
@@ -111,7 +111,7 @@ def check_home(
         shown = " and ".join(sorted("'cpu'" if policy else "None" for policy in policies))
         raise RuntimeError(f"the plan says offload={planned!r}, and FSDP2 has {shown or 'no policy'}")
     home = planned or device.type
-    homes = {local(parameter).device.type for parameter in parameters}
+    homes = {local_shard(parameter).device.type for parameter in parameters}
     if homes != {home}:
         raise RuntimeError(f"the plan keeps shards on {home}, and they are on {' and '.join(sorted(homes))}")
     return planned
@@ -141,7 +141,7 @@ def count_weights(
     """
     held = once = whole = 0
     for parameter in parameters.values():
-        number = local(parameter).numel()
+        number = local_shard(parameter).numel()
         held += number
         # Scale each shard's count to num_holders replicas, so that the sums are integers.
         once += number * num_holders // copies(parameter)

@@ -26,7 +26,7 @@ from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
 from shardscope.training.model.parts import part_of, shell_of
-from shardscope.training.optimizers.gradients import local
+from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights import pretrained
 from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
 
@@ -95,17 +95,17 @@ class PipelinedEngine(Fsdp2Engine):
         )
         return list(self.chunks)
 
-    def make(
+    def assemble(
         self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
     ) -> list[torch.nn.Parameter]:
-        trained = super().make(build_model, build_optimizer)
+        trained = super().assemble(build_model, build_optimizer)
         for chunk in self.chunks:
             chunk.train()
         self._tied_group = self._make_tied_group() if self._is_tied else None
         tied = self._tied_parameter() if self._is_tied else None
         if tied is not None:
             # Initial weights are seeded by parameter name, so the two copies would differ.
-            dist.broadcast(local(tied.detach()), group=self._tied_group, group_src=0)
+            dist.broadcast(local_shard(tied.detach()), group=self._tied_group, group_src=0)
         if self._scaler is not None:
             self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device)
         return trained
@@ -184,7 +184,7 @@ class PipelinedEngine(Fsdp2Engine):
         """Sum the gradients of a tied head and embedding, which are copies on different stages."""
         tied = self._tied_parameter() if self._is_tied else None
         if tied is not None:
-            dist.all_reduce(local(tied.grad), group=self._tied_group)
+            dist.all_reduce(local_shard(tied.grad), group=self._tied_group)
 
     def norm_copies(self, parameter: torch.nn.Parameter) -> int:
         copies = self.part_copies(parameter)
@@ -203,9 +203,9 @@ class PipelinedEngine(Fsdp2Engine):
     def export(self, path: str | Path) -> None:
         model: Any = shell_of(self.model)
         model.config = self._config
-        pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
+        pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
-    def whole_tensors(self) -> pretrained.WholeTensors:
+    def full_tensors(self) -> pretrained.FullTensors:
         own = [
             StageTensor(name, tuple(parameter.shape), parameter.dtype, partial(self._whole, parameter))
             for name, parameter in self.model.named_parameters()
@@ -224,8 +224,8 @@ class PipelinedEngine(Fsdp2Engine):
     def called(self) -> tuple[torch.nn.Module, ...]:
         return self.chunks
 
-    def what_it_is(self) -> dict[str, Any]:
-        found = super().what_it_is()
+    def read_back(self) -> dict[str, Any]:
+        found = super().read_back()
         pp, vpp = self.plan.degrees.pp, self.plan.degrees.vpp
         group = self.stage_mesh.get_group()
         if dist.get_world_size(group) != pp:
@@ -252,10 +252,11 @@ class PipelinedEngine(Fsdp2Engine):
             "schedule": self.schedule_name,
         }
 
-    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
         chunks = f" in {found['vpp']} chunks" if found["vpp"] > 1 else ""
+        described = super().describe_built(found, where)
         return (
-            f"{super().in_words(found, where)}; pipeline stage {found['stage'] + 1} of {found['pp']} with "
+            f"{described}; pipeline stage {found['stage'] + 1} of {found['pp']} with "
             f"layers {', '.join(map(str, found['layers']))}{chunks}, {found['schedule']}"
         )
 

@@ -25,12 +25,16 @@ from shardscope.training.checkpoints import random_state
 from shardscope.training.checkpoints.pickles import (
     CheckedReader,
     checked_loading,
-    is_own,
+    is_trusted,
     load_file,
     pickled_items,
 )
 from shardscope.training.checkpoints.position import read_position, write_position
-from shardscope.training.checkpoints.temporary_folder import begin_aside, replace, written_aside
+from shardscope.training.checkpoints.temporary_folder import (
+    create_temporary,
+    replace_folder,
+    replace_when_complete,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -42,7 +46,7 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
     ``chunks``: the wrapped model chunks (``DistributedDataParallel``). ``position`` is written as readable
     JSON. Everything is written to a temporary folder, which is renamed when complete.
     """
-    with written_aside(path) as aside:
+    with replace_when_complete(path) as aside:
         _write(aside, chunks, optimizer, beside=False)
         if dist.get_rank() == 0:
             write_position(aside, position, pickled_items(aside))
@@ -58,7 +62,7 @@ class Writing:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._path, self._position, self.is_done = path, position, False
-        self._aside = begin_aside(path)
+        self._aside = create_temporary(path)
         self._calls = AsyncCallsQueue()
         self._calls.schedule_async_request(_write(self._aside, chunks, optimizer, beside=True))
 
@@ -75,7 +79,7 @@ class Writing:
             return
         if dist.get_rank() == 0:
             write_position(self._aside, self._position, pickled_items(self._aside))
-            replace(self._aside, self._path)
+            replace_folder(self._aside, self._path)
         dist.barrier()
         self.is_done = True
 
@@ -104,14 +108,14 @@ def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies import common
     from megatron.core.dist_checkpointing.strategies import torch as sharded
 
-    own = is_own(path)
-    if not own:
+    trusted = is_trusted(path)
+    if not trusted:
         # Read here first, for an error that names the file and the class; megatron-core reads it again.
         load_file(path / common.COMMON_STATE_FNAME, (), "cpu")
-    reader = CheckedReader(path, own=own)
+    reader = CheckedReader(path, trusted=trusted)
     get_reader, sharded._get_filesystem_reader = sharded._get_filesystem_reader, lambda *_, **__: reader
     try:
-        with checked_loading(own=own):
+        with checked_loading(trusted=trusted):
             found: dict[str, Any] = dist_checkpointing.load(state, str(path))
     finally:
         sharded._get_filesystem_reader = get_reader

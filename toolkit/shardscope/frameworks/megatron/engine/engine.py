@@ -17,7 +17,7 @@ from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.engine import checkpointing
 from shardscope.frameworks.megatron.engine import model as engine_model
 from shardscope.frameworks.megatron.engine import step as engine_step
-from shardscope.frameworks.megatron.engine.inspection import in_words, what_it_is
+from shardscope.frameworks.megatron.engine.inspection import describe_built, read_back
 from shardscope.frameworks.megatron.engine.optimizer_numbers import optimizer_numbers
 from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
 from shardscope.frameworks.megatron.weights.export import export_hf
@@ -25,9 +25,9 @@ from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
-from shardscope.training.accounting.precision_found import check_copied
-from shardscope.training.checkpoints.position import position_of
-from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
+from shardscope.training.accounting.precision import check_copied
+from shardscope.training.checkpoints.position import describe_position
+from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, LiveTensors
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.weights.stored_weights import TensorsByName
 
@@ -92,12 +92,12 @@ class MegatronEngine(Engine):
             del source, weights
             if self.weights is not None:
                 self.weights.close()
-            found = what_it_is(plan, self._chunks, self.optimizer, self.data_rank)
+            found = read_back(plan, self._chunks, self.optimizer, self.data_rank)
         device = self.ctx.device
         backend = dist.group.WORLD._get_backend(device).name()
         where, trained = f"({backend}, {device.type})", list(self.model.parameters())
         record = {
-            "sentence": f"{in_words(found, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
+            "sentence": f"{describe_built(found, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
             "framework": self.framework,
             "device": str(device),
             "backend": backend,
@@ -130,16 +130,18 @@ class MegatronEngine(Engine):
             self.grad_norm = float("nan") if norm is None else float(norm)
             mean = float(loss())
         # Outside of _on_device: redirecting CUDA calls to the CPU makes tensor access three times as slow.
-        self.held_after_step = self._accounted()
-        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_after_step.values()))
+        self.bytes_after_step = self._count_tensor_bytes()
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(self.bytes_after_step.values()))
         return mean
 
     def save(self, path: str | Path) -> None:
         with self._on_device():
-            checkpointing.save(self._in_run(path), self._chunks, self.optimizer, position_of(self))
+            checkpointing.save(
+                self._resolve_in_run(path), self._chunks, self.optimizer, describe_position(self)
+            )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
-        path, position = self._in_run(path), position_of(self)
+        path, position = self._resolve_in_run(path), describe_position(self)
         with self._on_device():
             writing = checkpointing.Writing(path, self._chunks, self.optimizer, position)
         self._writing = writing
@@ -152,22 +154,22 @@ class MegatronEngine(Engine):
 
     def load(self, path: str | Path) -> None:
         with self._on_device():
-            position = checkpointing.load(self._in_run(path), self.plan, self._chunks, self.optimizer)
+            position = checkpointing.load(self._resolve_in_run(path), self.plan, self._chunks, self.optimizer)
         self.num_steps_done = int(position["num_steps_done"])
 
     def export(self, path: str | Path) -> None:
         # Megatron-core keeps fp32 main weights for every 16-bit recipe; pure bf16 exports bf16 weights.
         main = None if self.plan.recipe.precision == "bf16" else self.optimizer
         with self._on_device():
-            export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path), main)
+            export_hf(self._chunks, self.plan.architecture, self._hf_config, self._resolve_in_run(path), main)
 
     def memory(self) -> dict[str, int]:
-        return {**self._accounted(), **tensors.device_bytes(self.ctx.device)}
+        return {**self._count_tensor_bytes(), **tensors.device_bytes(self.ctx.device)}
 
-    def held_tensors(self) -> HeldTensors:
+    def live_tensors(self) -> LiveTensors:
         from megatron.core import parallel_state
 
-        return HeldTensors(
+        return LiveTensors(
             parameters=list(self.model.parameters()),
             gradients=[buffer.grad_data for buffer in self._buffers()],
             optimizer=self._optimizer_tensors(),
@@ -218,7 +220,7 @@ class MegatronEngine(Engine):
         with cpu_ranks() if self.ctx.device.type == "cpu" else compiled_if_possible():
             yield
 
-    def _in_run(self, path: str | Path) -> Path:
+    def _resolve_in_run(self, path: str | Path) -> Path:
         """Return ``path``, relative to the run folder unless it is absolute."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
@@ -241,9 +243,9 @@ class MegatronEngine(Engine):
             found += [t for t in tensors.optimizer_tensors(part.optimizer) if t.dim() > 0]
         return found
 
-    def _accounted(self) -> dict[str, int]:
+    def _count_tensor_bytes(self) -> dict[str, int]:
         """Return the bytes of the tensors that this rank holds, by walking them."""
-        held = self.held_tensors()
+        held = self.live_tensors()
         return {
             "parameters": tensors.tensor_bytes(held.parameters),
             "gradients": tensors.tensor_bytes(held.gradients),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
-def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) -> dict[str, Any]:
+def read_back(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) -> dict[str, Any]:
     """Describe what megatron-core built, as JSON. Raises ``RuntimeError`` if it contradicts ``plan``."""
     layout = plan.layout
     assert isinstance(layout, MegatronLayout)
@@ -144,7 +144,7 @@ def _all_layers(found: Mapping[str, Any]) -> list[int]:
     return sorted(layer for layers in by_stage.values() for layer in layers)
 
 
-def in_words(found: Mapping[str, Any], where: str) -> str:
+def describe_built(found: Mapping[str, Any], where: str) -> str:
     """Describe the findings in one sentence; ``where`` is for example "(gloo, cpu)"."""
     named = [
         f"{word} {found[name]}"

@@ -258,5 +258,5 @@ class FusedRegions:
         # The tracker knows the arguments already; it records only new tensors.
         for tensor in (*tree_leaves(out), *saved):
             if isinstance(tensor, torch.Tensor):
-                tracker._see(tensor)
+                tracker.register_new_storages(tensor)
         return out

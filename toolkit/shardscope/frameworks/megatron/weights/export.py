@@ -37,7 +37,7 @@ def export_hf(
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config)
-    write_pretrained(path, skeleton, whole_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
+    write_pretrained(path, skeleton, full_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
 
 
 def to_hf(chunks: Sequence[Any], arch: Architecture, optimizer: Any = None) -> dict[str, torch.Tensor]:
@@ -45,10 +45,10 @@ def to_hf(chunks: Sequence[Any], arch: Architecture, optimizer: Any = None) -> d
 
     Collective over all ranks. A tied head is included once, as the embedding.
     """
-    return {name: tensor for name, tensor in whole_tensors(chunks, arch, optimizer) if tensor is not None}
+    return {name: tensor for name, tensor in full_tensors(chunks, arch, optimizer) if tensor is not None}
 
 
-def whole_tensors(
+def full_tensors(
     chunks: Sequence[Any], arch: Architecture, optimizer: Any = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (transformers name, whole tensor) layer by layer; the tensor is None except on rank 0.
