@@ -27,7 +27,8 @@ __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureO
 MODEL_TYPES = tuple(FAMILIES)
 """Hugging Face's ``model_type`` values whose layers are known exactly."""
 
-Tokens = int | npt.NDArray[np.generic]
+TokenArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+Tokens = int | TokenArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +305,7 @@ class Architecture(Serializable):
     @overload
     def flops_per_token(self, seq_len: int, causal: bool = True) -> float: ...
     @overload
-    def flops_per_token(
-        self, seq_len: npt.NDArray[np.generic], causal: bool = True
-    ) -> npt.NDArray[np.float64]: ...
+    def flops_per_token(self, seq_len: TokenArray, causal: bool = True) -> npt.NDArray[np.float64]: ...
     def flops_per_token(self, seq_len: Tokens, causal: bool = True) -> float | npt.NDArray[np.float64]:
         """Return the forward and backward model FLOPs of one token in a sequence of ``seq_len`` tokens.
 

@@ -52,7 +52,7 @@ def suggest_complete_fixes(kind: type[T]) -> type[T]:
     """
     names = _get_init_fields(kind)
     owner = [base.__name__ for base in kind.__mro__ if is_dataclass(base)][-1]
-    initialize: Callable[..., None] = kind.__init__
+    initialize = kind.__init__
 
     @wraps(initialize)
     def initialize_with_fixes(self: T, *args: object, **values: object) -> None:

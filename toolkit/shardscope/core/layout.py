@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
 from types import MappingProxyType
@@ -182,7 +182,7 @@ class Layout(Serializable):
     @check_keywords
     def ddp() -> Layout:
         """Create a layout for PyTorch DistributedDataParallel: full replicas, gradients all-reduced."""
-        return _get_layout_class("ddp")()
+        return _create_layout("ddp")
 
     @staticmethod
     @check_keywords
@@ -198,7 +198,8 @@ class Layout(Serializable):
         pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B",
     ) -> Layout:
         """Create a layout for PyTorch ``fully_shard``: sharded state, all-gathered layer by layer."""
-        return _get_layout_class("fsdp2")(
+        return _create_layout(
+            "fsdp2",
             shard=shard,
             replicate=replicate,
             reshard_after_forward=reshard_after_forward,
@@ -226,7 +227,8 @@ class Layout(Serializable):
         ``options`` are buckets, thresholds and types, ZeRO++ included, in DeepSpeed's spelling
         (``reduce_bucket_size=...``, ``zero_hpz_partition_size=...``).
         """
-        return _get_layout_class("deepspeed")(
+        return _create_layout(
+            "deepspeed",
             stage=stage,
             tp=tp,
             pp=pp,
@@ -262,7 +264,8 @@ class Layout(Serializable):
         expert; None: ``tp``. ``grad_reduce_in_fp32=None`` enables it unless weights are in fp16. All other
         options have their meaning in megatron-core.
         """
-        return _get_layout_class("megatron")(
+        return _create_layout(
+            "megatron",
             tp=tp,
             pp=pp,
             vpp=vpp,
@@ -326,10 +329,10 @@ def narrow_layout(layout: Layout, layout_class: type[LayoutT]) -> LayoutT:
     return cast(LayoutT, layout)
 
 
-def _get_layout_class(framework: str) -> Callable[..., Layout]:
+def _create_layout(framework: str, **options: OptionValue) -> Layout:
     from shardscope.frameworks.registry import frameworks
 
-    return frameworks[framework].layout_class
+    return frameworks[framework].layout_class(**options)
 
 
 def check_degrees(layout: Layout, *fields: str, low: int = 1, high: int = MAX_DEGREE) -> None:

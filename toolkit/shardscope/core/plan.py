@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -250,8 +250,7 @@ class Plan(Serializable):
             if not isinstance(value, Mapping):
                 fields = f"the fields of {add_article(kind.__name__)}"
                 refuse(f"Plan.{name}", value, fields, _suggest_expression(kind, value))
-        create: Callable[..., Self] = cls
-        return create(**read_parts(data, _PARTS))
+        return super().from_dict(read_parts(data, _PARTS))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Only the four parts: cached reports contain functions, which pickle rejects.

@@ -51,8 +51,7 @@ class Serializable:
                     "a value, because the field has no default",
                     f"add {field.name!r}",
                 )
-        create: Callable[..., Self] = cls
-        return create(**data)
+        return cls(**data)
 
     def to_json(self) -> str:
         """Return one JSON object with the class name, the format version and the fields."""
@@ -79,8 +78,7 @@ def replace_fields(subject: D, changes: Mapping[str, object]) -> D:
     like the constructor.
     """
     values = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject) if field.init}
-    create: Callable[..., D] = type(subject)
-    return create(**{**values, **changes})
+    return type(subject)(**{**values, **changes})
 
 
 def read_parts(data: Mapping[str, object], kinds: Mapping[str, type[Serializable]]) -> dict[str, object]:
