@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import read, source
@@ -26,7 +26,7 @@ from tests.accuracy.time_rows import configurations, step_seconds, time_files, t
 from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
-from shardscope.catalog import load_table
+from shardscope.catalog import load_efficiency, load_toml
 from shardscope.timing.rates import rates_of
 
 # Group of tables and key -> the least and the most that it may be.
@@ -88,8 +88,8 @@ def constants() -> list[Constant]:
     """All that are fitted: those that the catalogue has for a generation of its own, and its links."""
     found = []
     for table, key in BOUNDS:
-        for name, fields in load_table("efficiency").get(table, {}).items():
-            has_generations = len(load_table("efficiency")[table]) > 1 and table != "link"
+        for name, fields in load_toml("efficiency").get(table, {}).items():
+            has_generations = len(load_efficiency()[table]) > 1 and table != "link"
             # What somebody has counted is no matter of fitting.
             is_counted = str(fields["source"]).startswith("counted")
             if key in fields and not is_counted and not (has_generations and name == "default"):
@@ -188,9 +188,8 @@ def restored() -> Iterator[None]:
         rates_of.cache_clear()
 
 
-def _table(constant: Constant) -> dict[str, Any]:
-    found: dict[str, Any] = load_table("efficiency")[constant.table][constant.name]
-    return found
+def _table(constant: Constant) -> dict[str, float]:
+    return load_efficiency()[constant.table][constant.name]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from tests.accuracy.mapping import Mapped
 from tests.accuracy.scoring import percentile
 from tests.accuracy.time_scoring import TimeScore, TimeScored, absolute, counted, summary
 
-from shardscope.catalog import load_table
+from shardscope.catalog import load_efficiency
 
 OTHER_FRAMEWORKS = ("nanotron",)
 """Frameworks that are none of ours: their rows are planned as the nearest of ours, and never fitted on."""
@@ -17,7 +17,7 @@ OTHER_FRAMEWORKS = ("nanotron",)
 
 def is_calibrated(mapped: Mapped) -> bool:
     """Whether the framework is one of ours, and products on GPUs of this generation were fitted."""
-    generations = load_table("efficiency")["matrices"]
+    generations = load_efficiency()["matrices"]
     return mapped.framework not in OTHER_FRAMEWORKS and mapped.plan.cluster.gpu.architecture in generations
 
 

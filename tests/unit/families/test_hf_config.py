@@ -370,7 +370,7 @@ def test_fault_41_a_fifo_a_device_and_an_empty_folder_are_refused(tmp_path: Path
     for bad in (fifo, Path("/dev/zero")):
         with pytest.raises(ValueError, match="a regular file"):
             Architecture.from_hf(bad)
-    with pytest.raises(ValueError, match=r"a folder that holds a config\.json"):
+    with pytest.raises(ValueError, match=r"a folder that contains a config\.json"):
         Architecture.from_hf(tmp_path)
 
 
@@ -401,7 +401,7 @@ def test_a_hub_failure_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr(hub, "hf_hub_download", fail)
-    with pytest.raises(ValueError, match=r"'org/name' could not be had from the hub: offline"):
+    with pytest.raises(ValueError, match=r"'org/name' could not be downloaded from the Hub: offline"):
         Architecture.from_hf("org/name")
 
 

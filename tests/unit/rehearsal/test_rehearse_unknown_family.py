@@ -32,7 +32,7 @@ def test_a_config_alone_rehearses_as_its_family_does() -> None:
         ss.Recipe(seq_len=512, global_batch_size=2),
         ss.Layout.fsdp2(),
     )
-    alone = replace(known, architecture=UnknownFamily.of_config(CONFIG, "mine"))
+    alone = replace(known, architecture=UnknownFamily.from_config(CONFIG, "mine"))
     ours, theirs = rehearsed_here(known), rehearsed_here(alone)
     assert theirs.tier == "rehearsed"
     assert dict(theirs.components) == dict(ours.components)

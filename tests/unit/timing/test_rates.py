@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardscope as ss
-from shardscope.catalog import load_table
+from shardscope.catalog import load_efficiency
 from shardscope.timing.matmul import Products, unaligned
 from shardscope.timing.rates import rates_of
 
@@ -28,7 +28,7 @@ def test_a_generation_has_what_is_known_of_the_one_it_refines() -> None:
     for rates in (plain, ultra):
         fused = rates.cudnn_attention["bf16"]
         assert fused.forward / rates.matrix("bf16").peak_flops == pytest.approx(
-            load_table("efficiency")["cudnn_attention"]["blackwell"]["forward"]
+            load_efficiency()["cudnn_attention"]["blackwell"]["forward"]
         )
     # Held by power rather than by its units, and with more FLOPs for a joule.
     watts = [ss.gpus[name].tdp_watts for name in ("b200-sxm-180gb", "b300-sxm-288gb")]

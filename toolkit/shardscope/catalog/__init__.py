@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Generic, Literal, TypedDict, TypeVar, overload
 
 from shardscope.catalog.model_names import ModelNames
 from shardscope.core.architecture import Architecture
@@ -17,7 +17,8 @@ from shardscope.core.errors import find_similar
 from shardscope.core.html_table import html_table
 from shardscope.machine.host import host_memory_bytes
 
-Noun = TypeVar("Noun")
+T = TypeVar("T")
+Kind = Literal["models", "gpus", "links"]
 
 NOT_FIELDS = frozenset({
     "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
@@ -26,80 +27,94 @@ NOT_FIELDS = frozenset({
 """Keys of a TOML entry that are no fields of the object: sources, and defaults of its cluster."""
 
 
-COLUMNS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
-    "models": {
-        "parameters": lambda model: f"{model.num_parameters / 1e9:,.3g}B",
-        "layers": lambda model: model.num_hidden_layers,
-        "hidden size": lambda model: model.hidden_size,
-        "type": lambda model: model.model_type,
-    },
-    "gpus": {
-        "memory GiB": lambda gpu: round(gpu.memory_bytes / 2**30, 1),
-        "usable GiB": lambda gpu: round(gpu.usable_bytes / 2**30, 1),
-        "vendor": lambda gpu: gpu.vendor,
-    },
-    "links": {
-        "GB/s": lambda link: link.bandwidth_bytes_per_second / 1e9,
-        "latency µs": lambda link: link.latency_seconds * 1e6,
-    },
-}
-"""Columns of each catalogue's HTML table."""
+class GpuEntry(TypedDict, total=False):
+    """Keys of gpus.toml that are not fields of ``Gpu``, but describe its driver names and its usual node."""
+
+    nvml_names: list[str]
+    usable_gib: float
+    host_link: str
+    inter_node_link: str
+    host_memory_bytes: int
 
 
-class Catalogue(Mapping[str, Noun], Generic[Noun]):
+class Catalogue(Mapping[str, T], Generic[T]):
     """A read-only mapping from names to objects, in the file's order.
 
     A model is also found by the Hub repository of its config, case-insensitively. Raises ``KeyError`` with
     the nearest name for an unknown one.
     """
 
-    def __init__(self, kind: str, build: Callable[[str, dict[str, Any]], Noun]) -> None:
+    def __init__(
+        self, kind: Kind, build: Callable[[str], T], columns: Mapping[str, Callable[[T], object]]
+    ) -> None:
+        """Create the mapping. ``build`` creates the object of a name; ``columns`` are its HTML table's."""
         self._kind = kind
-        self._build = cache(lambda name: build(name, load_table(kind)[name]))
+        self._build = build
+        self._columns = columns
 
-    def __getitem__(self, name: str) -> Noun:
-        known = load_table(self._kind)
-        found = self._find(name)
-        if found is None:
-            close = (
-                load_model_names().find_similar(name) if self._kind == "models" else find_similar(name, known)
+    def __getitem__(self, key: str) -> T:
+        name = self._find_name(key)
+        if name is None:
+            known = sorted(self)
+            similar = (
+                load_model_names().find_similar(key) if self._kind == "models" else find_similar(key, self)
             )
-            nearest = f"; nearest: {close!r}" if close else ""
+            nearest = f"; nearest: {similar!r}" if similar else ""
             raise KeyError(
-                f"{self._kind[:-1]} {name!r} is not in the catalogue{nearest}; "
-                f"known: {', '.join(sorted(known))}"
+                f"{self._kind[:-1]} {key!r} is not in the catalogue{nearest}; known: {', '.join(known)}"
             )
-        return _cpu() if self._kind == "gpus" and found == "cpu" else self._build(found)  # type: ignore[return-value]
+        return self._build(name)
 
-    def _find(self, name: object) -> str | None:
+    def _find_name(self, key: object) -> str | None:
         if self._kind == "models":
-            return load_model_names().find(name)
-        return name if isinstance(name, str) and name in load_table(self._kind) else None
+            return load_model_names().find(key)
+        return key if isinstance(key, str) and key in load_toml(self._kind) else None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(load_table(self._kind))
+        return iter(load_toml(self._kind))
 
     def __len__(self) -> int:
-        return len(load_table(self._kind))
+        return len(load_toml(self._kind))
 
-    def __contains__(self, name: object) -> bool:
-        return self._find(name) is not None
+    def __contains__(self, key: object) -> bool:
+        return self._find_name(key) is not None
 
     def _repr_html_(self) -> str:
-        return html_table(("name", *COLUMNS[self._kind]), [(name, *self._figures(name)) for name in self])
-
-    def _figures(self, name: str) -> list[object]:
-        noun = self[name]
-        return [figure(noun) for figure in COLUMNS[self._kind].values()]
+        rows = [(name, *(get_cell(self[name]) for get_cell in self._columns.values())) for name in self]
+        return html_table(("name", *self._columns), rows)
 
     def __repr__(self) -> str:
         return f"<{self._kind} of Shardscope's catalogue: {', '.join(self)}>"
 
 
+@overload
+def load_table(kind: Literal["gpus"]) -> Mapping[str, GpuEntry]: ...
+@overload
+def load_table(kind: Literal["models", "links"]) -> Mapping[str, Mapping[str, object]]: ...
+def load_table(kind: Kind) -> Mapping[str, GpuEntry] | Mapping[str, Mapping[str, object]]:
+    """Return the entries of gpus.toml, models.toml or links.toml by name."""
+    return load_toml(kind)
+
+
 @cache
-def load_table(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the tables of ``kind``.toml ("models", "gpus", "links"). Do not modify the result."""
-    return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
+def load_efficiency() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the constants of efficiency.toml: section -> GPU generation, link or kernels -> name -> value.
+
+    The result is cached; only the fitting of constants modifies it.
+    """
+    return {
+        section: {
+            name: {key: value for key, value in entry.items() if isinstance(value, int | float)}
+            for name, entry in entries.items()
+        }
+        for section, entries in load_toml("efficiency").items()
+    }
+
+
+@cache
+def load_toml(name: str) -> dict[str, dict[str, dict[str, object]]]:
+    """Return the content of a file of this package, sources included. Do not modify the result."""
+    return tomllib.loads(resources.files(__name__).joinpath(f"{name}.toml").read_text("utf-8"))
 
 
 @cache
@@ -108,38 +123,76 @@ def load_model_names() -> ModelNames:
     return ModelNames(load_table("models"))
 
 
-def get_config(name: str) -> dict[str, Any]:
+def get_config(name: str) -> dict[str, object]:
     """Return the config.json of a catalogue model, reduced to the keys that its entry has."""
     entry = load_table("models")[name]
-    config = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
-    return config | dict.fromkeys(entry.get("nulls", ()))
+    nulls = entry.get("nulls", ())
+    assert isinstance(nulls, list | tuple)
+    return _drop_sources(entry) | dict.fromkeys(nulls)
 
 
-def _model(name: str, entry: dict[str, Any]) -> Architecture:
+@cache
+def _build_model(name: str) -> Architecture:
     return Architecture.from_hf({**get_config(name), "_name_or_path": name})
 
 
-def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
-    fields = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
-    return Gpu(name=name, usable_bytes=round(entry["usable_gib"] * 2**30), **fields)
+def _build_gpu(name: str) -> Gpu:
+    return _describe_host() if name == "cpu" else _build_catalogue_gpu(name)
 
 
-def _cpu() -> Gpu:
+@cache
+def _build_catalogue_gpu(name: str) -> Gpu:
+    entry = load_table("gpus")[name]
+    usable_bytes = round(entry["usable_gib"] * 2**30)
+    return Gpu.from_dict({"name": name, "usable_bytes": usable_bytes, **_drop_sources(entry)})
+
+
+def _describe_host() -> Gpu:
     """Return this host as a ``Gpu``. Not cached, because a container's memory limit may change."""
     memory = host_memory_bytes()
-    fields = {key: value for key, value in load_table("gpus")["cpu"].items() if key not in NOT_FIELDS}
-    return Gpu(name="cpu", memory_bytes=memory, usable_bytes=memory, memory_is_shared=True, **fields)
+    sizes = {"memory_bytes": memory, "usable_bytes": memory, "memory_is_shared": True}
+    return Gpu.from_dict({"name": "cpu", **sizes, **_drop_sources(load_table("gpus")["cpu"])})
 
 
-def _link(name: str, entry: dict[str, Any]) -> Link:
-    return Link(name=name, **{key: value for key, value in entry.items() if key not in NOT_FIELDS})
+@cache
+def _build_link(name: str) -> Link:
+    return Link.from_dict({"name": name, **_drop_sources(load_table("links")[name])})
 
 
-models: Mapping[str, Architecture] = Catalogue("models", _model)
+def _drop_sources(entry: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of the object that a TOML entry describes."""
+    return {key: value for key, value in entry.items() if key not in NOT_FIELDS}
+
+
+models: Mapping[str, Architecture] = Catalogue(
+    "models",
+    _build_model,
+    {
+        "parameters": lambda model: f"{model.num_parameters / 1e9:,.3g}B",
+        "layers": lambda model: model.num_hidden_layers,
+        "hidden size": lambda model: model.hidden_size,
+        "type": lambda model: model.model_type,
+    },
+)
 """Catalogue or Hub repository names -> Architecture; nothing is downloaded."""
 
-gpus: Mapping[str, Gpu] = Catalogue("gpus", _gpu)
+gpus: Mapping[str, Gpu] = Catalogue(
+    "gpus",
+    _build_gpu,
+    {
+        "memory GiB": lambda gpu: round(gpu.memory_bytes / 2**30, 1),
+        "usable GiB": lambda gpu: round(gpu.usable_bytes / 2**30, 1),
+        "vendor": lambda gpu: gpu.vendor,
+    },
+)
 """Catalogue names -> Gpu; "cpu" is this host, whose memory is read at each access."""
 
-links: Mapping[str, Link] = Catalogue("links", _link)
+links: Mapping[str, Link] = Catalogue(
+    "links",
+    _build_link,
+    {
+        "GB/s": lambda link: link.bandwidth_bytes_per_second / 1e9,
+        "latency µs": lambda link: link.latency_seconds * 1e6,
+    },
+)
 """Catalogue names -> Link."""

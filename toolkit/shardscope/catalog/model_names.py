@@ -1,11 +1,10 @@
-"""What people call a model of the catalogue: its name there, or the repository that it was read from."""
+"""Names of catalogue models: the catalogue's own, and the Hub repository of each model's config.json."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
 
 from shardscope.core.errors import find_nearest, find_similar
 
@@ -13,52 +12,56 @@ _REPOSITORY = re.compile(r"^https://huggingface\.co/([^/\s;]+/[^/\s;]+)/")
 
 
 @cache
-def repository_of(source: str) -> str | None:
-    """``meta-llama/Llama-3.1-8B``: the Hub's repository that an entry's source begins with, if it does."""
-    found = _REPOSITORY.match(source)
-    return found[1] if found else None
+def parse_repository(source: str) -> str | None:
+    """Return the Hub repository (``meta-llama/Llama-3.1-8B``) that ``source`` starts with; None if none."""
+    match = _REPOSITORY.match(source)
+    return match[1] if match else None
 
 
 class ModelNames:
-    """The names of one catalogue of models: table name -> its entry."""
+    """Lookup of models by name or by Hub repository, exact and approximate."""
 
-    def __init__(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        self._known = dict.fromkeys(entries)
-        found = ((repository_of(entry["source"]), name) for name, entry in entries.items())
-        self.repositories = {repository: name for repository, name in found if repository}
-        """The Hub's repository, as it spells itself -> the model that was read there."""
+    def __init__(self, entries: Mapping[str, Mapping[str, object]]) -> None:
+        """Create the lookup of the catalogue's ``entries`` by name; each entry has its ``source``."""
+        self._names = dict.fromkeys(entries)
+        repositories = ((parse_repository(str(entry["source"])), name) for name, entry in entries.items())
+        self.repositories = {repository: name for repository, name in repositories if repository}
+        """Hub repository, as spelled there -> name in the catalogue."""
         self._by_repository = {repository.lower(): name for repository, name in self.repositories.items()}
 
     def find(self, text: object) -> str | None:
-        """The catalogue's name for what somebody calls a model, in whatever case; None for others."""
+        """Return the name of the model that ``text`` names, case-insensitively; None if there is none."""
         if not isinstance(text, str):
             return None
         lower = text.lower()
-        return lower if lower in self._known else self._by_repository.get(lower)
+        return lower if lower in self._names else self._by_repository.get(lower)
 
     def find_similar(self, text: object) -> str | None:
-        """Return the name in the catalogue that is spelled much like ``text``, or whose repository's is; None
-        if none is near."""
-        wanted, called = self._spellings(text)
-        close = _longest_beginning(wanted, called) or find_similar(wanted, called)
-        return None if close is None else called[close]
+        """Return the model whose name or repository is spelled like ``text``; None if there is none."""
+        model, names = _drop_owner(text), self._list_spellings()
+        spelling = _find_longest_prefix(model, names) or find_similar(model, names)
+        return None if spelling is None else names[spelling]
 
     def find_nearest(self, text: object) -> str:
-        """Return the name in the catalogue that is spelled most like ``text``, however far that is."""
-        wanted, called = self._spellings(text)
-        return called[_longest_beginning(wanted, called) or find_nearest(wanted, list(called))]
+        """Return the model whose name or repository is spelled most like ``text``, however different."""
+        model, names = _drop_owner(text), self._list_spellings()
+        return names[_find_longest_prefix(model, names) or find_nearest(model, list(names))]
 
-    def _spellings(self, text: object) -> tuple[str, dict[str, str]]:
-        """Return ``text`` without an owner, and the catalogue's name of every spelling that is known."""
-        called = {name: name for name in self._known}
-        called |= {repository.partition("/")[2]: name for repository, name in self._by_repository.items()}
-        # Whose copy of a model it is says nothing of its shape.
-        return text.lower().rpartition("/")[2] if isinstance(text, str) else "", called
+    def _list_spellings(self) -> dict[str, str]:
+        """Return known spelling -> name in the catalogue: names, and repositories without their owner."""
+        spellings = {name: name for name in self._names}
+        spellings |= {repository.partition("/")[2]: name for repository, name in self._by_repository.items()}
+        return spellings
 
 
-def _longest_beginning(wanted: str, called: Mapping[str, str]) -> str | None:
-    """Return the longest name that ``wanted`` begins with.
+def _drop_owner(text: object) -> str:
+    """Return the model's name in lower case: copies of a model by other owners have the same shape."""
+    return text.lower().rpartition("/")[2] if isinstance(text, str) else ""
+
+
+def _find_longest_prefix(model: str, names: Iterable[str]) -> str | None:
+    """Return the longest name that ``model`` starts with.
 
     "llama-3.1-8b-instruct" is the model of that size, though llama-3.3-70b-instruct is nearer by letters.
     """
-    return max((name for name in called if wanted.startswith(f"{name}-")), key=len, default=None)
+    return max((name for name in names if model.startswith(f"{name}-")), key=len, default=None)

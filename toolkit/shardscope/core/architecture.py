@@ -169,7 +169,7 @@ class Architecture(Serializable):
         from shardscope.families import hf_config  # circular import
 
         check_flag("rehearse_only", rehearse_only)
-        return hf_config.load(config, rehearse_only)
+        return hf_config.read_architecture(config, rehearse_only)
 
     @classmethod
     def of_size(cls, size: str) -> Architecture:
@@ -208,7 +208,7 @@ class Architecture(Serializable):
     @cached_property
     def outer_shapes(self) -> tuple[Parameter, ...]:
         """``(group, name, shape)`` of each parameter outside the decoder layers; tied weights appear once."""
-        return parameter_shapes.outer_parameters(self)
+        return parameter_shapes.list_outer_parameters(self)
 
     def layer_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return the parameter counts of one decoder layer by non-empty group (:data:`LAYER_GROUPS`)."""
@@ -351,11 +351,11 @@ class Architecture(Serializable):
 
     @cached_property
     def _moe_layer(self) -> tuple[Parameter, ...]:
-        return parameter_shapes.layer_parameters(self, True)
+        return parameter_shapes.list_layer_parameters(self, True)
 
     @cached_property
     def _dense_layer(self) -> tuple[Parameter, ...]:
-        return parameter_shapes.layer_parameters(self, False)
+        return parameter_shapes.list_layer_parameters(self, False)
 
     def _get_layer_counts(self, moe: bool) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
         return self._moe_layer_counts if moe else self._dense_layer_counts
@@ -370,7 +370,7 @@ class Architecture(Serializable):
 
     def _list_linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
         conv1d = family_of(self).projections == "conv1d"
-        targets = (parameter_shapes.lora_target(parameter, conv1d) for parameter in self._get_layer(moe))
+        targets = (parameter_shapes.get_lora_target(parameter, conv1d) for parameter in self._get_layer(moe))
         return tuple(target for target in targets if target is not None)
 
     def _check_layer(self, layer_index: int) -> None:

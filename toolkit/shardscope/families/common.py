@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Literal, TypedDict
 
 from shardscope.core.errors import Value, check_flag, check_integer, refuse
 from shardscope.core.size_limits import LIMITS
 
-Fields = dict[str, Any]
-"""Fields of an ``Architecture`` except ``name`` and ``model_type``."""
+
+class Fields(TypedDict, total=False):
+    """Fields of an ``Architecture`` except ``name`` and ``model_type``, as its ``from_dict`` reads them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    gated_mlp: bool
+    norm: Literal["rmsnorm", "layernorm"]
+    norms_per_layer: int
+    parallel_residual: bool
+    new_decoder_architecture: bool
+    qk_norm: bool
+    position_embedding: Literal["rope", "learned", "alibi"]
+    sliding_window: int | None
+    sliding_window_layers: int
+    mixture_of_experts: Mapping[str, object]
+    latent_attention: Mapping[str, object]
 
 
 class HfConfig:
     """Keys of one config.json; null is the same as a missing key, as in transformers."""
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
+    def __init__(self, data: Mapping[str, object]) -> None:
         self.data = data
 
-    def get(self, *keys: str, default: Any = None) -> Any:
+    def get(self, *keys: str, default: object = None) -> object:
         """Return the value of the first key present (later ones are aliases), else ``default``."""
         return next((self.data[key] for key in keys if self.data.get(key) is not None), default)
 
@@ -28,7 +53,10 @@ class HfConfig:
         key = next((key for key in keys if self.data.get(key) is not None), None)
         if key is None and default is None:
             refuse(
-                f"config.json {keys[0]}", None, f"a whole number from {low:,} to {high:,}", f"add {keys[0]!r}"
+                f"config.json {keys[0]}",
+                None,
+                f"a whole number from {low:,} to {high:,}",
+                f"add the key {keys[0]!r}",
             )
         value = default if key is None else self.data[key]
         return check_integer(f"config.json {key or keys[0]}", value, low=low, high=high)
@@ -42,7 +70,7 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
     """Return the sizes with common key names; ``kv_heads`` None: as many as query heads by default."""
     hidden = config.read_size("hidden_size", limit="hidden_size")
     heads = config.read_size("num_attention_heads", limit="num_attention_heads")
-    default_kv = heads if kv_heads is None or _given_null(config, "num_key_value_heads") else kv_heads
+    default_kv = heads if kv_heads is None or _is_null(config, "num_key_value_heads") else kv_heads
     return {
         "hidden_size": hidden,
         "intermediate_size": config.read_size("intermediate_size", limit="intermediate_size"),
@@ -60,12 +88,12 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
     }
 
 
-def _given_null(config: HfConfig, key: str) -> bool:
+def _is_null(config: HfConfig, key: str) -> bool:
     return key in config.data and config.data[key] is None
 
 
-def check_even_heads(fields: Fields) -> Fields:
-    """Return ``fields``; raise ``ValueError``, as transformers does, unless the heads divide hidden_size.
+def check_even_heads(fields: Fields) -> None:
+    """Raise ``ValueError``, as transformers does, unless the heads divide hidden_size.
 
     Source: LlamaConfig, Gemma2Config, GPT2Attention.
     """
@@ -73,7 +101,6 @@ def check_even_heads(fields: Fields) -> Fields:
     if hidden % heads:
         refuse("config.json hidden_size", hidden, f"a multiple of num_attention_heads={heads}",
                Value(max(1, round(hidden / heads)) * heads))  # fmt: skip
-    return fields
 
 
 def read_window(
@@ -81,12 +108,12 @@ def read_window(
 ) -> Fields:
     """Return ``fields`` with the sliding window: its tokens and number of layers.
 
-    ``default`` applies only if the key is missing: null disables the window.
+    ``default`` are its tokens if the key is missing; null disables the window. ``layers`` returns the number
+    of layers with a window for a number of layers, if the config has no ``layer_types``.
     """
-    value = config.data.get("sliding_window", default)
-    if value is None:
+    if config.data.get("sliding_window", default) is None:
         return fields
-    tokens = config.read_size("sliding_window", limit="max_position_embeddings", default=value)
+    tokens = config.read_size("sliding_window", limit="max_position_embeddings", default=default)
     types = config.get("layer_types")
     total = fields["num_hidden_layers"]
     count = layers(total)
@@ -104,4 +131,9 @@ def read_bias(config: HfConfig, default: bool = False) -> Fields:
 def reject_flag(config: HfConfig, key: str, why: str) -> None:
     """Raise ``ValueError`` for a flag that makes the model something other than a causal decoder."""
     if config.read_flag(key, False):
-        refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", Value(False))
+        refuse(
+            f"config.json {key}",
+            True,
+            f"False, because {why}; plan.rehearse() runs such a model",
+            Value(False),
+        )

@@ -9,31 +9,38 @@ from shardscope.families.family import Family
 
 def _read_deepseek_v2(config: HfConfig) -> Fields:
     """Read DeepseekV2Config: latent attention and shared experts, as in V3, with a softmax router."""
-    fields = {**check_even_heads(read_sizes(config, kv_heads=None, positions=2_048)), **read_bias(config)}
-    fields["mlp_bias"] = config.read_flag("mlp_bias", False)
-    chosen = config.read_size("num_experts_per_tok", limit="num_experts")
-    return _latent(config, fields, experts=64, chosen=chosen, inner=1_407, shared=2, dense=0)
+    sizes = read_sizes(config, kv_heads=None, positions=2_048)
+    check_even_heads(sizes)
+    fields: Fields = {**sizes, **read_bias(config), "mlp_bias": config.read_flag("mlp_bias", False)}
+    top_k = config.read_size("num_experts_per_tok", limit="num_experts")
+    return _add_layer_parts(config, fields, experts=64, top_k=top_k, inner=1_407, shared=2, dense=0)
 
 
 def _read_deepseek_v3(config: HfConfig) -> Fields:
     """Read DeepseekV3Config: ``ForCausalLM`` lacks the multi-token-prediction module."""
-    fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
-    chosen = config.read_size("num_experts_per_tok", limit="num_experts", default=8)
-    return _latent(config, fields, experts=256, chosen=chosen, inner=2_048, shared=1, dense=3)
+    fields: Fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
+    top_k = config.read_size("num_experts_per_tok", limit="num_experts", default=8)
+    return _add_layer_parts(config, fields, experts=256, top_k=top_k, inner=2_048, shared=1, dense=3)
 
 
-def _latent(
-    config: HfConfig, fields: Fields, *, experts: int, chosen: int, inner: int, shared: int, dense: int
+def _add_layer_parts(
+    config: HfConfig, fields: Fields, *, experts: int, top_k: int, inner: int, shared: int, dense: int
 ) -> Fields:
-    """Add latent attention and experts; the numeric arguments are the family's defaults."""
+    """Add latent attention and experts.
+
+    The arguments but ``top_k`` are the family's defaults: routed experts, their inner width, shared experts,
+    and first layers without experts.
+    """
     inner = config.read_size("moe_intermediate_size", limit="moe_intermediate_size", default=inner)
-    shared = config.get("n_shared_experts", default=shared)
-    shared = check_integer("config.json n_shared_experts", shared, low=0, high=1_024)
-    latent = {
+    shared = check_integer(
+        "config.json n_shared_experts", config.get("n_shared_experts", default=shared), low=0, high=1_024
+    )
+    rope_head_dim = config.read_size("qk_rope_head_dim", limit="head_dim", default=64)
+    latent_attention = {
         "q_lora_rank": config.data.get("q_lora_rank", 1_536),
         "kv_lora_rank": config.get("kv_lora_rank", default=512),
         "qk_nope_head_dim": config.get("qk_nope_head_dim", default=128),
-        "qk_rope_head_dim": config.read_size("qk_rope_head_dim", limit="head_dim", default=64),
+        "qk_rope_head_dim": rope_head_dim,
         "v_head_dim": config.get("v_head_dim", default=128),
     }
     first = config.get("first_k_dense_replace", default=dense)
@@ -44,12 +51,12 @@ def _latent(
         "num_experts": config.read_size(
             "n_routed_experts", "num_local_experts", limit="num_experts", default=experts
         ),
-        "num_experts_per_tok": chosen,
+        "num_experts_per_tok": top_k,
         "moe_intermediate_size": inner,
         "shared_expert_intermediate_size": inner * shared,
         "first_k_dense_replace": first,
     }
-    return {**fields, "head_dim": latent["qk_rope_head_dim"], "latent_attention": latent}
+    return {**fields, "head_dim": rope_head_dim, "latent_attention": latent_attention}
 
 
 DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_read_deepseek_v2, router="softmax_upcast")

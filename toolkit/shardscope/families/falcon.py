@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.families.common import Fields, HfConfig, check_even_heads, read_sizes, read_window
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 def _read_falcon(config: HfConfig) -> Fields:
     """Read FalconConfig: its own key names, three head layouts, a parallel residual with one or two norms."""
-    hidden, heads = config.read_size("hidden_size", "n_embed", limit="hidden_size"), "num_attention_heads"
+    hidden = config.read_size("hidden_size", "n_embed", limit="hidden_size")
+    heads = config.read_size("num_attention_heads", limit="num_attention_heads")
     fields: Fields = {
         "hidden_size": hidden,
         "intermediate_size": config.read_size(
             "ffn_hidden_size", limit="intermediate_size", default=4 * hidden
         ),
         "num_hidden_layers": config.read_size("num_hidden_layers", limit="num_hidden_layers"),
-        heads: config.read_size(heads, limit=heads),
+        "num_attention_heads": heads,
         "vocab_size": config.read_size("vocab_size", limit="vocab_size"),
         "max_position_embeddings": config.read_size(
             "max_position_embeddings", limit="max_position_embeddings", default=2_048
@@ -32,33 +33,33 @@ def _read_falcon(config: HfConfig) -> Fields:
         "norm": "layernorm",
     }
     check_even_heads(fields)
-    fields["head_dim"] = hidden // fields[heads]
-    new, parallel = (
-        config.read_flag("new_decoder_architecture", False),
-        config.read_flag("parallel_attn", True),
-    )
-    if new and not parallel:
+    is_new = config.read_flag("new_decoder_architecture", False)
+    is_parallel = config.read_flag("parallel_attn", True)
+    if is_new and not is_parallel:
         refuse("config.json parallel_attn", False, "True with new_decoder_architecture", Value(True))
-    every = config.read_size("num_kv_heads", limit="num_key_value_heads", default=fields[heads])
-    shared = config.read_flag("multi_query", True) and not new
-    if not new and not shared and every != fields[heads]:
-        allowed = f"num_attention_heads={fields[heads]} without multi_query and new_decoder_architecture"
-        refuse("config.json num_kv_heads", every, allowed, Value(fields[heads]))
+    # FalconAttention: one key and value head with multi_query, num_kv_heads in the new architecture, and
+    # otherwise one for each query head.
+    kv_heads = config.read_size("num_kv_heads", limit="num_key_value_heads", default=heads)
+    is_multi_query = config.read_flag("multi_query", True) and not is_new
+    if not is_new and not is_multi_query and kv_heads != heads:
+        allowed = f"num_attention_heads={heads} without multi_query and new_decoder_architecture"
+        refuse("config.json num_kv_heads", kv_heads, allowed, Value(heads))
     norms = 2
-    if parallel:
-        default = 2 if new else 1
+    if is_parallel:
+        default = 2 if is_new else 1
         norms = check_choice(
             "config.json num_ln_in_parallel_attn",
             config.get("num_ln_in_parallel_attn", default=default),
-            (1, 2) if new else (1,),
+            (1, 2) if is_new else (1,),
         )
     has_bias = config.read_flag("bias", False)
     return {
         **fields,
-        "num_key_value_heads": 1 if shared else every,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": 1 if is_multi_query else kv_heads,
         "norms_per_layer": norms,
-        "parallel_residual": parallel,
-        "new_decoder_architecture": new,
+        "parallel_residual": is_parallel,
+        "new_decoder_architecture": is_new,
         "attention_bias": has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": has_bias,
@@ -76,6 +77,7 @@ def _read_starcoder2(config: HfConfig) -> Fields:
 
 
 def _check_falcon(arch: Architecture) -> None:
+    """Raise ``ValueError`` for head and norm counts that FalconDecoderLayer cannot have."""
     kv_heads = arch.num_key_value_heads
     if arch.new_decoder_architecture:
         check_choice(
@@ -89,8 +91,8 @@ def _check_falcon(arch: Architecture) -> None:
     check_choice("Architecture.norms_per_layer of an older falcon", arch.norms_per_layer, (norms,))
 
 
-def _falcon_config_values(arch: Architecture) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _falcon_config_values(arch: Architecture) -> dict[str, object]:
+    values: dict[str, object] = {
         "multi_query": arch.num_key_value_heads == 1,
         "alibi": arch.position_embedding == "alibi",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.families.common import Fields, HfConfig
 
@@ -120,7 +120,7 @@ class Family:
     """Older names of ``longrope`` in its configs, which transformers still reads."""
     model_type_with_layer_types: str | None = None
     """``model_type`` with which transformers reads a config.json with ``layer_types``; None: its own."""
-    config_values: Callable[[Architecture], Mapping[str, Any]] | None = None
+    config_values: Callable[[Architecture], Mapping[str, object]] | None = None
     """Function that returns keyword arguments of its transformers config that no other family has."""
 
     # --- Allowed architectures -----------------------------------------------------------------------------

@@ -15,42 +15,46 @@ from shardscope.families.common import (
 )
 from shardscope.families.family import Family, Names
 
-_BOTH_WAYS = "the model attends to later tokens too"
+_BIDIRECTIONAL = "a causal decoder does not attend to later tokens"
 
 
 def _read_gemma(config: HfConfig) -> Fields:
     """Read GemmaConfig: tied by default, head_dim defaults to 256."""
-    reject_flag(config, "use_bidirectional_attention", _BOTH_WAYS)
-    fields = {**read_sizes(config, kv_heads=16, positions=8_192), **read_bias(config)}
-    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
-    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
-    return fields
+    reject_flag(config, "use_bidirectional_attention", _BIDIRECTIONAL)
+    return _read_common(config, kv_heads=16, positions=8_192)
 
 
 def _read_gemma2(config: HfConfig) -> Fields:
     """Read Gemma2Config: four norms per layer, tied by default, windows in layers 0, 2, 4, ..."""
-    fields = {
-        **check_even_heads(read_sizes(config, kv_heads=4, positions=8_192)),
-        **read_bias(config),
-        "norms_per_layer": 4,
-    }
-    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
-    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
+    fields = _read_common(config, kv_heads=4, positions=8_192)
+    check_even_heads(fields)
+    fields["norms_per_layer"] = 4
     return read_window(config, fields, default=4_096, layers=lambda total: (total + 1) // 2)
 
 
 def _read_gemma3_text(config: HfConfig) -> Fields:
     """Read Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, no window in every 6th layer."""
-    reject_flag(config, "use_bidirectional_attention", _BOTH_WAYS)
-    fields = {**check_even_heads(read_sizes(config, kv_heads=4, positions=131_072)), **read_bias(config)}
+    reject_flag(config, "use_bidirectional_attention", _BIDIRECTIONAL)
+    fields = _read_common(config, kv_heads=4, positions=131_072)
+    check_even_heads(fields)
     fields |= {"norms_per_layer": 4, "qk_norm": True}
-    fields["tie_word_embeddings"] = config.read_flag("tie_word_embeddings", True)
-    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=256)
-    every = config.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    every = check_integer(
-        "config.json sliding_window_pattern", every, low=1, high=LIMITS["num_hidden_layers"][1]
+    pattern = check_integer(
+        "config.json sliding_window_pattern",
+        config.get("sliding_window_pattern", "_sliding_window_pattern", default=6),
+        low=1,
+        high=LIMITS["num_hidden_layers"][1],
     )
-    return read_window(config, fields, default=4_096, layers=lambda total: total - total // every)
+    return read_window(config, fields, default=4_096, layers=lambda total: total - total // pattern)
+
+
+def _read_common(config: HfConfig, *, kv_heads: int, positions: int) -> Fields:
+    """Return the fields that all Gemma configs share: tied by default, and head_dim defaults to 256."""
+    return {
+        **read_sizes(config, kv_heads=kv_heads, positions=positions),
+        **read_bias(config),
+        "tie_word_embeddings": config.read_flag("tie_word_embeddings", True),
+        "head_dim": config.read_size("head_dim", limit="head_dim", default=256),
+    }
 
 
 _FOUR_NORMS = Names(

@@ -8,12 +8,11 @@ from shardscope.families.family import Family, Names
 
 def _read_glm(config: HfConfig) -> Fields:
     """Read GlmConfig: fused gate and up projections; biases of query, key and value by default."""
-    fields = {
+    return {
         **read_sizes(config, kv_heads=2, positions=131_072),
         "attention_bias": config.read_flag("attention_bias", True),
+        "head_dim": config.read_size("head_dim", limit="head_dim", default=128),
     }
-    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=128)
-    return fields
 
 
 def _read_glm4(config: HfConfig) -> Fields:

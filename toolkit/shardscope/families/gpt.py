@@ -13,12 +13,10 @@ from shardscope.families.common import (
 )
 from shardscope.families.family import Family, FileNames, Names
 
-_PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
-
 
 def _read_gpt2(config: HfConfig) -> Fields:
     """Read GPT2Config: its own key names, fused Conv1D projections with bias, learned positions, tied."""
-    reject_flag(config, "add_cross_attention", "a decoder alone")
+    reject_flag(config, "add_cross_attention", "a causal decoder has no cross-attention")
     hidden = config.read_size("n_embd", "hidden_size", limit="hidden_size")
     heads = config.read_size("n_head", "num_attention_heads", limit="num_attention_heads")
     check_even_heads({"hidden_size": hidden, "num_attention_heads": heads})
@@ -45,19 +43,24 @@ def _read_gpt2(config: HfConfig) -> Fields:
 
 def _read_gpt_neox(config: HfConfig) -> Fields:
     """Read GPTNeoXConfig: fused query, key and value with bias; a parallel residual by default."""
-    fields = {
-        **check_even_heads(read_sizes(config, kv_heads=None, positions=2_048)),
-        **read_bias(config, default=True),
-        **_PLAIN,
-    }
+    fields = read_sizes(config, kv_heads=None, positions=2_048)
+    check_even_heads(fields)
     heads = fields["num_attention_heads"]
-    fields |= {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
-    return {**fields, "parallel_residual": config.read_flag("use_parallel_residual", True)}
+    return {
+        **fields,
+        **read_bias(config, default=True),
+        "num_key_value_heads": heads,
+        "head_dim": fields["hidden_size"] // heads,
+        "mlp_bias": True,
+        "gated_mlp": False,
+        "norm": "layernorm",
+        "parallel_residual": config.read_flag("use_parallel_residual", True),
+    }
 
 
 def _read_gpt_oss(config: HfConfig) -> Fields:
     """Read GptOssConfig: a sink per head, experts with biases in every layer, a window in every other."""
-    fields = {**read_sizes(config, kv_heads=8, positions=131_072), **read_bias(config, default=True)}
+    fields: Fields = {**read_sizes(config, kv_heads=8, positions=131_072), **read_bias(config, default=True)}
     fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=64)
     fields["mixture_of_experts"] = {
         "num_experts": config.read_size("num_local_experts", "num_experts", limit="num_experts", default=128),

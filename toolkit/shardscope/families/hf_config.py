@@ -6,7 +6,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import Value, find_similar, refuse
@@ -18,25 +18,25 @@ MAX_BYTES = 1_000_000
 """Maximum size of a config.json; real ones have a few kilobytes."""
 
 
-def load(config: str | Path | Mapping[str, Any], rehearse_only: bool = False) -> Architecture:
-    """See :meth:`shardscope.core.architecture.Architecture.from_hf`."""
+def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: bool = False) -> Architecture:
+    """Return the architecture; see :meth:`shardscope.core.architecture.Architecture.from_hf`."""
     if isinstance(config, Mapping):
-        return from_dict(config, None, rehearse_only)
+        return build_architecture(config, None, rehearse_only)
     if not isinstance(config, str | Path) or not str(config).strip() or "\0" in str(config):
-        allowed = "a path to config.json, its folder, a dict, or a hub id"
+        allowed = "a path to config.json, its folder, a dict, or a Hub id"
         refuse("config", config, allowed, "Architecture.from_hf('folder/config.json')")
     path = Path(config).expanduser()
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return from_dict(read(file), _called(file.absolute()), rehearse_only)
+        return build_architecture(read_config_file(file), _derive_name(file.absolute()), rehearse_only)
     if isinstance(config, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", config, re.A) and path.suffix != ".json":
-        return from_dict(read(_from_hub(config)), config, rehearse_only)
-    allowed = "a file or folder that exists, or a hub id 'org/name'"
-    return refuse("config", str(config), allowed, "check the spelling")
+        return build_architecture(read_config_file(_find_on_hub(config)), config, rehearse_only)
+    allowed = "an existing file or folder, or a Hub id 'org/name'"
+    return refuse("config", str(config), allowed, "check the spelling of the path")
 
 
-def _called(file: Path) -> str:
-    """Return a model name for ``file``: its folder's, or the hub id in the Hub's cache."""
+def _derive_name(file: Path) -> str:
+    """Return a model name for ``file``: its folder's, or the Hub id if it is in the Hub's cache."""
     if file.name != "config.json":
         return file.stem
     folder = file.parent
@@ -45,7 +45,7 @@ def _called(file: Path) -> str:
     return folder.name
 
 
-def read(file: Path) -> Mapping[str, Any]:
+def read_config_file(file: Path) -> Mapping[str, object]:
     """Return the JSON object in ``file``. Raises ``ValueError`` (with the line) for anything else."""
     try:
         status = file.stat()
@@ -53,13 +53,16 @@ def read(file: Path) -> Mapping[str, Any]:
             refuse("config", str(file), "a regular file", "the path of a config.json")
         if status.st_size > MAX_BYTES:
             refuse(
-                "config", str(file), f"at most {MAX_BYTES:,} bytes, not {status.st_size:,}", "a config.json"
+                "config",
+                str(file),
+                f"a file of at most {MAX_BYTES:,} bytes, not {status.st_size:,}",
+                "the path of a config.json",
             )
         with file.open("rb") as stream:
             # -sig: Windows editors add a byte order mark.
             text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")
     except FileNotFoundError:
-        refuse("config", str(file), "a folder that holds a config.json", "the path of the file itself")
+        refuse("config", str(file), "a folder that contains a config.json", "the path of the file itself")
     except OSError as error:
         raise ValueError(f"config {file} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -69,47 +72,58 @@ def read(file: Path) -> Mapping[str, Any]:
     except RecursionError as error:
         raise ValueError(f"config {file} is nested too deeply to be a config.json.") from error
     if not isinstance(data, dict):
-        refuse("config", str(file), "a file that holds one JSON object", "a config.json")
+        refuse("config", str(file), "a file that contains one JSON object", "the path of a config.json")
     return data
 
 
-def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = False) -> Architecture:
+def build_architecture(
+    data: Mapping[str, object], name: str | None, rehearse_only: bool = False
+) -> Architecture:
     """Return the architecture of a config; ``name`` None: the config's own name, or else its model_type.
 
     Raises ``ValueError`` for an unknown ``model_type``, unless ``rehearse_only``, and for invalid keys.
     """
     family = data.get("model_type")
-    called = name or data.get("_name_or_path") or family
+    display_name = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
         if rehearse_only and isinstance(family, str):
             from shardscope.families.unknown import UnknownFamily
 
-            return UnknownFamily.of_config(data, str(called))
+            return UnknownFamily.from_config(data, str(display_name))
         _refuse_family(data, family)
-    if not isinstance(called, str):
-        refuse("config.json _name_or_path", called, "text", Value(family))
-    fields = {"name": called, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
+    if not isinstance(display_name, str):
+        refuse("config.json _name_or_path", display_name, "text", Value(family))
+    fields = {"name": display_name, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
     return Architecture.from_dict(fields)
 
 
-def _refuse_family(data: Mapping[str, Any], family: object) -> NoReturn:
+def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     known = ", ".join(FAMILIES)
     for part in ("text_config", "llm_config", "language_config", "thinker_config"):
         if isinstance(data.get(part), Mapping):
             fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
             refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-    meant = find_similar(family, FAMILIES)
-    same = f"{meant!r} if its layers are the same; or " if meant else ""
-    fix = f"{same}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any transformers model"
+    similar = find_similar(family, FAMILIES)
+    same_layers = f"{similar!r} if its layers are the same; or " if similar else ""
+    fix = (
+        f"{same_layers}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any "
+        "transformers model"
+    )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
 
 
-def _from_hub(hub_id: str) -> Path:
+def _find_on_hub(hub_id: str) -> Path:
+    """Return the path of a repository's config.json in the Hub's cache; download it if it is not there.
+
+    Raises ``ValueError`` if that fails or huggingface_hub is not installed.
+    """
     try:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError as error:
-        wanted = 'pip install "shardscope[train]", or pass the path of a config.json'
-        raise ValueError(f"Reading {hub_id!r} from the hub needs huggingface_hub: {wanted}.") from error
+        fix = 'pip install "shardscope[train]", or pass the path of a config.json'
+        raise ValueError(
+            f"Reading {hub_id!r} from the Hub requires huggingface_hub. Nearest fix: {fix}."
+        ) from error
     try:
         cached = try_to_load_from_cache(hub_id, "config.json")
         return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, "config.json"))
@@ -117,5 +131,5 @@ def _from_hub(hub_id: str) -> Path:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "pass the path of its config.json, or check the name, the network and `hf auth login`"
         raise ValueError(
-            f"config.json of {hub_id!r} could not be had from the hub: {reason} Fix: {fix}."
+            f"config.json of {hub_id!r} could not be downloaded from the Hub: {reason} Nearest fix: {fix}."
         ) from error

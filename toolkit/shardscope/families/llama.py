@@ -8,7 +8,8 @@ from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 def _read_llama(config: HfConfig) -> Fields:
     """Read LlamaConfig: Llama 1 to 3.3 and other models with the same layers."""
-    fields = check_even_heads(read_sizes(config, kv_heads=None, positions=2_048))
+    fields = read_sizes(config, kv_heads=None, positions=2_048)
+    check_even_heads(fields)
     return {**fields, **read_bias(config), "mlp_bias": config.read_flag("mlp_bias", False)}
 
 
@@ -26,9 +27,9 @@ def _read_olmo2(config: HfConfig) -> Fields:
 def _read_nemotron(config: HfConfig) -> Fields:
     """Read NemotronConfig: LayerNorm1P, and an MLP without gate with a squared ReLU."""
     config.read_size("num_key_value_heads", limit="num_key_value_heads")  # required by transformers
-    fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
     return {
-        **fields,
+        **read_sizes(config, kv_heads=None, positions=4_096),
+        **read_bias(config),
         "mlp_bias": config.read_flag("mlp_bias", False),
         "gated_mlp": False,
         "norm": "layernorm",

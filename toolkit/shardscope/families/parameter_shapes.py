@@ -30,31 +30,31 @@ class Parameter(NamedTuple):
     """Shape as stored: Linear weights (out, in), GPT-2's Conv1D (in, out), experts (experts, out, in)."""
 
 
-def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
+def list_layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
     """Return the parameters of one decoder layer, with routed experts if ``moe``."""
     if family_of(arch).projections == "conv1d":
-        return (*_gpt2_attention(arch), *_gpt2_mlp(arch), *_norms(arch))
-    attention = _latent_attention(arch) if arch.latent_attention else _attention(arch)
-    feed_forward = _experts(arch) if moe else _mlp(arch, "mlp", "mlp", arch.intermediate_size)
-    return (*attention, *feed_forward, *_norms(arch))
+        return (*_build_gpt2_attention(arch), *_build_gpt2_mlp(arch), *_build_norms(arch))
+    attention = _build_latent_attention(arch) if arch.latent_attention else _build_attention(arch)
+    feed_forward = _build_experts(arch) if moe else _build_mlp(arch, "mlp", "mlp", arch.intermediate_size)
+    return (*attention, *feed_forward, *_build_norms(arch))
 
 
-def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
+def list_outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Return the parameters outside of the decoder layers, with full names; without a tied ``lm_head``."""
-    wide, names = (arch.vocab_size, arch.hidden_size), names_of(arch)
-    found = [Parameter("embedding", f"{names.embedding}.weight", wide)]
+    vocabulary_shape, names = (arch.vocab_size, arch.hidden_size), names_of(arch)
+    parameters = [Parameter("embedding", f"{names.embedding}.weight", vocabulary_shape)]
     if arch.position_embedding == "learned":
         positions = (arch.max_position_embeddings, arch.hidden_size)
-        found.append(Parameter("position_embedding", "transformer.wpe.weight", positions))
-    found += _norm(arch, names.final_norm, arch.hidden_size)
+        parameters.append(Parameter("position_embedding", "transformer.wpe.weight", positions))
+    parameters += _build_norm(arch, names.final_norm, arch.hidden_size)
     if not arch.tie_word_embeddings:
-        found.append(Parameter("lm_head", "lm_head.weight", wide))
+        parameters.append(Parameter("lm_head", "lm_head.weight", vocabulary_shape))
     if family_of(arch).has_head_bias:  # a tied head still has a bias of its own
-        found.append(Parameter("lm_head", "lm_head.bias", (arch.vocab_size,)))
-    return tuple(found)
+        parameters.append(Parameter("lm_head", "lm_head.bias", (arch.vocab_size,)))
+    return tuple(parameters)
 
 
-def lora_target(parameter: Parameter, conv1d: bool) -> tuple[str, tuple[int, int]] | None:
+def get_lora_target(parameter: Parameter, conv1d: bool) -> tuple[str, tuple[int, int]] | None:
     """Return ``(target, (out_features, in_features))`` if PEFT can wrap the parameter's Linear, else None.
 
     The router and the fused experts are bare parameters in transformers 5, not Linears.
@@ -70,98 +70,102 @@ def is_vector(parameter: Parameter) -> bool:
     return len(parameter.shape) == 1 or parameter.name.endswith("_bias")
 
 
-def _linear(group: str, name: str, out: int, inner: int, bias: bool) -> list[Parameter]:
+def _build_linear(group: str, name: str, out: int, inner: int, bias: bool) -> list[Parameter]:
     weight = Parameter(group, f"{name}.weight", (out, inner))
     return [weight, Parameter(group, f"{name}.bias", (out,))] if bias else [weight]
 
 
-def _norm(arch: Architecture, name: str, size: int) -> list[Parameter]:
+def _build_norm(arch: Architecture, name: str, size: int) -> list[Parameter]:
     weight = Parameter("norm", f"{name}.weight", (size,))
     return [weight, Parameter("norm", f"{name}.bias", (size,))] if arch.norm == "layernorm" else [weight]
 
 
-def _norms(arch: Architecture) -> list[Parameter]:
-    return [parameter for name in norm_names(arch) for parameter in _norm(arch, name, arch.hidden_size)]
+def _build_norms(arch: Architecture) -> list[Parameter]:
+    return [parameter for name in norm_names(arch) for parameter in _build_norm(arch, name, arch.hidden_size)]
 
 
-def _attention(arch: Architecture) -> list[Parameter]:
+def _build_attention(arch: Architecture) -> list[Parameter]:
     hidden, head_dim, names = arch.hidden_size, arch.head_dim, names_of(arch)
     query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
     prefix, bias = names.attention, arch.attention_bias
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     if names.fused_qkv:
-        found += _linear("attention", f"{prefix}.{names.fused_qkv}", query + 2 * key, hidden, bias)
+        parameters += _build_linear("attention", f"{prefix}.{names.fused_qkv}", query + 2 * key, hidden, bias)
     else:
         for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-            found += _linear("attention", f"{prefix}.{name}", size, hidden, bias)
-    found += _linear("attention", f"{prefix}.{names.output}", hidden, query, arch.attention_output_bias)
+            parameters += _build_linear("attention", f"{prefix}.{name}", size, hidden, bias)
+    parameters += _build_linear(
+        "attention", f"{prefix}.{names.output}", hidden, query, arch.attention_output_bias
+    )
     if arch.qk_norm:
-        whole = family_of(arch).qk_norm_over_all_heads
+        spans_all_heads = family_of(arch).qk_norm_over_all_heads
         for name, width in zip(names.query_key_norms, (query, key), strict=True):
-            found += _norm(arch, f"{prefix}.{name}", width if whole else head_dim)
+            parameters += _build_norm(arch, f"{prefix}.{name}", width if spans_all_heads else head_dim)
     if family_of(arch).has_attention_sinks:
-        found.append(Parameter("attention", f"{prefix}.sinks", (arch.num_attention_heads,)))
-    return found
+        parameters.append(Parameter("attention", f"{prefix}.sinks", (arch.num_attention_heads,)))
+    return parameters
 
 
-def _latent_attention(arch: Architecture) -> list[Parameter]:
+def _build_latent_attention(arch: Architecture) -> list[Parameter]:
     """Return multi-head latent attention's parameters (DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19)."""
     latent = arch.latent_attention
     assert latent is not None
     hidden, heads, bias = arch.hidden_size, arch.num_attention_heads, arch.attention_bias
     query = heads * latent.qk_head_dim
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     if latent.q_lora_rank is None:
-        found += _linear("attention", "self_attn.q_proj", query, hidden, False)
+        parameters += _build_linear("attention", "self_attn.q_proj", query, hidden, False)
     else:
-        found += _linear("attention", "self_attn.q_a_proj", latent.q_lora_rank, hidden, bias)
-        found += _norm(arch, "self_attn.q_a_layernorm", latent.q_lora_rank)
-        found += _linear("attention", "self_attn.q_b_proj", query, latent.q_lora_rank, False)
+        parameters += _build_linear("attention", "self_attn.q_a_proj", latent.q_lora_rank, hidden, bias)
+        parameters += _build_norm(arch, "self_attn.q_a_layernorm", latent.q_lora_rank)
+        parameters += _build_linear("attention", "self_attn.q_b_proj", query, latent.q_lora_rank, False)
     compressed = latent.kv_lora_rank + latent.qk_rope_head_dim
-    found += _linear("attention", "self_attn.kv_a_proj_with_mqa", compressed, hidden, bias)
-    found += _norm(arch, "self_attn.kv_a_layernorm", latent.kv_lora_rank)
+    parameters += _build_linear("attention", "self_attn.kv_a_proj_with_mqa", compressed, hidden, bias)
+    parameters += _build_norm(arch, "self_attn.kv_a_layernorm", latent.kv_lora_rank)
     expanded = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    found += _linear("attention", "self_attn.kv_b_proj", expanded, latent.kv_lora_rank, False)
+    parameters += _build_linear("attention", "self_attn.kv_b_proj", expanded, latent.kv_lora_rank, False)
     output_bias = arch.attention_output_bias
-    return found + _linear("attention", "self_attn.o_proj", hidden, heads * latent.v_head_dim, output_bias)
+    return parameters + _build_linear(
+        "attention", "self_attn.o_proj", hidden, heads * latent.v_head_dim, output_bias
+    )
 
 
-def _mlp(arch: Architecture, group: str, name: str, size: int) -> list[Parameter]:
+def _build_mlp(arch: Architecture, group: str, name: str, size: int) -> list[Parameter]:
     hidden, bias, names = arch.hidden_size, arch.mlp_bias, names_of(arch)
     up: list[Parameter] = []
     for projection in mlp_inputs(arch):
         out = 2 * size if projection == names.fused_gate_up else size
-        up += _linear(group, f"{name}.{projection}", out, hidden, bias)
-    return up + _linear(group, f"{name}.{names.down}", hidden, size, bias)
+        up += _build_linear(group, f"{name}.{projection}", out, hidden, bias)
+    return up + _build_linear(group, f"{name}.{names.down}", hidden, size, bias)
 
 
-def _experts(arch: Architecture) -> list[Parameter]:
+def _build_experts(arch: Architecture) -> list[Parameter]:
     moe, names = arch.mixture_of_experts, names_of(arch)
     assert moe is not None
     hidden, size, count = arch.hidden_size, moe.moe_intermediate_size, moe.num_experts
-    found = [Parameter("router", f"{names.router}.weight", (count, hidden))]
+    parameters = [Parameter("router", f"{names.router}.weight", (count, hidden))]
     if family_of(arch).has_clamped_experts:
         return [
-            *found,
+            *parameters,
             Parameter("router", f"{names.router}.bias", (count,)),
             Parameter("experts", "mlp.experts.gate_up_proj", (count, hidden, 2 * size)),
             Parameter("experts", "mlp.experts.gate_up_proj_bias", (count, 2 * size)),
             Parameter("experts", "mlp.experts.down_proj", (count, size, hidden)),
             Parameter("experts", "mlp.experts.down_proj_bias", (count, hidden)),
         ]
-    found += [
+    parameters += [
         Parameter("experts", "mlp.experts.gate_up_proj", (count, 2 * size, hidden)),
         Parameter("experts", "mlp.experts.down_proj", (count, hidden, size)),
     ]
     if moe.shared_expert_intermediate_size:
         shared = moe.shared_expert_intermediate_size
-        found += _mlp(arch, "shared_experts", names.shared_experts, shared)
+        parameters += _build_mlp(arch, "shared_experts", names.shared_experts, shared)
     if family_of(arch).has_shared_expert_gate:
-        found += _linear("shared_experts", "mlp.shared_expert_gate", 1, hidden, False)
-    return found
+        parameters += _build_linear("shared_experts", "mlp.shared_expert_gate", 1, hidden, False)
+    return parameters
 
 
-def _gpt2_attention(arch: Architecture) -> list[Parameter]:
+def _build_gpt2_attention(arch: Architecture) -> list[Parameter]:
     hidden = arch.hidden_size
     return [
         Parameter("attention", "attn.c_attn.weight", (hidden, 3 * hidden)),
@@ -171,7 +175,7 @@ def _gpt2_attention(arch: Architecture) -> list[Parameter]:
     ]
 
 
-def _gpt2_mlp(arch: Architecture) -> list[Parameter]:
+def _build_gpt2_mlp(arch: Architecture) -> list[Parameter]:
     hidden, size = arch.hidden_size, arch.intermediate_size
     return [
         Parameter("mlp", "mlp.c_fc.weight", (hidden, size)),

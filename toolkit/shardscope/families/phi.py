@@ -11,10 +11,10 @@ def _read_phi(config: HfConfig) -> Fields:
     """Read PhiConfig: a parallel residual with one LayerNorm; biases everywhere, also in the head."""
     fields = read_sizes(config, kv_heads=None, positions=2_048)
     fields["qk_norm"] = config.read_flag("qk_layernorm", False)
-    whole = fields["hidden_size"] // fields["num_attention_heads"]
-    if fields["qk_norm"] and fields["head_dim"] != whole:
-        allowed = f"hidden_size / num_attention_heads = {whole} with qk_layernorm, as PhiAttention has it"
-        refuse("config.json head_dim", fields["head_dim"], allowed, Value(whole))
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    if fields["qk_norm"] and fields["head_dim"] != head_dim:
+        allowed = f"hidden_size / num_attention_heads = {head_dim} with qk_layernorm (PhiAttention)"
+        refuse("config.json head_dim", fields["head_dim"], allowed, Value(head_dim))
     return {
         **fields,
         "attention_bias": True,

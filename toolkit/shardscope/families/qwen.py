@@ -8,33 +8,49 @@ from shardscope.families.common import Fields, HfConfig, read_bias, read_sizes, 
 from shardscope.families.family import LLAMA_SUPPORT, Family, Names
 
 
-def _window_from(config: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
-    """Add the sliding window; ``from_layer``: the first ``max_window_layers`` layers have none."""
+def _add_window(config: HfConfig, fields: Fields, *, skips_first_layers: bool) -> Fields:
+    """Add the sliding window; the first ``max_window_layers`` layers may have none."""
     if not config.read_flag("use_sliding_window", False):
         return fields
-    first = config.get("max_window_layers", default=28)
-    first = check_integer("config.json max_window_layers", first, low=0, high=LIMITS["num_hidden_layers"][1])
+    first = _read_max_window_layers(config)
     return read_window(
-        config, fields, default=4_096, layers=lambda total: max(0, total - first) if from_layer else total
+        config,
+        fields,
+        default=4_096,
+        layers=lambda total: max(0, total - first) if skips_first_layers else total,
     )
+
+
+def _read_max_window_layers(config: HfConfig) -> int:
+    value = config.get("max_window_layers", default=28)
+    return check_integer("config.json max_window_layers", value, low=0, high=LIMITS["num_hidden_layers"][1])
 
 
 def _read_qwen2(config: HfConfig) -> Fields:
     """Read Qwen2Config (Qwen 2, 2.5): biases of query, key and value; head_dim may be overridden."""
-    fields = {**read_sizes(config, kv_heads=32, positions=32_768), "attention_bias": True}
-    return _window_from(config, fields, from_layer=True)
+    fields = read_sizes(config, kv_heads=32, positions=32_768)
+    fields["attention_bias"] = True
+    return _add_window(config, fields, skips_first_layers=True)
 
 
 def _read_qwen3(config: HfConfig) -> Fields:
     """Read Qwen3Config: head_dim defaults to 128 for any width; queries and keys are normalised."""
-    fields = {**read_sizes(config, kv_heads=32, positions=32_768), **read_bias(config), "qk_norm": True}
-    fields["head_dim"] = config.read_size("head_dim", limit="head_dim", default=128)
-    return _window_from(config, fields, from_layer=True)
+    fields: Fields = {
+        **read_sizes(config, kv_heads=32, positions=32_768),
+        **read_bias(config),
+        "qk_norm": True,
+        "head_dim": config.read_size("head_dim", limit="head_dim", default=128),
+    }
+    return _add_window(config, fields, skips_first_layers=True)
 
 
 def _read_qwen3_moe(config: HfConfig) -> Fields:
     """Read Qwen3MoeConfig: some layers may be dense."""
-    fields = {**read_sizes(config, kv_heads=4, positions=32_768), **read_bias(config), "qk_norm": True}
+    fields: Fields = {
+        **read_sizes(config, kv_heads=4, positions=32_768),
+        **read_bias(config),
+        "qk_norm": True,
+    }
     fields["mixture_of_experts"] = {
         "num_experts": config.read_size("num_experts", "num_local_experts", limit="num_experts", default=128),
         "num_experts_per_tok": config.read_size("num_experts_per_tok", limit="num_experts", default=8),
@@ -44,7 +60,7 @@ def _read_qwen3_moe(config: HfConfig) -> Fields:
         "decoder_sparse_step": config.get("decoder_sparse_step", default=1),
         "mlp_only_layers": config.get("mlp_only_layers", default=()),
     }
-    return _window_from(config, fields, from_layer=False)
+    return _add_window(config, fields, skips_first_layers=False)
 
 
 def _read_qwen2_moe(config: HfConfig) -> Fields:
@@ -65,8 +81,7 @@ def _read_qwen2_moe(config: HfConfig) -> Fields:
     }
     if not config.read_flag("use_sliding_window", False):
         return fields
-    last = config.get("max_window_layers", default=28)
-    last = check_integer("config.json max_window_layers", last, low=0, high=LIMITS["num_hidden_layers"][1])
+    last = _read_max_window_layers(config)
     return read_window(config, fields, default=4_096, layers=lambda total: (min(total, last) + 1) // 2)
 
 

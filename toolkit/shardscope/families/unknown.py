@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
@@ -56,14 +56,14 @@ class UnknownFamily(Architecture):
             )
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], name: str) -> Self:
+    def from_config(cls, config: Mapping[str, object], name: str) -> Self:
         """Return the architecture of any config that transformers supports.
 
         Raises ``ValueError`` for a config that it does not support or that lacks the sizes, and
         ``ModuleNotFoundError``, which names the extra, if transformers is not installed.
         """
-        read = _read_by_transformers(config)
-        sizes: dict[str, Any] = {field: getattr(read, field, None) for field in SIZES}
+        hf_config = _read_with_transformers(config)
+        sizes = {field: getattr(hf_config, field, None) for field in SIZES}
         heads = sizes["num_attention_heads"]
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
         if sizes["head_dim"] is None and heads and sizes["hidden_size"]:
@@ -71,18 +71,18 @@ class UnknownFamily(Architecture):
         # Configs with experts only, or with a fixed multiple of the hidden width, have no such key.
         sizes["intermediate_size"] = sizes["intermediate_size"] or sizes["hidden_size"]
         sizes["max_position_embeddings"] = sizes["max_position_embeddings"] or 1
-        return cls(
-            name=name,
-            model_type=str(config["model_type"]),
-            tie_word_embeddings=bool(getattr(read, "tie_word_embeddings", False)),
-            config_json=json.dumps(dict(config), sort_keys=True),
+        return cls.from_dict({
+            "name": name,
+            "model_type": str(config["model_type"]),
+            "tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False)),
+            "config_json": json.dumps(dict(config), sort_keys=True),
             **sizes,
-        )
+        })  # fmt: skip
 
     @cached_property
-    def look_alike(self) -> Architecture:
+    def llama_of_same_sizes(self) -> Architecture:
         """Llama of the same sizes, for values that depend on the layout only, such as communicators."""
-        sizes: dict[str, Any] = {field: getattr(self, field) for field in SIZES}
+        sizes = {field: getattr(self, field) for field in SIZES}
         return Architecture(name=self.name, model_type="llama", **sizes)
 
     @cached_property
@@ -91,7 +91,7 @@ class UnknownFamily(Architecture):
         import torch
 
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build_unknown(self).parameters())
+            return sum(parameter.numel() for parameter in build_transformers_model(self).parameters())
 
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
@@ -106,12 +106,12 @@ class UnknownFamily(Architecture):
 
     def _no_formulas(self) -> NoReturn:
         raise ValueError(
-            f"Architecture.model_type is {self.model_type!r}, for which there are no formulas; allowed: "
+            f"Architecture.model_type is {self.model_type!r}, which has no formulas; allowed: "
             "plan.rehearse(), which runs transformers' own code. Nearest fix: plan.rehearse()."
         )
 
 
-def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
+def build_transformers_model(architecture: UnknownFamily) -> torch.nn.Module:
     """Build the model from its own config.json, in fp32 and without a KV cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,7 +122,7 @@ def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
     return model
 
 
-def _read_by_transformers(config: Mapping[str, Any]) -> Any:
+def _read_with_transformers(config: Mapping[str, object]) -> object:
     """Return the config as transformers' class, or its text config if it has several parts.
 
     Raises ``ModuleNotFoundError`` without transformers, and ``ValueError`` for a config that it rejects.
@@ -131,13 +131,14 @@ def _read_by_transformers(config: Mapping[str, Any]) -> Any:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'A model_type without formulas is read by transformers: pip install "shardscope[train]".'
+            "Reading a model_type without formulas requires transformers. Nearest fix: "
+            'pip install "shardscope[train]".'
         ) from error
     try:
         return AutoConfig.for_model(**config).get_text_config()
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"config.json model_type is {config.get('model_type')!r}; allowed: what the installed "
-            f"transformers knows, which says: {reason[:300]}"
+            f"config.json model_type is {config.get('model_type')!r}; allowed: a config that the installed "
+            f"transformers can read. Its error: {reason[:300]}"
         ) from error

@@ -141,7 +141,7 @@ def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
     from shardscope.frameworks.registry import frameworks
 
     if isinstance(plan.architecture, UnknownFamily):
-        plan = replace(plan, architecture=plan.architecture.look_alike)
+        plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
     shapes, runtime = model.find_shapes(plan), overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     by_number = {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.catalog import links, load_table
+from shardscope.catalog import links, load_efficiency
 from shardscope.core.cluster import ASSUMED_LINK, ASSUMED_NETWORK
 from shardscope.core.errors import refuse
 from shardscope.core.ops import maximum
@@ -188,7 +188,7 @@ class Rates:
 @lru_cache(maxsize=64)
 def rates_of(cluster: Cluster) -> Rates:
     """Return the catalogue's speeds of ``cluster``."""
-    table, gpu = load_table("efficiency"), cluster.gpu
+    table, gpu = load_efficiency(), cluster.gpu
     generation = gpu.architecture or "default"
     products = _of(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
@@ -211,7 +211,7 @@ def rates_of(cluster: Cluster) -> Rates:
         inside=_link(cluster.intra_node_link, table["link"]["inside"]),
         between=_link(cluster.inter_node_link, table["link"]["between"]),
         host=_link(cluster.host_link, table["link"]["host"]),
-        host_updates_per_second=table["host_update"]["parameters_per_second"],
+        host_updates_per_second=table["host_update"]["default"]["parameters_per_second"],
         source=f"the catalogue's constants for {known}",
     )
 

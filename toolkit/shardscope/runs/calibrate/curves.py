@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from shardscope.catalog import load_table
+from shardscope.catalog import load_efficiency
 from shardscope.runs.calibrate.stopwatch import MIN_SAMPLES, Stopwatch
 
 Said = Callable[[str, float], None]
@@ -178,7 +178,7 @@ class Curves:
         """
         shallow, deep = 2, 6
         took = [self.watch.work(self._steps(layers), seconds / 2) for layers in (shallow, deep)]
-        counted = load_table("efficiency")["passes"]["transformers"]
+        counted = load_efficiency()["passes"]["transformers"]
         operators = float(counted["kernels_forward"] + counted["kernels_backward"])
         # A lower bound of 0.1 us: noise must not make the result negative.
         return max((took[1] - took[0]) / (deep - shallow) / operators, 1e-7)

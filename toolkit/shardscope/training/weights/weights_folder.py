@@ -79,7 +79,7 @@ class WeightsFolder:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """Content of config.json, the only config file that is read. Raises ``ValueError``."""
-        said = hf_config.read(self.file(CONFIG))
+        said = hf_config.read_config_file(self.file(CONFIG))
         if "configuration_files" in said:
             # transformers would read another, unchecked file instead of this one.
             refuse(
