@@ -64,7 +64,7 @@ def test_fault_23_a_full_disk_costs_metrics_only(
 
 def test_ranks_agree_although_one_runs_ahead(folder: RunFolder) -> None:
     descriptor, path = open_private_file(folder.path)
-    PollTable.make_room(descriptor)
+    PollTable.allocate(descriptor)
     ahead, behind = (CommandFeed(folder, PollTable(path)) for _ in range(2))
     seen_ahead = [ahead.poll() for _ in range(3)]
     append_line(folder.control, {"command": "stop"})

@@ -55,12 +55,12 @@ def check_nothing_left(folder: Path, before: set[int]) -> None:
     """Nothing of a launch in ``folder``: no file, no process, no lease but those of ``before``."""
     assert not list(folder.iterdir())
     seconds_until(lambda: not processes_of(folder), 5)
-    seconds_until(lambda: lease._held.write_ends <= before, 5)
+    seconds_until(lambda: lease._leases.write_ends <= before, 5)
 
 
 @pytest.fixture
 def leases() -> Iterator[set[int]]:
-    yield set(lease._held.write_ends)
+    yield set(lease._leases.write_ends)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees processes in /proc: run it on Linux")
@@ -245,7 +245,7 @@ def test_fault_61_ctrl_c_inside_launch_leaves_nothing(tmp_path: Path, leases: se
         assert not folder.exists(), f"point {point}: {list(folder.rglob('*'))}"
         seconds_until(lambda folder=folder: not processes_of(folder), 5)
     assert num_whole <= num_points // 10
-    seconds_until(lambda: lease._held.write_ends <= leases, 5)
+    seconds_until(lambda: lease._leases.write_ends <= leases, 5)
 
 
 def test_fault_61_threads_that_launch_one_name_at_the_same_instant(tmp_path: Path) -> None:

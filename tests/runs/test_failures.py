@@ -112,7 +112,7 @@ def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     """Nobody binds it: it is only what MASTER_PORT says. A group that a task makes anew needs none either."""
     code = """
     import os, socket, tempfile
-    from shardscope.runs.launch.launcher import _notebook_launcher
+    from shardscope.runs.launch.launcher import _call_notebook_launcher
     from shardscope.runs.launch.rank import _complete_environment
     from shardscope.runs.launch.local_store import use_for_env_rendezvous
     import torch.distributed as dist
@@ -133,7 +133,7 @@ def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     thief.bind(("0.0.0.0", 0))
     thief.listen()
     taken = thief.getsockname()[1]
-    _notebook_launcher(rank, (), RANKS, taken)
+    _call_notebook_launcher(rank, (), RANKS, taken)
     thief.settimeout(0)
     try:
         print("connected to", thief.accept())
@@ -196,7 +196,7 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
         raise ChildProcessError
 
     monkeypatch.setattr(os, "waitid", reaped)
-    launcher._watch_one(folder, 0, 1)
+    launcher._watch_rank(folder, 0, 1)
     assert has_rank_died(folder)
     failure = find_first_failure(folder, 2)
     assert failure is not None and failure.reason.startswith("rank 0 ended before its task returned")
@@ -207,7 +207,7 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     assert failure is not None and failure.reason.startswith("rank 0 was killed by SIGKILL")
     write_json(folder.rank(0), {"exit": "finished", "port": 0})
     folder.exits.unlink()
-    launcher._watch_one(folder, 0, 1)
+    launcher._watch_rank(folder, 0, 1)
     assert not has_rank_died(folder)
 
 
@@ -218,12 +218,12 @@ def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path)
     from pathlib import Path
     from shardscope.runs.launch import launcher
     from shardscope.records.folder import RunFolder
-    launcher._note_reaped()
+    launcher._record_reaped_codes()
     folder = RunFolder(sys.argv[1])
     child = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
     child.start()
     child.join()
-    launcher._watch_one(folder, 1, child.pid)
+    launcher._watch_rank(folder, 1, child.pid)
     print(folder.exits.read_text())
     """
     folder = RunFolder(tmp_path / "run")
@@ -246,11 +246,11 @@ def test_fault_11_the_launcher_waits_for_those_who_watch_its_ranks(tmp_path: Pat
     launcher._write_exit(folder, 1, -9)
     later = threading.Timer(0.2, launcher._write_exit, (folder, 0, -15))
     later.start()
-    assert launcher._codes_told(folder, 2) == {0: -15, 1: -9}
+    assert launcher._read_exit_codes(folder, 2) == {0: -15, 1: -9}
     later.join()
     # One that ended before it said who it is has nobody to watch it.
     started = time.monotonic()
-    assert launcher._codes_told(folder, 3) == {0: -15, 1: -9}
+    assert launcher._read_exit_codes(folder, 3) == {0: -15, 1: -9}
     assert time.monotonic() - started < 10
 
 

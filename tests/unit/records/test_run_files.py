@@ -256,7 +256,7 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
         f"if not os.fork(): os.putenv('FORKED_SECRET', 'of a worker'); os._exit(0)\nos.wait()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, pass_fds=(receiver.for_launcher,), timeout=30)
-    receiver.keep_reading_end()
+    receiver.close_write_end()
     log = tmp_path / "log"
     log.write_text(f"set in mid run, of a worker, is no secret, {long}\n")
     assert LogCleaner(log, receiver.secrets).clean() > 3
@@ -274,9 +274,8 @@ def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: 
 
 
 def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwise() -> None:
-    run = {"world_size": 2, "device": "cuda"}
     inherited = {"GLOO_SOCKET_IFNAME": "eth7", "MASTER_ADDR": "10.0.0.1"}
-    environment = build_launcher_environment(inherited, run)
+    environment = build_launcher_environment(inherited, 2, "cuda")
     assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
     if sys.platform == "linux":
         assert environment["NCCL_SOCKET_IFNAME"] == "lo"
@@ -284,8 +283,7 @@ def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwi
 
 
 def test_cpu_ranks_keep_the_memory_that_a_step_frees_for_the_next_unless_told_otherwise() -> None:
-    run = {"world_size": 2, "device": "cpu"}
-    environment = build_launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, run)
+    environment = build_launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, 2, "cpu")
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "7"
     assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20
-    assert int(build_launcher_environment({}, run)["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30
+    assert int(build_launcher_environment({}, 2, "cpu")["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30

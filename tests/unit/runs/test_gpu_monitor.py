@@ -17,7 +17,7 @@ import pytest
 from shardscope.records.files import append_line, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch import gpu_monitor as card_watch
-from shardscope.runs.watch.gpu_monitor import GpuSampler, read_gpu_samples
+from shardscope.runs.watch.gpu_monitor import GpuSample, GpuSampler, read_gpu_samples
 from shardscope.runs.watch.periodic_checks import PeriodicChecks
 
 
@@ -118,7 +118,7 @@ assert "pynvml" not in sys.modules and not folder.cards.exists()
 
 @pytest.mark.parametrize("gpus", [None, "0", {"0": 1}, [None, "x"], 7])
 def test_damaged_lists_of_cards_are_none(tmp_path: Path, gpus: object) -> None:
-    assert GpuSampler(folder_with(tmp_path, gpus)).cards == []
+    assert GpuSampler(folder_with(tmp_path, gpus)).gpus == []
 
 
 def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(card_watch, "DENSE_SAMPLES", 10)
     pretend(monkeypatch)
     now = map(float, itertools.count())
-    monkeypatch.setattr(card_watch, "sample", lambda *_: {"time": next(now), "power_watts": [100.0]})
+    monkeypatch.setattr(card_watch, "read_sample", lambda *_: GpuSample(next(now), {"power_watts": [100.0]}))
     folder = folder_with(tmp_path, [0])
     watch = GpuSampler(folder)
     for second in range(300):

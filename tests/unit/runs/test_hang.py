@@ -73,7 +73,9 @@ def wait(watch: HangDetector, seconds: float) -> list[str]:
     said = []
     for _ in range(int(seconds)):
         deadline = time.monotonic() + 5
-        while watch._asked_since is not None and not answered(watch) and time.monotonic() < deadline:
+        while (
+            watch._seconds_since_request is not None and not answered(watch) and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         said.append(watch.check({}, 1.0))
     return [words for words in said if words]
@@ -81,10 +83,10 @@ def wait(watch: HangDetector, seconds: float) -> list[str]:
 
 def answered(watch: HangDetector) -> bool:
     """Whether every process that was asked and can answer has; the last line of its stack is this file's."""
-    pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._calls.marks}
+    pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._stacks.marks}
     return all(
         read_process_state(pid) in ("", "T", "Z")
-        or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._calls.marks[rank] :]
+        or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._stacks.marks[rank] :]
         for rank, pid in pids.items()
     )
 

@@ -57,7 +57,9 @@ def wait(watch: StandstillDetector, seconds: int, new: Any = (), *, has_steps: b
         size = _answered(watch)
         said.append(watch.check(dict(new), 1.0, has_steps=has_steps))
         deadline = time.monotonic() + 5
-        while watch._asked_since == 0.0 and _answered(watch) == size and time.monotonic() < deadline:
+        while (
+            watch._seconds_since_request == 0.0 and _answered(watch) == size and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
     return [words for words in said if words]
 
@@ -121,7 +123,7 @@ def test_whatever_moves_is_a_sign_of_life(
         now.append(Activity(*(a + b for a, b in zip(now[-1], sign, strict=True))))
         return {0: now[-1]}
 
-    monkeypatch.setattr(watch, "_activity", moves)
+    monkeypatch.setattr(watch, "_read_activity", moves)
     assert wait(watch, 300) == [] and not folder.log(0).exists()
     monkeypatch.undo()
     assert len(wait(watch, 100)) == 1
@@ -136,7 +138,7 @@ def test_where_steps_are_logged_others_judge(folder: RunFolder, rank: subprocess
 
 def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
-    idle = watch._activity()[0]
+    idle = watch._read_activity()[0]
     assert idle.cpu_seconds > 0 and idle.file_bytes > 0 and idle.printed_bytes == 0
     code = (
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'while True: pass']);"
@@ -146,8 +148,8 @@ def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subproce
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         write_json(folder.rank(0), {"pid": parent.pid, "started": start_of(parent.pid)})
-        before = watch._activity()[0].cpu_seconds
+        before = watch._read_activity()[0].cpu_seconds
         time.sleep(0.5)
-        assert watch._activity()[0].cpu_seconds > before + 0.1
+        assert watch._read_activity()[0].cpu_seconds > before + 0.1
         subprocess.run(["kill", str(child)], check=True)
-    assert watch._activity() == {}
+    assert watch._read_activity() == {}

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.records.files import read_json
@@ -37,7 +37,7 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
 
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
-        task, notice = _resuming_task(run, description)
+        task, notice = _build_resuming_task(run, description)
     except _CannotResumeError as error:
         refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
     if notice:
@@ -62,7 +62,7 @@ def why_not_resumable(run: Run) -> str | None:
     """
     description = read_json(RunFolder(run.folder).run_json) or {}
     try:
-        _resuming_task(run, description)
+        _build_resuming_task(run, description)
     except _CannotResumeError as error:
         return f"{error.reason[:1].upper()}{error.reason[1:]}: {error.fix}."
     except ValueError as error:
@@ -78,14 +78,14 @@ class _CannotResumeError(Exception):
         self.reason, self.fix = reason, fix
 
 
-def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, str]:
+def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[TextTask, str]:
     """Return the task of ``run`` with its newest checkpoint as ``resume``, and a notice of skipped ones."""
     if run.status not in FINAL:
         raise _CannotResumeError(f"the run is {run.status}", "stop it first")
     if run.status == "finished":
         raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
     # Check the task first: the user's own function cannot be resumed, with or without a checkpoint.
-    kind = _task_class(description)
+    kind = _find_task_class(description)
     choice = choose_for_resume(run.folder, description)
     checkpoint = choice.checkpoint
     if checkpoint is None and choice.skipped:
@@ -101,10 +101,10 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> tuple[TextTask, 
         raise _CannotResumeError(
             f"all {run.num_steps:,} steps are done", "launch a task with resume= and a larger num_steps"
         )
-    return kind(**{**_arguments(kind, description), "resume": checkpoint}), choice.notice
+    return _make_task(kind, description, checkpoint), choice.notice
 
 
-def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
+def _find_task_class(description: Mapping[str, object]) -> type[TextTask]:
     """Return the class of the run's task if it is a built-in one; raise ``_CannotResumeError`` otherwise."""
     from shardscope.training.tasks.finetune import Finetune
     from shardscope.training.tasks.pretrain import Pretrain
@@ -118,22 +118,25 @@ def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
     )
 
 
-def _arguments(kind: type[TextTask], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of the task recorded in ``run.json``.
+def _make_task(kind: type[TextTask], description: Mapping[str, object], checkpoint: Path) -> TextTask:
+    """Return a task with the fields recorded in ``run.json`` that resumes from ``checkpoint``.
 
     Raise ``_CannotResumeError`` if a field is missing (``record_task_fields`` leaves out text, and older
     versions had fewer fields): resuming with its default value might silently train something else.
     """
-    asked = description.get("asked")
-    kept = asked if isinstance(asked, Mapping) else {}
-    missing = [field.name for field in fields(kind) if field.name not in kept]
+    recorded = description.get("asked")
+    if not isinstance(recorded, dict):
+        recorded = {}
+    names = [field.name for field in fields(kind)]
+    missing = [name for name in names if name not in recorded]
     if missing:
         raise _CannotResumeError(
             f"the run folder does not keep {', '.join(missing)} of its task", "launch it again with resume="
         )
-    return {
-        field.name: Path(kept[field.name])
-        if field.name in PATH_FIELDS and isinstance(kept[field.name], str)
-        else kept[field.name]
-        for field in fields(kind)
-    }
+    # The constructor checks each value, so a damaged run.json raises ValueError there.
+    arguments = {name: recorded[name] for name in names}
+    for name in PATH_FIELDS:
+        if isinstance(arguments.get(name), str):
+            arguments[name] = Path(arguments[name])
+    arguments["resume"] = checkpoint
+    return kind(**arguments)

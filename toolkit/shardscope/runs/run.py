@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
@@ -28,7 +28,7 @@ from shardscope.records.files import (
 )
 from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
 from shardscope.records.follow import Follow
-from shardscope.records.json_values import parse_object
+from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.records.terminal_text import plain_text
@@ -36,12 +36,14 @@ from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
 from shardscope.runs.stop_request import Button, every_rank_reads_stops, find_notebook
 from shardscope.runs.task_fields import why_no_trace
-from shardscope.runs.watch.logged_memory import LoggedMemory
+from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
     from shardscope.runs.explain.compare import Runs
     from shardscope.runs.explain.expected import ExpectedMetrics
     from shardscope.runs.explain.measured import MeasuredMemory
+    from shardscope.trace import Trace
 
 WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
@@ -65,12 +67,12 @@ class Run:
         self._folder = folder
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
-        self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
+        self._last: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
         # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
         self._run_json, description = read_description(folder)
         self._world_size: int = description["world_size"]
         self._created: float = description["created"]
-        self._metrics: list[dict[str, Any]] = []
+        self._metrics: list[dict[str, object]] = []
         self._heartbeat = (0.0, time.monotonic())
         self._looks_for_stop = False
         self._check_status()
@@ -90,13 +92,13 @@ class Run:
             check_supervisor(candidate)
             return cls(candidate)
         inside = list_runs(candidate.path)
-        whole = [one for one in inside if one.run is not None]
-        if len(whole) == 1:
-            return cls.attach(candidate.path / whole[0].name)
+        undamaged = [one for one in inside if one.run is not None]
+        if len(undamaged) == 1:
+            return cls.attach(candidate.path / undamaged[0].name)
         names = [f"{one.name}{' (damaged)' * (one.run is None)}" for one in inside[:MAX_NAMES]]
         names += [f"{len(inside) - MAX_NAMES} more"] * (len(inside) > MAX_NAMES)
-        found = ", ".join(names) or "no run at all"
-        raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {found}.")
+        contents = ", ".join(names) or "no run at all"
+        raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {contents}.")
 
     @property
     def created(self) -> float:
@@ -104,13 +106,13 @@ class Run:
         return self._created
 
     @property
-    def asked(self) -> dict[str, Any] | None:
+    def asked(self) -> dict[str, object] | None:
         """The recorded fields of a built-in task; None for the user's own function."""
         asked = self._description.get("asked")
         return asked if isinstance(asked, dict) else None
 
     @property
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, object]:
         return parse_object(self._run_json)
 
     @cached_property
@@ -137,7 +139,7 @@ class Run:
         return self._world_size
 
     @cached_property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """The :class:`shardscope.Plan` that was launched."""
         import json
 
@@ -148,17 +150,17 @@ class Run:
     @property
     def status(self) -> str:
         """Current status: starting, running, stopping, finished, stopped, failed or lost."""
-        return str(self._state()["status"])
+        return str(self._read_state()["status"])
 
     @property
     def reason(self) -> str:
         """Reason of the current status, one line."""
-        return plain_text(str(self._state()["reason"] or ""))
+        return plain_text(str(self._read_state()["reason"] or ""))
 
     @property
     def error(self) -> str | None:
         """The traceback of the rank that failed first, or the end of its log if it left none."""
-        state = self._state()
+        state = self._read_state()
         if "error" in state:
             return plain_text(str(state["error"]))
         if state["status"] in ("finished", "stopped"):
@@ -174,25 +176,25 @@ class Run:
     @property
     def gpus(self) -> list[int]:
         """Driver indices of the run's GPUs, in rank order; empty for CPU ranks."""
-        found = self._description.get("gpus")
-        return [card for card in found if isinstance(card, int)] if isinstance(found, list) else []
+        indices = self._description.get("gpus")
+        return [index for index in indices if isinstance(index, int)] if isinstance(indices, list) else []
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[dict[str, object]]:
         """All statuses so far, oldest first: dicts of time (seconds since the epoch), status, reason.
 
         The time of "lost" is the supervisor's last heartbeat, or None if there was none.
         """
-        kept = ("time", "status", "reason")
+        keys = ("time", "status", "reason")
         records = [record for record in read_lines(self._folder.status) if _is_transition(record)]
-        state = self._state()
+        state = self._read_state()
         if state["status"] == "lost":
             try:
                 seen: float | None = self._folder.supervisor.stat().st_mtime
             except OSError:
                 seen = None
             records.append({**state, "time": seen})
-        return [{key: record.get(key) for key in kept} for record in records]
+        return [{key: record.get(key) for key in keys} for record in records]
 
     @property
     def predicted_step_seconds(self) -> float | None:
@@ -204,8 +206,8 @@ class Run:
     @property
     def num_steps(self) -> int | None:
         """Total number of optimizer steps, including those before a resume; None if the task has no limit."""
-        found = self._description.get("num_steps")
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        num_steps = self._description.get("num_steps")
+        return num_steps if is_int(num_steps) and num_steps > 0 else None
 
     @property
     def trains_the_plan(self) -> bool:
@@ -228,8 +230,8 @@ class Run:
         return note if isinstance(note, str) else ""
 
     @note.setter
-    def note(self, words: str) -> None:
-        write_json(self._folder.note, {"note": words})
+    def note(self, text: str) -> None:
+        write_json(self._folder.note, {"note": text})
 
     def expected(self) -> ExpectedMetrics | None:
         """Return the predicted values of the logged metrics; None if the task may train another model."""
@@ -242,7 +244,7 @@ class Run:
         engine = (read_json(self._folder.what_it_was(0)) or {}).get("engine")
         return predict_metrics(plan, self._description, engine)
 
-    def cards(self) -> list[dict[str, Any]]:
+    def cards(self) -> list[dict[str, float]]:
         """Return NVML samples of the run's GPUs: dicts of time, rank, gpu (driver index) and readings.
 
         The readings are ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``
@@ -257,7 +259,7 @@ class Run:
         """Return a streaming reader of :meth:`metrics`, from the first record; it keeps nothing in memory."""
         return Follow(self._folder, self._world_size)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, object]]:
         """Return all logged metrics: dicts of step, rank, time (seconds since the epoch) and each metric.
 
         Records come in the order of reading, so the result of an earlier call is a prefix of a later one's;
@@ -279,9 +281,8 @@ class Run:
         and peak_memory_bytes (highest). It is empty if nothing was logged. ``.snapshot(rank)`` summarizes the
         memory snapshot of a rank, if one was requested.
         """
-        from shardscope.runs.explain.measured import (
-            build_measured_memory,  # Imported lazily: it would slow down the supervisor's start.
-        )
+        # Imported lazily: it would slow down the supervisor's start.
+        from shardscope.runs.explain.measured import build_measured_memory
 
         try:
             plan = self.plan
@@ -290,11 +291,11 @@ class Run:
         snapshots = self._folder.memory_snapshots()
         return build_measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
 
-    def _logged_memory(self) -> list[dict[str, Any]]:
+    def _logged_memory(self) -> list[LoggedPeak]:
         with self._lock:
             return self._memory.read()
 
-    def what_it_was(self) -> dict[int, dict[str, Any]]:
+    def what_it_was(self) -> dict[int, dict[str, object]]:
         """Return what each rank's engine built (shards, stage, groups), by rank; empty until recorded."""
         records = {rank: read_json(self._folder.what_it_was(rank)) for rank in range(self._world_size)}
         return {rank: record for rank, record in records.items() if record is not None}
@@ -310,7 +311,7 @@ class Run:
         # Redact here too: the supervisor masks secrets in the file only some time after they are printed.
         return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
 
-    def trace(self) -> Any:
+    def trace(self) -> Trace:
         """Load the :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
         if not any(self._folder.traces.glob("*.json.gz")):
             raise ValueError(why_no_trace(self.name, self.status, self._description.get("asked")))
@@ -333,17 +334,17 @@ class Run:
             task = str(self._description.get("task")).rpartition(".")[2]
             never = f"False, for a {task} does not look whether a stop was asked: saving is its own code's"
             refuse("run.stop checkpoint", True, never, "run.stop()")
-        self._ask_to_stop(checkpoint=checkpoint)
+        self._request_stop(checkpoint=checkpoint)
 
     def press(self, button: Button) -> None:
         """Request the stop of ``button`` on behalf of the user; the run's final reason names the button."""
-        self._ask_to_stop(checkpoint=button == "Save and stop", button=button)
+        self._request_stop(checkpoint=button == "Save and stop", button=button)
 
-    def _ask_to_stop(self, **arguments: Any) -> None:
-        where = find_notebook()
-        self.send("stop", **arguments, **({} if where is None else {"notebook": where}))
+    def _request_stop(self, **arguments: object) -> None:
+        file_name = find_notebook()
+        self.send("stop", **arguments, **({} if file_name is None else {"notebook": file_name}))
 
-    def send(self, command: str, **arguments: Any) -> None:
+    def send(self, command: str, **arguments: object) -> None:
         """Append a command for the supervisor or for ``ctx.commands()``; no effect on an ended run."""
         if self.status in FINAL:
             return
@@ -361,7 +362,7 @@ class Run:
 
         Ctrl-C ends only the wait, not the run. Raises ``ValueError`` for an invalid ``timeout``.
         """
-        for seconds in _looks(timeout):
+        for seconds in _poll_intervals(timeout):
             if self.status in FINAL:
                 break
             time.sleep(seconds)
@@ -371,7 +372,7 @@ class Run:
         """Wait like :meth:`wait`, without blocking the kernel's event loop."""
         import asyncio  # Imported lazily: the supervisor imports this module and starts faster without it.
 
-        for seconds in _looks(timeout):
+        for seconds in _poll_intervals(timeout):
             if self.status in FINAL:
                 break
             await asyncio.sleep(seconds)
@@ -389,29 +390,29 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
 
-    def _state(self) -> dict[str, Any]:
+    def _read_state(self) -> dict[str, object]:
         """Return the last transition, or "lost" if no supervisor is left to write the next one."""
         with self._lock:
             self._read_status()
             if self._last["status"] in FINAL:
                 return self._last
             try:
-                gone = self._why_supervisor_is_gone()
+                reason = self._explain_lost_supervisor()
             except OSError as error:
-                return self._unseen(error)
-            if gone is None:
+                return self._mark_outdated(error)
+            if reason is None:
                 return (
                     self._last
                     if self._statuses.unreadable is None
-                    else self._unseen(self._statuses.unreadable)
+                    else self._mark_outdated(self._statuses.unreadable)
                 )
             self._read_status()  # The run may have ended normally between the two checks.
-            return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": gone}
+            return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": reason}
 
-    def _unseen(self, error: OSError) -> dict[str, Any]:
+    def _mark_outdated(self, error: OSError) -> dict[str, object]:
         """Return the last known status, with ``error`` as the reason why it may be outdated."""
-        words = f"no news: the run's files or processes cannot be read now, {describe_os_error(error)}"
-        return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), words)))}
+        notice = f"no news: the run's files or processes cannot be read now, {describe_os_error(error)}"
+        return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), notice)))}
 
     def _check_status(self) -> None:
         """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
@@ -429,7 +430,7 @@ class Run:
             if _is_transition(record):
                 self._last = {"reason": "", **record}
 
-    def _why_supervisor_is_gone(self) -> str | None:
+    def _explain_lost_supervisor(self) -> str | None:
         """Return why the supervisor is gone, or None if it is alive.
 
         Raises ``OSError`` if the folder or the process table cannot be read now.
@@ -447,15 +448,15 @@ class Run:
         if record.get("machine") == this_machine():
             if is_alive(pid, record["started"]):
                 return None
-        elif not self._heartbeat_stands_still():
+        elif not self._has_lost_heartbeat():
             return None
-        said = read_tail_text(self._folder.supervisor_log, 500).strip()
-        words = (
+        output = read_tail_text(self._folder.supervisor_log, 500).strip()
+        reason = (
             f"its supervisor (process {pid}) is gone without a last word: killed, or the machine restarted"
         )
-        return f"{words}. It said: {said}" if said else words
+        return f"{reason}. It said: {output}" if output else reason
 
-    def _heartbeat_stands_still(self) -> bool:
+    def _has_lost_heartbeat(self) -> bool:
         """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.
 
         The age is measured with our own monotonic clock: the clocks of two machines may differ.
@@ -471,7 +472,7 @@ class Run:
         return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
 
 
-def _is_transition(record: dict[str, Any]) -> bool:
+def _is_transition(record: dict[str, object]) -> bool:
     status = record.get("status")
     return isinstance(status, str) and status in STATUSES
 
@@ -486,7 +487,7 @@ def _is_folder(path: Path) -> bool:
         raise
 
 
-def _looks(timeout: float | None) -> Iterator[float]:
+def _poll_intervals(timeout: float | None) -> Iterator[float]:
     """Yield the seconds to sleep between two status checks, until ``timeout`` seconds are over."""
     if timeout is not None:
         check_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
@@ -504,5 +505,6 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
     from shardscope.runs.explain.compare import Runs
     from shardscope.runs.summaries import list_runs
 
-    found = list_runs(Path("runs") if folder is None else checked_path("runs folder", folder))
-    return Runs([one.run for one in found if one.run is not None], [one for one in found if one.run is None])
+    summaries = list_runs(Path("runs") if folder is None else checked_path("runs folder", folder))
+    damaged = [summary for summary in summaries if summary.run is None]
+    return Runs([summary.run for summary in summaries if summary.run is not None], damaged)

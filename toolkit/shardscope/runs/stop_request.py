@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from shardscope.records.files import keep_json, read_json
 from shardscope.records.folder import RunFolder
@@ -13,7 +13,7 @@ from shardscope.records.folder import RunFolder
 Button = Literal["Stop", "Save and stop"]
 """The buttons that request a stop; "Save and stop" with a checkpoint."""
 MAX_NAME = 100
-_MARK = "looks_for_stop"
+READS_STOPS = "looks_for_stop"
 
 
 def find_notebook() -> str | None:
@@ -26,25 +26,25 @@ def find_notebook() -> str | None:
     return name if name.endswith(".ipynb") else None
 
 
-def describe_stop_request(command: Mapping[str, Any]) -> str:
+def describe_stop_request(command: Mapping[str, object]) -> str:
     """Describe the origin of a stop command of ``control.jsonl``.
 
     For example ``Stop was pressed in 00_studio.ipynb`` or ``run.stop() was called``.
     """
     saving = command.get("checkpoint") is True
     if command.get("button") is not None:
-        what = f"{'Save and stop' if saving else 'Stop'} was pressed"
+        action = f"{'Save and stop' if saving else 'Stop'} was pressed"
     else:
-        what = f"run.stop({'checkpoint=True' if saving else ''}) was called"
-    where = command.get("notebook")
+        action = f"run.stop({'checkpoint=True' if saving else ''}) was called"
+    notebook = command.get("notebook")
     # Other programs may write commands too: limit the name to one line of printable characters.
-    name = "".join(filter(str.isprintable, where))[:MAX_NAME] if isinstance(where, str) else ""
-    return f"{what} in {name}" if name else what
+    name = "".join(filter(str.isprintable, notebook))[:MAX_NAME] if isinstance(notebook, str) else ""
+    return f"{action} in {name}" if name else action
 
 
 def record_stop_reader(folder: RunFolder, rank: int) -> None:
     """Note in a rank's record that its task reads stop requests. Raises ``OSError``."""
-    keep_json(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), _MARK: True})
+    keep_json(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), READS_STOPS: True})
 
 
 def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:
@@ -52,4 +52,4 @@ def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:
 
     Otherwise a stop could hang the run: ranks that leave would be waited for by those that do not look.
     """
-    return all((read_json(folder.rank(rank)) or {}).get(_MARK) is True for rank in range(world_size))
+    return all((read_json(folder.rank(rank)) or {}).get(READS_STOPS) is True for rank in range(world_size))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.machine.os_errors import describe_shortage
 from shardscope.records.damage import check_kinds, short_words
@@ -56,19 +56,19 @@ class RunSummary:
             return None
 
     @cached_property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> dict[str, object]:
         """The last value of each metric in the last lines that rank 0 logged."""
-        return {} if self.run is None else _last_metrics(RunFolder(self.run.folder).events(0))
+        return {} if self.run is None else _read_last_metrics(RunFolder(self.run.folder).events(0))
 
     @property
     def loss(self) -> float | None:
         """The last loss that rank 0 logged; None if it logged none."""
-        return _number(self.last.get("loss"))
+        return _to_float(self.last.get("loss"))
 
     @property
     def num_steps_done(self) -> int | None:
         """Number of steps up to the last one logged by rank 0, including those before a resume."""
-        step = _number(self.last.get("step"))
+        step = _to_float(self.last.get("step"))
         return int(step) + 1 if step is not None and 0 <= step < 1e15 else None
 
     @property
@@ -81,7 +81,7 @@ class RunSummary:
         """Seconds from the launch to the end, or until now."""
         if self.run is None:
             return None
-        times = [when for line in self.run.history if (when := _number(line["time"])) is not None]
+        times = [when for line in self.run.history if (when := _to_float(line["time"])) is not None]
         if not times:
             return None
         return max(0.0, (time.time() if self.is_live else times[-1]) - times[0])
@@ -128,15 +128,15 @@ class RunSummaries:
 
     def read(self) -> list[RunSummary]:
         """Return a summary of each run, damaged ones included. Raises ``OSError`` if listing them fails."""
-        known = {path: self._summary(path) for path in find_run_folders(self.folder)}
+        known = {path: self._summarize(path) for path in find_run_folders(self.folder)}
         self._known = known
         summaries = [summary for _, summary in known.values()]
         return sorted(summaries, key=lambda one: (one.is_live, one.created, one.name), reverse=True)
 
-    def _summary(self, path: Path) -> tuple[tuple[int, ...], RunSummary]:
+    def _summarize(self, path: Path) -> tuple[tuple[int, ...], RunSummary]:
         folder = RunFolder(path)
         files = (folder.run_json, folder.status, folder.events(0), folder.traces, path / "checkpoints")
-        changed = tuple(map(_modified, files))
+        changed = tuple(map(_modified_ns, files))
         before = self._known.get(path)
         # A live run may change without a change of its files: it may become lost.
         if before is not None and before[0] == changed and not before[1].is_live:
@@ -192,25 +192,25 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
         if isinstance(error, OSError) and describe_shortage(error):
             raise
         damage = short_words(folder, error)
-        return RunSummary(name=path.name, run=None, damage=damage, created=_modified(path) / 1e9)
+        return RunSummary(name=path.name, run=None, damage=damage, created=_modified_ns(path) / 1e9)
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
+def _read_last_metrics(path: Path) -> dict[str, object]:
     """Return the last value of each metric in the tail of ``path``, a file of JSON lines."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, object] = {}
     data = read_tail(path, TAIL_BYTES)
     # A line without its newline is still being written; the first line may be incomplete.
     for record in reversed(parse_lines(data[: data.rfind(b"\n") + 1]).records):
-        found = {**{name: finite_or_special(value) for name, value in record.items()}, **found}
-    return found
+        metrics = {**{name: finite_or_special(value) for name, value in record.items()}, **metrics}
+    return metrics
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: object) -> float | None:
     # A loss may be infinite or NaN, which `is_number` rejects.
     return float(value) if isinstance(value, float) or is_number(value) else None
 
 
-def _modified(path: Path) -> int:
+def _modified_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:

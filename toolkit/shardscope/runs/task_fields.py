@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BUILTIN_TASKS = frozenset({"Pretrain", "Finetune"})
 
 
-def find_builtin_task(description: Mapping[str, Any]) -> str | None:
+def find_builtin_task(description: Mapping[str, object]) -> str | None:
     """Return which of Shardscope's own tasks ``run.json`` names, None for other people's code.
 
     The classes' modules have moved since earlier versions wrote their ``run.json``.
@@ -27,7 +27,7 @@ def find_builtin_task(description: Mapping[str, Any]) -> str | None:
     return name if name in BUILTIN_TASKS and package.startswith("shardscope.training.") else None
 
 
-def record_task_fields(task: object) -> dict[str, Any] | None:
+def record_task_fields(task: object) -> dict[str, object] | None:
     """Return the numbers, flags and paths among the fields of a built-in task, by name.
 
     None for the user's own function. Text fields other than paths are left out: they may contain secrets.
@@ -61,32 +61,32 @@ def compare_tasks(first: Run, second: Run) -> list[Difference]:
     """
     from shardscope.planner.differences import Difference
 
-    before, after = _description(first), _description(second)
-    kinds = [find_builtin_task(one) or one.get("task") for one in (before, after)]
-    old, new = _asked(first, before), _asked(second, after)
+    before, after = _read_description(first), _read_description(second)
+    task_names = [find_builtin_task(one) or one.get("task") for one in (before, after)]
+    old, new = _read_task_fields(first, before), _read_task_fields(second, after)
     pairs = {name: (old[name], new[name]) for name in old if name in new}
-    if all(isinstance(kind, str) for kind in kinds):
-        pairs = {"task": _names(*kinds), **pairs}
+    if all(isinstance(kind, str) for kind in task_names):
+        pairs = {"task": _shorten_names(*task_names), **pairs}
     return [Difference(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
 def has_task_fields(run: Run) -> bool:
     """Return whether the run folder has the fields of its task, not only its name and number of steps."""
-    return isinstance(_description(run).get("asked"), dict)
+    return isinstance(_read_description(run).get("asked"), dict)
 
 
-def _asked(run: Run, description: Mapping[str, Any]) -> dict[str, Any]:
+def _read_task_fields(run: Run, description: Mapping[str, object]) -> dict[str, object]:
     """Return the recorded task fields; a run of an older version has at most the number of steps."""
-    kept = description.get("asked")
-    steps = {} if run.num_steps is None else {"num_steps": run.num_steps}
-    return {**steps, **kept} if isinstance(kept, dict) else steps
+    recorded = description.get("asked")
+    steps: dict[str, object] = {} if run.num_steps is None else {"num_steps": run.num_steps}
+    return {**steps, **recorded} if isinstance(recorded, dict) else steps
 
 
-def _names(before: object, after: object) -> tuple[str, str]:
+def _shorten_names(before: object, after: object) -> tuple[str, str]:
     """Return two class names without their modules, unless only the modules differ."""
     short = tuple(str(name).rpartition(".")[2] for name in (before, after))
     return (short[0], short[1]) if short[0] != short[1] else (str(before), str(after))
 
 
-def _description(run: Run) -> dict[str, Any]:
+def _read_description(run: Run) -> dict[str, object]:
     return read_json(RunFolder(run.folder).run_json) or {}

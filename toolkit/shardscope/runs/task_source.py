@@ -30,11 +30,11 @@ def uses_engine(task: object) -> bool:
     if source is None or "engine" not in source:
         return False
     nodes = Script(source=source).nodes
-    given = {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
+    parameters = {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == "engine"
         and isinstance(node.value, ast.Name)
-        and node.value.id in given
+        and node.value.id in parameters
         for node in nodes
     )

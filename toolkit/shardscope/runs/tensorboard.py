@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.records.files import finite_or_special
 
@@ -27,7 +27,7 @@ class ScalarFile:
         self.folder = folder
         self._writer: EventsWriter | None = None
 
-    def append(self, records: list[dict[str, Any]]) -> None:
+    def append(self, records: list[dict[str, object]]) -> None:
         """Write one event for each line of metrics that has a step and a number. Raises ``OSError``."""
         # Import lazily, at the first number: it would delay the start of every run, and most tasks of a
         # notebook end within seconds.
@@ -35,7 +35,7 @@ class ScalarFile:
         if not events:
             return
         if self._writer is None:
-            with _without_torch():
+            with _hide_torch():
                 from tensorboardX.event_file_writer import EventsWriter
             self.folder.mkdir(mode=0o700, exist_ok=True)
             # The synchronous writer: SummaryWriter's thread would swallow a full disk's OSError.
@@ -47,15 +47,15 @@ class ScalarFile:
         self._writer.flush()
 
 
-def make_scalar_event(record: Mapping[str, Any]) -> Event | None:
+def make_scalar_event(record: Mapping[str, object]) -> Event | None:
     """Return one line of metrics as a TensorBoard event, or None if it has no step or no number."""
     step, when = record.get("step"), record.get("time")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
-    numbers = list(_numbers(record))
+    numbers = list(_find_numbers(record))
     if not numbers:
         return None
-    with _without_torch():
+    with _hide_torch():
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
     values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers]
@@ -64,7 +64,7 @@ def make_scalar_event(record: Mapping[str, Any]) -> Event | None:
 
 
 @contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
+def _hide_torch() -> Iterator[None]:
     """Prevent tensorboardX from importing torch, which it does if it can (2.6.5, x2num.py, writer.py).
 
     torch would add 300 MiB and seconds to the start of the supervisor.
@@ -79,7 +79,7 @@ def _without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _find_numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         number = finite_or_special(value)
         if name in NOT_METRICS or isinstance(number, bool) or not isinstance(number, int | float):

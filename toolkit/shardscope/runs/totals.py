@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.records.files import (
     LineTail,
@@ -63,20 +63,20 @@ def compute_totals(run: Run) -> RunTotals:
     """Return the totals of ``run``. Raises ``ValueError`` if one of its files is not a regular file."""
     folder = RunFolder(run.folder)
     # Before reading the metrics: a record logged in the meantime must invalidate the cache.
-    source = _source(folder)
-    kept = _kept(folder, source)
-    if kept is not None:
-        return kept
+    source = _hash_sources(folder)
+    cached = _read_cache(folder, source)
+    if cached is not None:
+        return cached
     from shardscope.runs.run import Run
 
     # Use a temporary handle: a handle keeps its plan and the metrics that it has read in memory.
-    found = _compute(Run(folder), folder)
+    totals = _compute_from_files(Run(folder), folder)
     if run.status in FINAL:
-        _keep(folder, found, source)
-    return found
+        _write_cache(folder, totals, source)
+    return totals
 
 
-def iterate_records(run: Run) -> Iterator[dict[str, Any]]:
+def iterate_records(run: Run) -> Iterator[dict[str, object]]:
     """Yield the records of ``run.metrics()`` without keeping them in memory.
 
     Raises ``ValueError`` if one of the files is not a regular file.
@@ -85,16 +85,16 @@ def iterate_records(run: Run) -> Iterator[dict[str, Any]]:
     for rank in range(run.world_size):
         check_regular(folder.events(rank))
         for lines in LineTail(folder.events(rank)).pieces():
-            yield from map(_as_logged, parse_lines(lines).records)
+            yield from map(_restore_special, parse_lines(lines).records)
 
 
-def _compute(run: Run, folder: RunFolder) -> RunTotals:
+def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
     from shardscope.runs.explain.measured import sum_predicted_tensors
     from shardscope.timing.calibration.finished_runs import median_step
 
     tail_bytes = min(TAIL_BYTES, ALL_TAILS_BYTES // run.world_size)
     latest = [
-        _as_logged(record)
+        _restore_special(record)
         for rank in range(run.world_size)
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
@@ -103,7 +103,7 @@ def _compute(run: Run, folder: RunFolder) -> RunTotals:
     memory = run.memory()
     error = memory.error if memory.tensor_bytes else None
     return RunTotals(
-        plan=_plan_words(run),
+        plan=_describe_plan(run),
         num_steps=_count_steps([folder.events(rank) for rank in range(run.world_size)]),
         loss=losses[max(losses)] if losses else None,
         step_seconds=step[1] if step else None,
@@ -123,7 +123,7 @@ def _count_steps(files: list[Path]) -> int | None:
     return len(steps)
 
 
-def _plan_words(run: Run) -> str:
+def _describe_plan(run: Run) -> str:
     try:
         plan = run.plan
     except ValueError:
@@ -131,37 +131,37 @@ def _plan_words(run: Run) -> str:
     return f"{plan.architecture.name}, {plan.cluster}, {plan.layout.description}"
 
 
-def _as_logged(record: dict[str, Any]) -> dict[str, Any]:
+def _restore_special(record: dict[str, object]) -> dict[str, object]:
     return {name: finite_or_special(value) for name, value in record.items()}
 
 
 # ---- summary.json
 
 
-def _source(folder: RunFolder) -> str:
+def _hash_sources(folder: RunFolder) -> str:
     """Return a hash of the source files' sizes and modification times and of this package's version."""
     from shardscope.core.version import __version__
 
-    parts = [__version__, _stamp(folder.run_json)]
+    parts = [__version__, _stamp_file(folder.run_json)]
     for path in (folder.events(0).parent, folder.what_it_was(0).parent):
         try:
             with os.scandir(path) as entries:
-                parts += sorted(f"{entry.name} {_stamp(Path(entry.path))}" for entry in entries)
+                parts += sorted(f"{entry.name} {_stamp_file(Path(entry.path))}" for entry in entries)
         except (FileNotFoundError, NotADirectoryError):
             continue
     return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()
 
 
-def _stamp(path: Path) -> str:
+def _stamp_file(path: Path) -> str:
     status = check_regular(path)
     return "" if status is None else f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _kept(folder: RunFolder, source: str) -> RunTotals | None:
+def _read_cache(folder: RunFolder, source: str) -> RunTotals | None:
     record = read_json(folder.summary)
     if record is None or record.pop("source", None) != source or not isinstance(record.get("plan"), str):
         return None
-    whole = ("num_steps", "tensor_bytes", "predicted_tensor_bytes")
+    integers = ("num_steps", "tensor_bytes", "predicted_tensor_bytes")
     for name, value in record.items():
         if name == "plan" or value is None:
             continue
@@ -169,14 +169,14 @@ def _kept(folder: RunFolder, source: str) -> RunTotals | None:
             record[name] = value = finite_or_special(value)
             is_right = isinstance(value, float) or is_number(value)
         else:
-            is_right = name in whole and is_int(value) and value >= 0
+            is_right = name in integers and is_int(value) and value >= 0
         if not is_right:
             return None
     return RunTotals(**record)
 
 
-def _keep(folder: RunFolder, found: RunTotals, source: str) -> None:
+def _write_cache(folder: RunFolder, totals: RunTotals, source: str) -> None:
     """Write ``summary.json``, but only into a folder that this user owns."""
     with contextlib.suppress(OSError):
         if hasattr(os, "getuid") and folder.path.stat().st_uid == os.getuid():
-            write_json(folder.summary, {**asdict(found), "source": source})
+            write_json(folder.summary, {**asdict(totals), "source": source})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardscope.records.folder import Status
 from shardscope.runs.explain.failure import Failure, describe_exit, describe_late_exit
@@ -19,7 +19,7 @@ from shardscope.runs.explain.failure import Failure, describe_exit, describe_lat
 class Evidence:
     """The facts known when no process of a run is left."""
 
-    markers: Sequence[Mapping[str, Any]]
+    markers: Sequence[Mapping[str, object]]
     """The record that each rank wrote about itself, in the order of ranks; empty where there is none."""
     failures: Sequence[Failure]
     """Failures, earliest first."""
@@ -59,7 +59,7 @@ def decide_status(evidence: Evidence) -> Verdict:
     return Verdict("failed", _describe_launcher_exit(evidence))
 
 
-def is_finished_everywhere(markers: Sequence[Mapping[str, Any]]) -> bool:
+def is_finished_everywhere(markers: Sequence[Mapping[str, object]]) -> bool:
     """Return whether the task returned on every rank, by the ranks' own records."""
     return bool(markers) and all(marker.get("exit") == "finished" for marker in markers)
 

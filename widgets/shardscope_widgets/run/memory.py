@@ -10,6 +10,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
+from shardscope.runs.watch.logged_memory import LoggedPeak
 from shardscope_widgets.kit import controls
 from shardscope_widgets.run import words as run_words
 
@@ -37,8 +38,8 @@ class RunMemory:
         self._seen = seen
         records = run.what_it_was()
         self._engine = records.get(0, {}).get("engine")
-        logged = [
-            {"rank": rank, "peak_memory_bytes": peak}
+        logged: list[LoggedPeak] = [
+            {"rank": rank, "peak_memory_bytes": peak, "memory_bytes": None, "step": None, "time": None}
             for rank, peak in sorted(peaks.items())
             if isinstance(peak, int) and not isinstance(peak, bool)
         ]

@@ -194,7 +194,7 @@ class RunView(View):
         self._sampled = now
         samples = run.cards()
         for record in samples[-run.world_size :]:
-            self._latest.setdefault(record["rank"], {}).update(_answers(record))
+            self._latest.setdefault(int(record["rank"]), {}).update(_answers(record))
         if self._expected is None:  # For a user's function the prediction is known once its model is.
             self._expected = run.expected()
         if self.figure is not None:

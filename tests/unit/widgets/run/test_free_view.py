@@ -76,7 +76,7 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
     assert view.places.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.places.value
     assert "role='img' aria-label='94 % in use'" in view.places.value
     pretend_cards(monkeypatch, [TOTAL, 6 * GIB])
-    monkeypatch.setattr(free_now_module, "_process", lambda pid: "<img src=x>")
+    monkeypatch.setattr(free_now_module, "_describe_process", lambda pid: "<img src=x>")
     view.places.press("look")
     assert until(lambda: "6.00 of 79.6 GiB" in view.places.value)
     pretend_cards(monkeypatch, [GIB], [(5, GIB)])

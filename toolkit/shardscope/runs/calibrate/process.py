@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import check_number, refuse
 from shardscope.machine.host import host_cores
 from shardscope.records.private_file import open_private_file
+from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import (
@@ -31,7 +32,7 @@ from shardscope.timing.calibration.store import (
     store_calibration,
 )
 
-Progress = Callable[[str, float], Any]
+Progress = Callable[[str, float], object]
 """Callback with a description and the completed fraction, 0 to 1."""
 
 NEEDED = ("torch", "transformers")
@@ -72,28 +73,28 @@ def calibrate(
     ``TimeoutError``, and ``CalibrationError`` with the error output of the failed rank.
     """
     check_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
-    place = data_folder(folder)
+    data = data_folder(folder)
     _check_extra()
-    cluster = _this_machine(cluster)
-    check_writable(place)
-    with _alone(file_for(cluster.gpu.name, place)):
-        began, load = time.monotonic(), _load()
-        moment = datetime.now(UTC).isoformat(timespec="seconds")
-        measured = _measured(cluster, float(seconds), progress)
+    cluster = _check_cluster(cluster)
+    check_writable(data)
+    with _lock_calibration(file_for(cluster.gpu.name, data)):
+        began, load = time.monotonic(), _measure_load()
+        measured_at = datetime.now(UTC).isoformat(timespec="seconds")
+        measured = _run_ranks(cluster, float(seconds), progress)
         calibration = Calibration.from_dict(
             {
                 **measured,
                 "machine": machine_name(),
-                "processor": _processor(),
+                "processor": _read_processor_name(),
                 "num_cores": host_cores(),
                 "gpu": cluster.gpu.name,
                 "num_ranks": cluster.num_gpus,
-                "measured_at": moment,
+                "measured_at": measured_at,
                 "measuring_seconds": round(time.monotonic() - began, 1),
                 "load": load,
             }
         )
-    store_calibration(calibration, place)
+    store_calibration(calibration, data)
     if progress is not None:
         progress("done", 1.0)
     return calibration
@@ -109,7 +110,7 @@ def _check_extra() -> None:
         raise ValueError("Calibrating needs Linux, macOS or WSL 2, as launching does.")
 
 
-def _this_machine(cluster: Cluster | None) -> Cluster:
+def _check_cluster(cluster: Cluster | None) -> Cluster:
     """Return ``cluster`` if it is this machine or a part of it. Raises ``ValueError`` otherwise."""
     from shardscope.runs.launch.launch import max_cpu_ranks
 
@@ -121,27 +122,27 @@ def _this_machine(cluster: Cluster | None) -> Cluster:
         fix = f"Cluster.parse('{cluster.gpus_per_node}x{cluster.gpu.name}')"
         refuse("calibrate.cluster", str(cluster), "one node: this machine", fix)
     if cluster.gpu.name == "cpu":
-        most = max_cpu_ranks()
-        if cluster.num_gpus > most:
-            allowed = f"1 to {most} CPU ranks on {host_cores()} cores here"
-            refuse("calibrate.cluster", str(cluster), allowed, f"Cluster.parse('{most}xcpu')")
+        max_ranks = max_cpu_ranks()
+        if cluster.num_gpus > max_ranks:
+            allowed = f"1 to {max_ranks} CPU ranks on {host_cores()} cores here"
+            refuse("calibrate.cluster", str(cluster), allowed, f"Cluster.parse('{max_ranks}xcpu')")
         return cluster
-    here = Cluster.detect()
-    if here.gpu.name != cluster.gpu.name or cluster.num_gpus > here.num_gpus:
-        what = "no GPU, and CPU ranks" if here.gpu.name == "cpu" else str(here)
-        refuse("calibrate.cluster", str(cluster), f"what is here: {what}", f"Cluster.parse('{here}')")
+    machine = Cluster.detect()
+    if machine.gpu.name != cluster.gpu.name or cluster.num_gpus > machine.num_gpus:
+        available = "no GPU, and CPU ranks" if machine.gpu.name == "cpu" else str(machine)
+        refuse("calibrate.cluster", str(cluster), f"what is here: {available}", f"Cluster.parse('{machine}')")
     return cluster
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _lock_calibration(path: Path) -> Iterator[None]:
     """Hold the calibration lock, because two calibrations would disturb each other.
 
     Raises ``RuntimeError`` if another process holds it.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
+            stack.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
         except BlockingIOError:
             raise RuntimeError(
                 f"a calibration of {path.stem.replace('--', ', ')} is under way already; "
@@ -150,47 +151,45 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _measured(cluster: Cluster, seconds: float, progress: Progress | None) -> dict[str, Any]:
+def _run_ranks(cluster: Cluster, seconds: float, progress: Progress | None) -> dict[str, object]:
     """Run the ranks and return the first one's result. No process is left behind, even after an error."""
     limit = 1.5 * seconds + START_SECONDS
     ranks: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as held:
-        held.callback(_end, ranks)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_ranks, ranks)
         # The ranks' FileStore is a private file, as in a run (runs/launch/local_store.py).
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardscope-"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardscope-"))
         store, store_path = open_private_file(Path(folder))
-        held.callback(os.close, store)
-        complaints: list[IO[bytes]] = [
-            held.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)
+        stack.callback(os.close, store)
+        error_files: list[IO[bytes]] = [
+            stack.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)
         ]
-        for rank, complaint in enumerate(complaints):
-            ranks.append(_start(cluster, rank, seconds, limit, store, store_path, complaint))
-        return _listen(ranks, complaints, limit, progress)
+        for rank, error_file in enumerate(error_files):
+            ranks.append(_start_rank(cluster, rank, seconds, limit, store, store_path, error_file))
+        return _read_result(ranks, error_files, limit, progress)
 
 
-def _start(
+def _start_rank(
     cluster: Cluster,
     rank: int,
     seconds: float,
     limit: float,
     store: int,
     store_path: str,
-    complaint: IO[bytes],
+    error_file: IO[bytes],
 ) -> subprocess.Popen[bytes]:
     device = "cpu" if cluster.gpu.vendor == "cpu" else "cuda"
-    settings = {
+    settings: Settings = {
         "rank": rank,
         "num_ranks": cluster.num_gpus,
         "device": device,
         "seconds": seconds,
         "timeout_seconds": limit,
-        "most_bytes": int(cluster.usable_bytes_per_gpu * MEMORY_SHARE),
+        "max_bytes": int(cluster.usable_bytes_per_gpu * MEMORY_SHARE),
         "store": store_path,
     }
     # Use the environment of launched ranks: the same number of threads, and gloo on the loopback interface.
-    environment = build_launcher_environment(
-        dict(os.environ), {"world_size": cluster.num_gpus, "device": device}
-    )
+    environment = build_launcher_environment(dict(os.environ), cluster.num_gpus, device)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
         [
@@ -202,20 +201,20 @@ def _start(
             json.dumps(settings),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if rank == 0 else complaint,
-        stderr=complaint,
+        stdout=subprocess.PIPE if rank == 0 else error_file,
+        stderr=error_file,
         env=environment,
         pass_fds=(store,),
         start_new_session=True,  # Ctrl-C must reach only the kernel, which ends the ranks itself.
     )
 
 
-def _listen(
+def _read_result(
     ranks: list[subprocess.Popen[bytes]],
-    complaints: list[IO[bytes]],
+    error_files: list[IO[bytes]],
     limit: float,
     progress: Progress | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     first = ranks[0].stdout
     assert first is not None
     os.set_blocking(first.fileno(), False)
@@ -226,35 +225,36 @@ def _listen(
         pending += first.read() or b""
         *lines, pending = pending.split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "measured" in said:
-                return dict(said["measured"])
-            if "error" in said:
-                raise CalibrationError(_words(said, ranks, complaints))
-            latest, repeat = (str(said["progress"][0]), float(said["progress"][1])), 0.0
+            message = json.loads(line)
+            if "measured" in message:
+                return dict(message["measured"])
+            if "error" in message:
+                raise CalibrationError(_describe_error(message, ranks, error_files))
+            latest, repeat = (str(message["progress"][0]), float(message["progress"][1])), 0.0
         if progress is not None and time.monotonic() >= repeat:
             repeat = time.monotonic() + REPEAT_SECONDS
             progress(*latest)
         for rank, process in enumerate(ranks):
             # Other ranks end only after the first one's result, so an earlier end is a failure.
             if process.poll() not in (None, 0) or (rank == 0 and ended):
-                raise CalibrationError(
-                    f"rank {rank} ended with {process.returncode} and no answer\n{_tail(complaints[rank])}"
-                )
+                output = _read_tail(error_files[rank])
+                raise CalibrationError(f"rank {rank} ended with {process.returncode} and no answer\n{output}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"the calibration took longer than {limit:.0f} seconds")
         time.sleep(CHECK_SECONDS)
 
 
-def _words(said: dict[str, Any], ranks: list[subprocess.Popen[bytes]], complaints: list[IO[bytes]]) -> str:
+def _describe_error(
+    message: dict[str, object], ranks: list[subprocess.Popen[bytes]], error_files: list[IO[bytes]]
+) -> str:
     """Return the first rank's error and the output of other failed ranks, which is often the cause."""
     time.sleep(CHECK_SECONDS)
     failed = [rank for rank, process in enumerate(ranks) if rank and process.poll() not in (None, 0)]
-    others = "".join(f"\nrank {rank}: {_tail(complaints[rank])}" for rank in failed)
-    return f"{said['error']}\n{said['traceback']}{others}"
+    outputs = "".join(f"\nrank {rank}: {_read_tail(error_files[rank])}" for rank in failed)
+    return f"{message['error']}\n{message['traceback']}{outputs}"
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         if process.poll() is None:
             process.kill()
@@ -264,17 +264,17 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             process.stdout.close()
 
 
-def _tail(complaint: IO[bytes]) -> str:
-    complaint.seek(0)
-    return complaint.read()[-4_000:].decode(errors="replace")
+def _read_tail(error_file: IO[bytes]) -> str:
+    error_file.seek(0)
+    return error_file.read()[-4_000:].decode(errors="replace")
 
 
-def _load() -> float:
+def _measure_load() -> float:
     """Return the load average per core over the last minute."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else 0.0
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     """Return the processor's model name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():

@@ -9,8 +9,24 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TypedDict
+
+
+class Settings(TypedDict):
+    """Settings of one rank, the program's JSON argument."""
+
+    rank: int
+    num_ranks: int
+    device: str
+    """"cpu" or "cuda"."""
+    seconds: float
+    timeout_seconds: float
+    max_bytes: int
+    """Maximum bytes of one measured call."""
+    store: str
+    """Path of the ranks' ``FileStore``."""
 
 
 def main() -> None:
@@ -18,33 +34,33 @@ def main() -> None:
     from shardscope.machine.processes import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
-    settings = json.loads(sys.argv[2])
+    settings: Settings = json.loads(sys.argv[2])
     # Redirect stdout to stderr: output of libraries must not mix with the JSON lines.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def say(**line: Any) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
+    def print_line(**line: object) -> None:
+        output.write(json.dumps(line) + "\n")
+        output.flush()
 
     try:
-        say(progress=["starting PyTorch", 0.0])
-        measured = _measure(settings, lambda words, fraction: say(progress=[words, fraction]))
-        say(measured=measured)
+        print_line(progress=["starting PyTorch", 0.0])
+        curves = _measure(settings, lambda words, fraction: print_line(progress=[words, fraction]))
+        print_line(measured=curves)
     except BaseException as problem:
-        say(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())
+        print_line(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())
         raise SystemExit(1) from problem
-    answers.close()
+    output.close()
     os._exit(0)  # Interpreter shutdown with torch loaded costs up to a second.
 
 
-def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
+def _measure(settings: Settings, progress: Callable[[str, float], None]) -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
     from shardscope.runs.calibrate.curves import Curves
 
-    rank, num_ranks = int(settings["rank"]), int(settings["num_ranks"])
+    rank, num_ranks = settings["rank"], settings["num_ranks"]
     if settings["device"] == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -61,8 +77,8 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=patience)
     torch.manual_seed(rank)
-    curves = Curves(device, settings["seconds"], settings["most_bytes"], said)
-    measured = curves.measured()
+    curves = Curves(device, settings["seconds"], settings["max_bytes"], progress)
+    measured = curves.measure()
     if dist.is_initialized():
         dist.destroy_process_group()
     return {

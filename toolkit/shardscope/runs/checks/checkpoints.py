@@ -28,23 +28,26 @@ def check_gathered_state(script: Script) -> Iterator[Finding]:
     configs = script.find_calls("FullStateDictConfig")
     on_one = bool(configs) and all(is_constant(read_keywords(one).get("rank0_only"), True) for one in configs)
     for line in script.uses.get("FULL_STATE_DICT", ()):
-        yield _gathered(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
+        yield _describe_full_state(script, line, "FULL_STATE_DICT", "rank0_only=True", on_one)
     for call in script.find_calls("StateDictOptions"):
-        given = read_keywords(call)
+        arguments = read_keywords(call)
         # broadcast_from_rank0 is for loading: rank 0 reads a full state dict and broadcasts it.
-        is_load = is_constant(given.get("broadcast_from_rank0"), True)
-        if is_constant(given.get("full_state_dict"), True) and not is_load:
-            on_one = is_constant(given.get("cpu_offload"), True)
-            yield _gathered(script, call.lineno, "full_state_dict=True", "cpu_offload=True", on_one)
+        is_load = is_constant(arguments.get("broadcast_from_rank0"), True)
+        if is_constant(arguments.get("full_state_dict"), True) and not is_load:
+            on_one = is_constant(arguments.get("cpu_offload"), True)
+            yield _describe_full_state(
+                script, call.lineno, "full_state_dict=True", "cpu_offload=True", on_one
+            )
 
 
-def _gathered(script: Script, line: int, option: str, on_rank_0: str, on_one: bool) -> Finding:
+def _describe_full_state(script: Script, line: int, option: str, on_rank_0: str, on_one: bool) -> Finding:
     size, num_bytes, room = "the whole model", None, None
     if script.plan is not None:
         # Weights in fp32 and, if the optimizer is saved, Adam's two moments.
-        each = FP32 * (3 if any("optim" in name and "state_dict" in name for name in script.uses) else 1)
+        saves_optimizer = any("optim" in name and "state_dict" in name for name in script.uses)
+        bytes_per_parameter = FP32 * (3 if saves_optimizer else 1)
         num_bytes, room = (
-            script.plan.architecture.num_parameters * each,
+            script.plan.architecture.num_parameters * bytes_per_parameter,
             script.plan.cluster.host_memory_bytes,
         )
         size = f"{gib(num_bytes)} GiB"
@@ -66,11 +69,11 @@ def check_every_rank_saves(script: Script) -> Iterator[Finding]:
         script.find_calls("save", "save_pretrained", "save_file", "dump") if script.is_distributed else ()
     ):
         # Skip Accelerator.save and torch.distributed.checkpoint.save, which handle ranks themselves.
-        if script.resolve_name(call.func) in ("save", "dump") and not _is_of_a_library(script, call):
+        if script.resolve_name(call.func) in ("save", "dump") and not _is_library_call(script, call):
             continue
         # transformers' save_pretrained has arguments that select the writing rank.
-        is_told = {"save_function", "is_main_process"} & set(read_keywords(call))
-        if not is_told and not script.reads_rank(*call.args) and not _is_on_one_rank(script, call):
+        knows_ranks = {"save_function", "is_main_process"} & set(read_keywords(call))
+        if not knows_ranks and not script.reads_rank(*call.args) and not _is_on_one_rank(script, call):
             why = "every rank writes this file, at the same time and to the same path: it may end up damaged."
             yield flag_line(call.lineno, "every-rank-saves", "warning", why, ON_RANK_0)
 
@@ -96,12 +99,14 @@ def _is_on_one_rank(script: Script, node: ast.AST, depth: int = 0) -> bool:
             return True
         if script.reads_rank(*one.decorator_list) or depth == MAX_DEPTH:
             return depth < MAX_DEPTH
-        calls = [call for call in script.find_calls(one.name) if not _is_of_a_library(script, call)]
+        calls = [call for call in script.find_calls(one.name) if not _is_library_call(script, call)]
         # A function with the rank as an argument may write one file per rank.
-        told = [script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls]
-        return bool(told) and all(told)
+        guarded = [
+            script.reads_rank(*call.args) or _is_on_one_rank(script, call, depth + 1) for call in calls
+        ]
+        return bool(guarded) and all(guarded)
     return False
 
 
-def _is_of_a_library(script: Script, call: ast.Call) -> bool:
+def _is_library_call(script: Script, call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and script.resolve_name(call.func.value) in SAVING_MODULES

@@ -52,10 +52,10 @@ def check_sampler(script: Script) -> Iterator[Finding]:
 
 def _has_sampler(script: Script, loader: ast.Call) -> bool:
     """Return whether a loader has a sampler that may depend on the rank, or ``**kwargs`` that may."""
-    given = [value for name, value in read_keywords(loader).items() if name in SAMPLER_ARGUMENTS]
-    given += [loader.args[place] for place in SAMPLER_POSITIONS if len(loader.args) > place]
-    assigned = {name: node.value for node, name in _assignments(script)}
-    values = [assigned.get(script.resolve_name(one), one) for one in given]
+    samplers = [value for name, value in read_keywords(loader).items() if name in SAMPLER_ARGUMENTS]
+    samplers += [loader.args[position] for position in SAMPLER_POSITIONS if len(loader.args) > position]
+    assigned = {name: node.value for node, name in _find_assignments(script)}
+    values = [assigned.get(script.resolve_name(one), one) for one in samplers]
     blind = [is_constant(one, None) or one in script.find_calls(*BLIND_SAMPLERS) for one in values]
     return any(keyword.arg is None for keyword in loader.keywords) or not all(blind)
 
@@ -68,7 +68,7 @@ def _shards_data(script: Script) -> bool:
     prepared = [ast.unparse(one) for call in script.find_calls("prepare") for one in call.args]
     if script.find_calls("shard") or not all(map(NOT_DATA.fullmatch, prepared)):
         return True
-    assigned = [(node, name) for node, name in _assignments(script) if not HARMLESS.fullmatch(name)]
+    assigned = [(node, name) for node, name in _find_assignments(script) if not HARMLESS.fullmatch(name)]
     names = {name for node, name in assigned if script.reads_rank(node.value)}
     # Follow variables computed from a rank: rank = dist.get_rank(); start = rank * share
     names |= {name for node, name in assigned if names & set(map(script.resolve_name, ast.walk(node.value)))}
@@ -85,7 +85,7 @@ def _shards_data(script: Script) -> bool:
     )
 
 
-def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
+def _find_assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
     """Yield each assignment with the names of its targets; for ``args.rank = ...`` also ``args``."""
     for node in script.nodes:
         if isinstance(node, ast.Assign):
@@ -93,10 +93,11 @@ def _assignments(script: Script) -> Iterator[tuple[ast.Assign, str]]:
             yield from ((node, name) for name in map(script.resolve_name, targets) if name)
 
 
-def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
+def _is_harmless(script: Script, node: ast.AST, without_result: set[str]) -> bool:
     """Return whether a read of the rank does not select data: it selects a device or a rank that prints.
 
-    ``own`` are the script's functions and classes without a return value, which cannot return a rank's data.
+    ``without_result`` are the script's functions and classes without a return value: they return no rank's
+    data.
     """
     around, inside = list(script.walk_up(node)), node
     if any(getattr(one, "arg", None) in ABOUT_SPEED for one in around):
@@ -105,7 +106,7 @@ def _is_harmless(script: Script, node: ast.AST, own: set[str]) -> bool:
         if isinstance(one, ast.Call) and inside is not one.func:
             name = script.resolve_name(one.func)
             if name not in READING:
-                return HARMLESS.fullmatch(name) is not None or name in own
+                return HARMLESS.fullmatch(name) is not None or name in without_result
         elif isinstance(one, ast.Subscript) and inside is one.slice and not isinstance(inside, ast.Constant):
             return False
         elif isinstance(one, ast.Compare):
@@ -125,9 +126,12 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
         return
     wanted = plan.degrees.data_parallel
     for call in script.find_calls(SAMPLER):
-        given = read_keywords(call).get("num_replicas", call.args[1] if len(call.args) > 1 else None)
+        by_position = call.args[1] if len(call.args) > 1 else None
+        replicas = read_keywords(call).get("num_replicas", by_position)
         # The default is the world size (torch/utils/data/distributed.py).
-        if given is not None and not re.search(r"world_?size|num_processes", ast.unparse(given), re.I):
+        if replicas is not None and not re.search(
+            r"world_?size|num_processes", ast.unparse(replicas), re.IGNORECASE
+        ):
             continue
         why = (
             f"this sampler divides the data by {plan.world_size} ranks, and the plan has {wanted} "

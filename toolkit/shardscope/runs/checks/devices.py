@@ -34,9 +34,9 @@ def check_fixed_device(script: Script) -> Iterator[Finding]:
         named = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         if DEVICE.fullmatch(named) or any(is_constant(number, *range(64)) for number in numbers[:1]):
             lines.setdefault(find_line(node), ast.unparse(node))
-    for line, words in lines.items():
+    for line, code in lines.items():
         why = (
-            f"{words} is one GPU for all ranks of a node: they share its memory, and NCCL refuses two ranks "
+            f"{code} is one GPU for all ranks of a node: they share its memory, and NCCL refuses two ranks "
             "on one GPU."
         )
         yield flag_line(line, "device-hard-coded", "danger", why, THIS_RANKS_DEVICE)
@@ -58,8 +58,8 @@ def check_fixed_rank(script: Script) -> Iterator[Finding]:
                 )
                 if is_variable and is_constant(target.slice, *RANK_VARIABLES):  # type: ignore[attr-defined]
                     lines[node.lineno] = ast.unparse(node)
-    for line, words in lines.items():
-        why = f"{words} is the same on every rank, whatever the launcher set."
+    for line, code in lines.items():
+        why = f"{code} is the same on every rank, whatever the launcher set."
         yield flag_line(line, "rank-hard-coded", "danger", why, THIS_RANK)
 
 

@@ -38,12 +38,12 @@ def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None
     """Return the findings of a plan, its task and earlier runs, as ``Plan.findings`` does."""
     earlier = _check_runs(runs)
     case = Case(plan=plan, task=task)
-    found = [*preflight.findings(case), *text.check_text_length(case), *loading.check_data_loading(case)]
-    found += check_profiled(plan, task, earlier)
+    findings = [*preflight.findings(case), *text.check_text_length(case), *loading.check_data_loading(case)]
+    findings += check_profiled(plan, task, earlier)
     source = read_source(task)
     if source is not None:
-        found += _check(Script(source=source, plan=plan))
-    return preflight.Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
+        findings += _run_checks(Script(source=source, plan=plan))
+    return preflight.Findings(sorted(findings, key=lambda one: SEVERITIES.index(one.severity)))
 
 
 def check_script(source: str, plan: Plan | None = None) -> list[Finding]:
@@ -55,8 +55,8 @@ def check_script(source: str, plan: Plan | None = None) -> list[Finding]:
     """
     if not isinstance(source, str) or len(source) > MAX_CHARACTERS:
         refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
-    found = _check(Script(source=source, plan=plan))
-    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
+    findings = _run_checks(Script(source=source, plan=plan))
+    return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
 
 
 def _check_runs(runs: object) -> tuple[Run, ...]:
@@ -65,14 +65,14 @@ def _check_runs(runs: object) -> tuple[Run, ...]:
         return ()
     if isinstance(runs, str | bytes) or not isinstance(runs, Iterable):
         refuse("findings.runs", runs, "several Runs", "ss.runs()")
-    found = tuple(runs)
-    for number, run in enumerate(found):
+    checked = tuple(runs)
+    for number, run in enumerate(checked):
         if not {"plan", "folder"} <= set(dir(run)):
             refuse(f"findings.runs[{number}]", run, "a Run", "ss.runs()")
-    return found
+    return checked
 
 
-def _check(script: Script) -> Iterator[Finding]:
+def _run_checks(script: Script) -> Iterator[Finding]:
     for check in CHECKS:
         # Skip the check if the code is nested deeper than Python's recursion limit.
         with suppress(RecursionError):
@@ -84,13 +84,15 @@ def _check(script: Script) -> Iterator[Finding]:
 
 def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Finding]:
     """Find a plan without a trace of any earlier run, if the task records none either."""
-    if _records(task):
+    if _records_profile(task):
         return
-    mine = [run for run in runs if _plan_of(run) == plan]
-    if any(_has_trace(run) for run in mine) or (task is None and not mine):
+    runs_of_plan = [run for run in runs if _read_plan(run) == plan]
+    if any(_has_trace(run) for run in runs_of_plan) or (task is None and not runs_of_plan):
         return
-    number = len(mine)
-    before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace" if mine else "No trace yet"
+    number = len(runs_of_plan)
+    before = "No trace yet"
+    if runs_of_plan:
+        before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace"
     yield Finding(
         name="never-profiled",
         severity="hint",
@@ -101,7 +103,7 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
     )
 
 
-def _records(task: object) -> bool:
+def _records_profile(task: object) -> bool:
     """Return whether a task records a profile, by its field or in its source."""
     if getattr(task, "profile", False) is True:
         return True
@@ -109,7 +111,7 @@ def _records(task: object) -> bool:
     return source is not None and "profile(" in source
 
 
-def _plan_of(run: Run) -> object:
+def _read_plan(run: Run) -> object:
     try:
         return run.plan
     except ValueError:  # A damaged plan, or one of another version.

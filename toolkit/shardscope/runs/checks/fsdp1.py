@@ -58,23 +58,23 @@ def check_fsdp1(script: Script) -> Iterator[Finding]:
         isinstance(one, ast.AnnAssign) for one in script.tree.body
     )
     if lines and not is_python:
-        yield from _in_config(lines)
+        yield from _check_config(lines)
         return
-    yield from _in_calls(script)
-    yield from _strategies(script)
+    yield from _check_calls(script)
+    yield from _check_strategies(script)
     if OLD_CLASS in script.uses:
-        yield from _in_names(script)
-        yield from _optimizer_state(script)
+        yield from _check_names(script)
+        yield from _check_optimizer_state(script)
     for call in script.find_calls("MixedPrecision"):
         yield flag_line(call.lineno, "fsdp1-mixed-precision", "warning", PRECISION_WHY, PRECISION_CHANGE)
 
 
-def _replace(name: str, line: int, change: str) -> Finding:
-    words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", "-", name.removeprefix("fsdp_").strip("_")).lower()
-    return flag_line(line, f"fsdp1-{words}", "hint", f"{name} is FSDP1's.", change)
+def _flag_old_name(name: str, line: int, change: str) -> Finding:
+    suffix = re.sub(r"_|(?<=[a-z])(?=[A-Z])", "-", name.removeprefix("fsdp_").strip("_")).lower()
+    return flag_line(line, f"fsdp1-{suffix}", "hint", f"{name} is FSDP1's.", change)
 
 
-def _in_calls(script: Script) -> Iterator[Finding]:
+def _check_calls(script: Script) -> Iterator[Finding]:
     """Yield findings for calls of the FSDP1 class and of Accelerate's plugin, and for their arguments."""
     for call in script.find_calls(OLD_CLASS, PLUGIN):
         is_class = script.resolve_name(call.func) == OLD_CLASS
@@ -90,10 +90,10 @@ def _in_calls(script: Script) -> Iterator[Finding]:
             yield flag_line(call.lineno, "fsdp1", "hint", why, f"{PLUGIN}(fsdp_version=2, ...)")
         for name, value in read_keywords(call).items():
             if name in REPLACEMENTS and name != "mixed_precision" and (is_class or name not in PLUGIN_KEEPS):
-                yield _replace(name, value.lineno, REPLACEMENTS[name])
+                yield _flag_old_name(name, value.lineno, REPLACEMENTS[name])
 
 
-def _in_names(script: Script) -> Iterator[Finding]:
+def _check_names(script: Script) -> Iterator[Finding]:
     """Yield findings for each use of FSDP1's methods and classes."""
     for node in script.nodes:
         name = script.resolve_name(node)
@@ -101,26 +101,26 @@ def _in_names(script: Script) -> Iterator[Finding]:
         is_variable = isinstance(node, ast.Name) and node.id not in script.aliases
         is_torchs = isinstance(node, ast.Attribute) and "nn.utils" in ast.unparse(node.value)
         if name in REPLACEMENTS and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
-            yield _replace(name, node.lineno, REPLACEMENTS[name])  # type: ignore[attr-defined]
+            yield _flag_old_name(name, node.lineno, REPLACEMENTS[name])  # type: ignore[attr-defined]
     for line in script.uses.get("BACKWARD_POST", ()):
         why = "FSDP2 has no BACKWARD_POST, which gathered later and held less."
         change = "module.set_modules_to_backward_prefetch([]) where memory is short"
         yield flag_line(line, "fsdp1-backward-post", "hint", why, change)
 
 
-def _strategies(script: Script) -> Iterator[Finding]:
+def _check_strategies(script: Script) -> Iterator[Finding]:
     """Yield findings for sharding strategies, as enumeration members or as text."""
-    found = [(line, name) for name in STRATEGIES for line in script.uses.get(name, ())]
+    matches = [(line, name) for name in STRATEGIES for line in script.uses.get(name, ())]
     for keyword in script.nodes:
         if isinstance(keyword, ast.keyword) and keyword.arg in STRATEGY_ARGUMENTS:
             texts = (node.value for node in ast.walk(keyword.value) if isinstance(node, ast.Constant))
-            words = (word for text in texts for word in str(text).upper().split())
-            found += [(keyword.value.lineno, word) for word in words if word in STRATEGIES]
-    for line, name in found:
-        yield _replace(name, line, STRATEGIES[name].words)
+            names = (strategy for text in texts for strategy in str(text).upper().split())
+            matches += [(keyword.value.lineno, strategy) for strategy in names if strategy in STRATEGIES]
+    for line, name in matches:
+        yield _flag_old_name(name, line, STRATEGIES[name].words)
 
 
-def _optimizer_state(script: Script) -> Iterator[Finding]:
+def _check_optimizer_state(script: Script) -> Iterator[Finding]:
     """Yield findings for FSDP1's optimizer state functions and the optimizer's own ``state_dict``."""
     for node in script.nodes:
         name = script.resolve_name(node)
@@ -130,7 +130,7 @@ def _optimizer_state(script: Script) -> Iterator[Finding]:
             yield flag_line(node.lineno, "fsdp1-optimizer-state", "warning", STATE_WHY, STATE_CHANGE)  # type: ignore[attr-defined]
 
 
-def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
+def _check_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
     """Yield findings for accelerate's YAML: a missing ``fsdp_version: 2``, and FSDP1's keys."""
     version = [(line, value) for line, key, value in lines if key == "fsdp_version"]
     if not version or version[0][1] == "1":
@@ -145,8 +145,10 @@ def _in_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
             and value.upper() in BY_CONFIG_VALUE
         ):
             name = BY_CONFIG_VALUE[value.upper()]
-            yield _replace(name, line, STRATEGIES[name].words)
+            yield _flag_old_name(name, line, STRATEGIES[name].words)
         elif key in CONFIG_REPLACEMENTS:
-            yield _replace(key, line, CONFIG_REPLACEMENTS[key])
+            yield _flag_old_name(key, line, CONFIG_REPLACEMENTS[key])
         elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
-            yield _replace(key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT, which no rank gathers whole")
+            yield _flag_old_name(
+                key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT, which no rank gathers whole"
+            )

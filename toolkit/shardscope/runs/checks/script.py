@@ -47,8 +47,8 @@ class Script:
     @cached_property
     def nodes(self) -> list[ast.AST]:
         """All nodes in source order; nodes without a line come first."""
-        found = [] if self.tree is None else list(ast.walk(self.tree))
-        return sorted(found, key=find_line)
+        nodes = [] if self.tree is None else list(ast.walk(self.tree))
+        return sorted(nodes, key=find_line)
 
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
@@ -78,11 +78,11 @@ class Script:
     @cached_property
     def uses(self) -> dict[str, list[int]]:
         """Lines of each name and attribute outside imports, by its imported name."""
-        found: dict[str, list[int]] = {}
+        lines: dict[str, list[int]] = {}
         for node in self.nodes:
             if name := self.resolve_name(node):
-                found.setdefault(name, []).append(find_line(node))
-        return found
+                lines.setdefault(name, []).append(find_line(node))
+        return lines
 
     def find_calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of these names in source order, resolving import aliases."""

@@ -22,7 +22,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
     The size of the user's own text is its number of bytes, an upper bound of its tokens: every finding is
     correct, but some are missed.
     """
-    tokens = _num_tokens(case)
+    tokens = _count_tokens(case)
     if tokens is None:
         return
     recipe = case.plan.recipe
@@ -59,7 +59,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
         )
 
 
-def _num_tokens(case: Case) -> int | None:
+def _count_tokens(case: Case) -> int | None:
     """Return the number of tokens of the task's text or an upper bound; None without a task or file."""
     task = case.task
     if not hasattr(task, "text") or not hasattr(task, "num_steps"):

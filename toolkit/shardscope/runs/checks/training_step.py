@@ -33,8 +33,8 @@ SMALLEST = 2.0**-24
 
 def check_loss_scaling(script: Script) -> Iterator[Finding]:
     """Find a backward pass in fp16 without loss scaling, whose small gradients underflow to zero."""
-    line = min(_half_lines(script), default=None)
-    if line is not None and "backward" in script.uses and not _scales(script):
+    line = min(_find_fp16_lines(script), default=None)
+    if line is not None and "backward" in script.uses and not _scales_loss(script):
         why = (
             f"gradients in fp16 without a loss scale become zero below {SMALLEST:.1g} (Micikevicius et al. "
             "2018, section 3.2)."
@@ -43,11 +43,11 @@ def check_loss_scaling(script: Script) -> Iterator[Finding]:
         yield flag_line(line, "fp16-without-loss-scaling", "danger", why, change, SMALLEST)
 
 
-def _half_lines(script: Script) -> Iterator[int]:
+def _find_fp16_lines(script: Script) -> Iterator[int]:
     """Yield the lines that convert something to fp16 that is trained."""
     backward = [(script.find_scope(call), call.lineno) for call in script.find_calls("backward")]
     for node in script.nodes:
-        if not _is_fp16(script, node) or any(_is_apart(script, one) for one in script.walk_up(node)):
+        if not _is_fp16(script, node) or any(_is_exempt(script, one) for one in script.walk_up(node)):
             continue
         # Skip conversions after the last backward: the model is only saved or evaluated in fp16.
         last = max(
@@ -66,7 +66,7 @@ def _is_fp16(script: Script, node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half")
 
 
-def _is_apart(script: Script, node: ast.AST) -> bool:
+def _is_exempt(script: Script, node: ast.AST) -> bool:
     """Return whether fp16 in ``node`` is no training precision.
 
     It may be compared, an alternative to bf16, the type of a saved file, or bitsandbytes' compute type.
@@ -78,24 +78,24 @@ def _is_apart(script: Script, node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) or getattr(node, "arg", None) == "bnb_4bit_compute_dtype"
 
 
-def _scales(script: Script) -> bool:
+def _scales_loss(script: Script) -> bool:
     """Return whether something scales the loss, or may do so."""
-    given = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
-    if any(SCALERS.fullmatch(name) for name in (set(script.uses) | given) - script.defined):
+    names = {node.arg for node in script.nodes if isinstance(node, ast.arg | ast.keyword) and node.arg}
+    if any(SCALERS.fullmatch(name) for name in (set(script.uses) | names) - script.defined):
         return True
-    made = script.find_calls("Accelerator")
+    accelerators = script.find_calls("Accelerator")
     # An Accelerator created in another file has an unknown precision.
-    is_hidden = not made and "Accelerator" in script.uses
-    return is_hidden or "mixed_precision" in script.uses or any(map(_may_scale, made))
+    is_hidden = not accelerators and "Accelerator" in script.uses
+    return is_hidden or "mixed_precision" in script.uses or any(map(_may_scale, accelerators))
 
 
 def _may_scale(accelerator: ast.Call) -> bool:
     """Return whether an Accelerator scales the loss: for ``fp16``, or for a precision not in the text."""
-    given, place = read_keywords(accelerator), MIXED_PRECISION_POSITION
-    if len(given) < len(accelerator.keywords) or any(name in given for name in SCALING_PLUGINS):
+    arguments, position = read_keywords(accelerator), MIXED_PRECISION_POSITION
+    if len(arguments) < len(accelerator.keywords) or any(name in arguments for name in SCALING_PLUGINS):
         return True
-    by_position = accelerator.args[place] if len(accelerator.args) > place else None
-    precision = given.get("mixed_precision", by_position)
+    by_position = accelerator.args[position] if len(accelerator.args) > position else None
+    precision = arguments.get("mixed_precision", by_position)
     return precision is not None and not is_constant(precision, None, "no", "bf16", "fp8")
 
 

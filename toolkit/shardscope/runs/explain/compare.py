@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.records.damage import short_words
@@ -61,7 +61,7 @@ class Runs(list["Run"]):
         """
         import pandas as pd
 
-        return pd.DataFrame(_rows(self, self.damaged), columns=list(COLUMNS))
+        return pd.DataFrame(_make_rows(self, self.damaged), columns=list(COLUMNS))
 
     def curves(self, metric: str = "loss") -> pd.DataFrame:
         """Return ``metric`` by step, averaged over ranks, with one column per run that logged it.
@@ -70,46 +70,46 @@ class Runs(list["Run"]):
         """
         import pandas as pd
 
-        found = {run.name: curve(iterate_records(run), metric) for run in self}
-        if not any(found.values()):
+        values = {run.name: curve(iterate_records(run), metric) for run in self}
+        if not any(values.values()):
             logged = sorted(
                 {name for run in self for line in iterate_records(run) for name in line} - {*FIRST}
             )
             refuse(
                 "curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", Value("loss")
             )
-        frame = pd.DataFrame({name: pd.Series(steps, dtype=float) for name, steps in found.items() if steps})
+        frame = pd.DataFrame({name: pd.Series(steps, dtype=float) for name, steps in values.items() if steps})
         frame.index.name = "step"
         return frame.sort_index()
 
     def compare(self, first: str | Run, second: str | Run) -> Comparison:
         """Compare two of these runs, given by name or as ``Run``. Raises ``ValueError`` for unknown ones."""
-        return Comparison(runs=Runs([self._named(first), self._named(second)]))
+        return Comparison(runs=Runs([self._find(first), self._find(second)]))
 
-    def _named(self, name: str | Run) -> Run:
+    def _find(self, name: str | Run) -> Run:
         names = [run.name for run in self]
         if isinstance(name, str):
-            for one in self.damaged:
-                if one.name == name:
-                    raise ValueError(f"compare run is {name!r}, whose folder is damaged: {one.damage}")
+            for summary in self.damaged:
+                if summary.name == name:
+                    raise ValueError(f"compare run is {name!r}, whose folder is damaged: {summary.damage}")
             return self[names.index(check_choice("compare run", name, names))]
         # Compare folders, not objects: there may be several handles on the same run.
         wanted = getattr(name, "folder", None)
-        found = next((run for run in self if wanted and _is_same(run.folder, wanted)), None)
-        if found is None:
+        match = next((run for run in self if wanted and _is_same(run.folder, wanted)), None)
+        if match is None:
             refuse("compare run", name, f"one of these: {', '.join(names)}", "its name")
-        return found
+        return match
 
     def _repr_html_(self) -> str:
         if not self and not self.damaged:
             return "<p>No runs here.</p>"
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
         # Unnamed runs are named after their start time: without the start column there is room for errors.
-        is_said = all(_NAMED_BY_START.match(run.name) for run in shown)
-        columns = [name for name in COLUMNS if name != "started" or not is_said]
+        has_start_names = all(_NAMED_BY_START.match(run.name) for run in shown)
+        columns = [name for name in COLUMNS if name != "started" or not has_start_names]
         left = len(self) + len(self.damaged) - len(shown) - len(damaged)
         more = f"<p>{left:,} older ones are not shown: ss.runs().to_frame() has all.</p>" if left else ""
-        return _html(_rows(shown, damaged), columns) + more
+        return _render_table(_make_rows(shown, damaged), columns) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,42 +168,44 @@ class Comparison:
         The metric is tokens per second, which is comparable for any batch size, or the step seconds if no run
         logged tokens.
         """
-        found = [curves(iterate_records(run), TOKENS, "step_seconds") for run in self.runs]
-        if any(each[TOKENS] for each in found):
-            name, label, predict = TOKENS, "tokens/s of all ranks", _predicted_pace
+        records = [curves(iterate_records(run), TOKENS, "step_seconds") for run in self.runs]
+        if any(run_curves[TOKENS] for run_curves in records):
+            name, label, predict = TOKENS, "tokens/s of all ranks", _predict_tokens_per_second
         else:
-            name, label, predict = "step_seconds", "step seconds", _predicted_seconds
+            name, label, predict = "step_seconds", "step seconds", _predict_seconds
         return label, [
-            Curve(run=run.name, points=each[name], predicted=predict(run))
-            for run, each in zip(self.runs, found, strict=True)
+            Curve(run=run.name, points=run_curves[name], predicted=predict(run))
+            for run, run_curves in zip(self.runs, records, strict=True)
         ]
 
     def _repr_html_(self) -> str:
-        table = _html_in_columns(_rows(self.runs, self.runs.damaged))
-        words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
-        return f"<div style='max-width:560px;overflow-x:auto;overflow-wrap:break-word'>{table}{words}</div>"
+        table = _render_columns(_make_rows(self.runs, self.runs.damaged))
+        plans = f"<p>{escape(self._describe_plan_differences())}</p>"
+        tasks = f"<p>{escape(self._describe_task_differences())}</p>"
+        style = "max-width:560px;overflow-x:auto;overflow-wrap:break-word"
+        return f"<div style='{style}'>{table}{plans}{tasks}</div>"
 
-    def _plan_words(self) -> str:
+    def _describe_plan_differences(self) -> str:
         try:
-            words = "; ".join(self.plan_differences) or "none"
+            differences = "; ".join(self.plan_differences) or "none"
         except ValueError as error:
-            words = f"not known: {error}"
-        return f"Plan settings that differ: {words}."
+            differences = f"not known: {error}"
+        return f"Plan settings that differ: {differences}."
 
-    def _task_words(self) -> str:
-        silent = " and ".join(run.name for run in self.runs if not has_task_fields(run))
-        limit = f" (of {silent} only the task's name and steps are known)" if silent else ""
-        words = "; ".join(self.task_differences) or "none"
-        return f"Task settings that differ: {words}{limit}."
-
-
-def _predicted_seconds(run: Run) -> float | None:
-    found = run.expected()
-    return found.step_seconds if found else None
+    def _describe_task_differences(self) -> str:
+        unknown = " and ".join(run.name for run in self.runs if not has_task_fields(run))
+        limit = f" (of {unknown} only the task's name and steps are known)" if unknown else ""
+        differences = "; ".join(self.task_differences) or "none"
+        return f"Task settings that differ: {differences}{limit}."
 
 
-def _predicted_pace(run: Run) -> float | None:
-    seconds = _predicted_seconds(run)
+def _predict_seconds(run: Run) -> float | None:
+    metrics = run.expected()
+    return metrics.step_seconds if metrics else None
+
+
+def _predict_tokens_per_second(run: Run) -> float | None:
+    seconds = _predict_seconds(run)
     return run.plan.recipe.global_batch_size * run.plan.recipe.seq_len / seconds if seconds else None
 
 
@@ -222,27 +224,27 @@ COLUMNS = (
 )
 
 
-def _rows(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> list[dict[str, Any]]:
+def _make_rows(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> list[dict[str, object]]:
     from shardscope.runs.summaries import summarize
 
-    rows = [_row(summarize(run.folder, run)) for run in runs]
-    return rows + [_damaged_row(one.name, one.damage) for one in damaged]
+    rows = [_make_row(summarize(run.folder, run)) for run in runs]
+    return rows + [_make_damaged_row(one.name, one.damage) for one in damaged]
 
 
-def _row(summary: RunSummary) -> dict[str, Any]:
+def _make_row(summary: RunSummary) -> dict[str, object]:
     run = summary.run
     if run is None:
-        return _damaged_row(summary.name, summary.damage)
+        return _make_damaged_row(summary.name, summary.damage)
     try:
         totals = compute_totals(run)
     except (ValueError, OSError) as error:
-        return _damaged_row(run.name, short_words(RunFolder(run.folder), error))
+        return _make_damaged_row(run.name, short_words(RunFolder(run.folder), error))
     times = [record["time"] for record in run.history if is_number(record["time"])]
     until = times[-1] if times and summary.status in FINAL else time.time()
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "run": run.name,
         "status": summary.status,
-        "started": _moment(times[0]) if times else None,
+        "started": _to_datetime(times[0]) if times else None,
         "seconds": until - times[0] if times else None,
         "plan": totals.plan,
         "ranks": run.world_size,
@@ -251,33 +253,35 @@ def _row(summary: RunSummary) -> dict[str, Any]:
         "step_seconds": totals.step_seconds,
         "predicted_step_seconds": run.predicted_step_seconds,
         "memory_error": totals.memory_error,
-        "tensors_gib": _gib(totals.tensor_bytes),
-        "predicted_tensors_gib": _gib(totals.predicted_tensor_bytes),
+        "tensors_gib": _to_gib(totals.tensor_bytes),
+        "predicted_tensors_gib": _to_gib(totals.predicted_tensor_bytes),
     }
     if totals.step_seconds and run.predicted_step_seconds:
         row["step_error"] = run.predicted_step_seconds / totals.step_seconds - 1
     return row
 
 
-def _damaged_row(name: str, damage: str) -> dict[str, Any]:
+def _make_damaged_row(name: str, damage: str) -> dict[str, object]:
     return {"run": name, "status": "damaged", "plan": damage}
 
 
-def _moment(seconds: float) -> datetime | None:
+def _to_datetime(seconds: float) -> datetime | None:
     try:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError):  # A year outside the range of datetime.
         return None
 
 
-def _gib(num_bytes: int | None) -> float | None:
+def _to_gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 2**30
 
 
-def _html(lines: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
+def _render_table(lines: Iterable[dict[str, object]], columns: Sequence[str]) -> str:
     """Render rows as an HTML table. pandas would need jinja2 to format columns with missing values."""
-    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in columns)
-    rows = "".join(f"<tr>{''.join(_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines)
+    head = "".join(f"<th{_STYLES.get(name, '')}>{_format_heading(name)}</th>" for name in columns)
+    rows = "".join(
+        f"<tr>{''.join(_render_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines
+    )
     # Notebooks use a fixed table layout, whose equal column widths would break names into four lines.
     return (
         "<div style='overflow-x:auto'><table style='table-layout:auto'>"
@@ -293,26 +297,28 @@ _STYLES = {
 """Cell styles by column: names and dates stay on one line."""
 
 
-def _cell(name: str, value: Any) -> str:
-    return f"<td{_STYLES.get(name, '')}>{_shown(name, value)}</td>"
+def _render_cell(name: str, value: object) -> str:
+    return f"<td{_STYLES.get(name, '')}>{_format_value(name, value)}</td>"
 
 
-def _html_in_columns(lines: Sequence[dict[str, Any]]) -> str:
+def _render_columns(lines: Sequence[dict[str, object]]) -> str:
     """Render rows as a table with one column per run, which leaves room for the curves."""
-    rows = {name: "".join(f"<td>{_shown(name, line.get(name))}</td>" for line in lines) for name in COLUMNS}
+    rows = {
+        name: "".join(f"<td>{_format_value(name, line.get(name))}</td>" for line in lines) for name in COLUMNS
+    }
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(
-        f"<tr><th scope='row' style='text-align:left'>{_heading(name)}</th>{cells}</tr>"
+        f"<tr><th scope='row' style='text-align:left'>{_format_heading(name)}</th>{cells}</tr>"
         for name, cells in rows.items()
     )
     return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _heading(name: str) -> str:
+def _format_heading(name: str) -> str:
     return escape(name.replace("_gib", "_GiB").replace("_", " "))
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_value(name: str, value: object) -> str:
     if value is None or value != value:
         return "–"
     if isinstance(value, datetime):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from typing import Any
+from typing import TypedDict
 
 from shardscope.runs.explain.failure import looks_like_peer_lost
 
@@ -12,7 +12,22 @@ MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300
 
 
-def make_exception_record(error: BaseException) -> dict[str, Any]:
+class ExceptionRecord(TypedDict):
+    """The error record of one process, written to its run folder."""
+
+    time: float
+    """Epoch seconds."""
+    monotonic: float
+    """Seconds of this machine's monotonic clock, by which failures are ordered."""
+    type: str
+    summary: str
+    """One line, as in "raised ValueError: ..."."""
+    traceback: str
+    peer_lost: bool
+    """Whether the exception only reports that another rank is gone."""
+
+
+def make_exception_record(error: BaseException) -> ExceptionRecord:
     """Return time, type, one-line summary and bounded traceback of ``error``. Never raises.
 
     The time is recorded twice: in epoch seconds for display, and by the monotonic clock for ordering.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.runs.explain.measured import sum_tensor_bytes
 
@@ -38,7 +38,7 @@ class ExpectedMetrics:
         return known.get(metric)
 
 
-def predict_metrics(plan: Plan, description: Mapping[str, Any], engine: object) -> ExpectedMetrics | None:
+def predict_metrics(plan: Plan, description: Mapping[str, object], engine: object) -> ExpectedMetrics | None:
     """Return the predictions of ``plan`` for a run; None if the run may train another model.
 
     ``description`` is the content of ``run.json``, ``engine`` the record of rank 0's engine. The user's own
@@ -52,23 +52,23 @@ def predict_metrics(plan: Plan, description: Mapping[str, Any], engine: object) 
         return None
     if plan.cluster.gpu.name == "cpu":
         parts = report.at("optimizer")
-        held = parts["parameters"] + parts["gradients"] + parts["optimizer"]
-        what = "parameters, gradients and optimizer"
+        tensor_bytes = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+        content = "parameters, gradients and optimizer"
     else:
-        held = sum_tensor_bytes(report.components)
-        what = "tensors at the peak"
-    seconds, source = _predicted_step(description)
+        tensor_bytes = sum_tensor_bytes(report.components)
+        content = "tensors at the peak"
+    seconds, source = _read_predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len
     return ExpectedMetrics(
-        peak_memory_bytes=int(held),
-        memory_of=what,
+        peak_memory_bytes=int(tensor_bytes),
+        memory_of=content,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
         step_from=source,
     )
 
 
-def _predicted_step(description: Mapping[str, Any]) -> tuple[float | None, str]:
+def _read_predicted_step(description: Mapping[str, object]) -> tuple[float | None, str]:
     predicted = description.get("predicted")
     if not isinstance(predicted, Mapping):
         return None, ""

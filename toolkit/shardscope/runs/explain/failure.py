@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from shardscope.records.files import read_json, read_lines, read_tail_text
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_values import is_number
+from shardscope.records.json_values import is_int, is_number
 
 PEER_LOST_TEXTS = (
     "connection closed by peer",
@@ -72,14 +73,14 @@ def find_first_failure(folder: RunFolder, world_size: int) -> Failure | None:
 def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     """Return all failures by time, those that look like a consequence of another last."""
     # A rank's own exception says more than its exit code, which is the fallback.
-    failures = [_raised(folder, rank) for rank in range(world_size)]
+    failures = [_read_exception(folder, rank) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
-    for record in _exits(folder):
-        if record["rank"] not in raised:
-            failures.append(_died(folder, record))
-    failures.append(_launcher_failed(folder))
-    found = [failure for failure in failures if failure is not None]
-    return sorted(found, key=lambda failure: (failure.is_consequence, failure.time))
+    for record in _read_exits(folder):
+        if record.rank not in raised:
+            failures.append(_read_death(folder, record))
+    failures.append(_read_launcher_failure(folder))
+    known = [failure for failure in failures if failure is not None]
+    return sorted(known, key=lambda failure: (failure.is_consequence, failure.time))
 
 
 def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
@@ -112,7 +113,7 @@ def describe_late_exit(code: int | None) -> str:
 
 def has_rank_died(folder: RunFolder) -> bool:
     """Return whether any rank process ended without returning from its task."""
-    return any(_died(folder, record) is not None for record in _exits(folder))
+    return any(_read_death(folder, record) is not None for record in _read_exits(folder))
 
 
 def looks_like_peer_lost(name: str, text: str) -> bool:
@@ -132,8 +133,8 @@ def find_last_raised(log: str, code: int | None) -> str:
     Only the last one counts: errors before it were handled.
     """
     if code == -signal.SIGABRT:  # std::terminate prints the exception's type and message in two lines.
-        _, said, words = log.rpartition("terminate called after throwing an instance of ")
-        return " ".join(line.strip() for line in words.splitlines()[:2]) if said else ""
+        _, marker, message = log.rpartition("terminate called after throwing an instance of ")
+        return " ".join(line.strip() for line in message.splitlines()[:2]) if marker else ""
     if code is not None and code < 0:
         return ""
     _, *after = TRACEBACK_FRAME.split(RANK_PREFIX.sub("", log))
@@ -141,18 +142,18 @@ def find_last_raised(log: str, code: int | None) -> str:
     return next((line for line in lines if line and not line.startswith(" ")), "")
 
 
-def _when(record: dict[str, Any]) -> float:
+def _read_time(record: Mapping[str, object]) -> float:
     known = (record.get(name) for name in ("monotonic", "time"))
     return next((float(value) for value in known if is_number(value)), 0.0)
 
 
-def _raised(folder: RunFolder, rank: int) -> Failure | None:
+def _read_exception(folder: RunFolder, rank: int) -> Failure | None:
     record = read_json(folder.error(rank))
     if record is None:
         return None
     return Failure(
         rank=rank,
-        time=_when(record),
+        time=_read_time(record),
         reason=f"rank {rank} {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),
@@ -160,20 +161,29 @@ def _raised(folder: RunFolder, rank: int) -> Failure | None:
     )
 
 
-def _exits(folder: RunFolder) -> list[dict[str, Any]]:
+class _RankExit(NamedTuple):
+    """How a rank process ended, as its parent recorded it."""
+
+    rank: int
+    code: int | None
+    time: float
+    """Seconds of the monotonic clock."""
+
+
+def _read_exits(folder: RunFolder) -> list[_RankExit]:
     """Return one record per ended rank: the time of its first record and the first known exit code."""
-    exits: dict[int, dict[str, Any]] = {}
+    exits: dict[int, _RankExit] = {}
     for record in read_lines(folder.exits):
         rank, code = record.get("rank"), record.get("code")
-        if isinstance(rank, int) and (code is None or isinstance(code, int)):
-            known = exits.setdefault(rank, record)
-            if known.get("code") is None:
-                known["code"] = code
+        if is_int(rank) and (code is None or is_int(code)):
+            first = exits.setdefault(rank, _RankExit(rank, code, _read_time(record)))
+            if first.code is None:
+                exits[rank] = first._replace(code=code)
     return list(exits.values())
 
 
-def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
-    rank, code = record["rank"], record["code"]
+def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
+    rank, code = record.rank, record.code
     marker = read_json(folder.rank(rank)) or {}
     if code in (0, None) and marker.get("exit") == "finished":
         return None
@@ -185,7 +195,7 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     log = read_tail_text(folder.log(rank), 4096)
     return Failure(
         rank=rank,
-        time=_when(record),
+        time=record.time,
         reason=reason,
         text=f"{reason}.\nThe end of its log:\n{log}",
         raised=find_last_raised(log, code),
@@ -195,13 +205,13 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     )
 
 
-def _launcher_failed(folder: RunFolder) -> Failure | None:
+def _read_launcher_failure(folder: RunFolder) -> Failure | None:
     record = read_json(folder.launcher_error)
     if record is None:
         return None
     return Failure(
         rank=None,
-        time=_when(record),
+        time=_read_time(record),
         reason=f"the launcher {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
 
@@ -27,7 +27,7 @@ class FailureReport(NamedTuple):
 
 def explain_failures(
     failures: Sequence[Failure],
-    description: Mapping[str, Any],
+    description: Mapping[str, object],
     host: HostMemoryMonitor | None = None,
 ) -> FailureReport:
     """Return the explanation of a failed run.
@@ -36,29 +36,29 @@ def explain_failures(
     memory samples of ranks that were killed.
     """
     first = failures[0]
-    reason, below = first.reason, []
+    reason, paragraphs = first.reason, []
     was_killed = KILLED in first.reason
     shortage = Shortage(place="host memory") if was_killed else parse_shortage(first.raised)
     if shortage is not None:
-        told, prevented = _memory_words(
-            shortage, _plan(description), trains_the_plan=description.get("trains_the_plan") is True
+        numbers, fix = _describe_memory(
+            shortage, _read_plan(description), trains_the_plan=description.get("trains_the_plan") is True
         )
         if was_killed:
             # A SIGKILL has no sender: report host memory only if the samples or OOM counters point to it.
             is_memory = host is not None and first.rank is not None and host.ran_out(first.rank)
-            words = "" if host is None else host.words(first.rank)
-            told = "; ".join(filter(None, (words, told if is_memory else "")))
-            prevented = prevented if is_memory else ""
+            kill = "" if host is None else host.words(first.rank)
+            numbers = "; ".join(filter(None, (kill, numbers if is_memory else "")))
+            fix = fix if is_memory else ""
         who = "the launcher" if first.rank is None else f"rank {first.rank}"
         reason = first.reason if was_killed else f"{who} ran out of {shortage.place}"
-        reason = f"{reason}: {told}" if told else reason
-        below += [f"{reason}.", prevented]
-    below += _others(failures[1:])
-    return FailureReport(reason, "\n\n".join(filter(None, (first.text.rstrip(), *below))))
+        reason = f"{reason}: {numbers}" if numbers else reason
+        paragraphs += [f"{reason}.", fix]
+    paragraphs += _list_other_failures(failures[1:])
+    return FailureReport(reason, "\n\n".join(filter(None, (first.text.rstrip(), *paragraphs))))
 
 
-def _others(failures: Sequence[Failure]) -> list[str]:
-    told = []
+def _list_other_failures(failures: Sequence[Failure]) -> list[str]:
+    paragraphs = []
     for title, is_consequence in (
         ("Failed as well, later:", False),
         ("These ranks only lost their peer, or were ended for it:", True),
@@ -71,11 +71,11 @@ def _others(failures: Sequence[Failure]) -> list[str]:
         ]
         if lines:
             more = [f"and {len(lines) - MAX_NAMED_FAILURES} more"] * (len(lines) > MAX_NAMED_FAILURES)
-            told.append("\n  ".join([title, *lines[:MAX_NAMED_FAILURES], *more]))
-    return told
+            paragraphs.append("\n  ".join([title, *lines[:MAX_NAMED_FAILURES], *more]))
+    return paragraphs
 
 
-def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: bool) -> tuple[str, str]:
+def _describe_memory(shortage: Shortage, plan: Plan | None, *, trains_the_plan: bool) -> tuple[str, str]:
     """Return the memory numbers and the suggested fix.
 
     If the plan's memory cannot be predicted, there is no prediction among the numbers and no fix.
@@ -83,13 +83,13 @@ def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: boo
     from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
 
     try:
-        told = format_memory_numbers(shortage, plan if trains_the_plan else None)
-        return told, suggest_prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
+        numbers = format_memory_numbers(shortage, plan if trains_the_plan else None)
+        return numbers, suggest_prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
     except (ValueError, ArithmeticError):
         return format_memory_numbers(shortage, None), ""
 
 
-def _plan(description: Mapping[str, Any]) -> Plan | None:
+def _read_plan(description: Mapping[str, object]) -> Plan | None:
     import json
 
     from shardscope.core.plan import Plan

@@ -7,10 +7,10 @@ measured separately is absent, and bytes without an attribution are ``other``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.errors import FieldError, Value, check_choice, refuse
 from shardscope.core.number_format import gib
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardscope.core.plan import Plan
+    from shardscope.runs.watch.logged_memory import LoggedPeak
     from shardscope.trace.memory_snapshot import MemorySnapshot
 
 OTHER = "other"
@@ -36,7 +37,7 @@ OTHER = "other"
 NOT_TENSORS = ("communication", "runtime", "fragmentation")
 """Components that are not torch tensors: predicted only as a band, and so excluded from the error."""
 
-_PLACES: dict[Phase, float] = {
+_PHASE_STARTS: dict[Phase, float] = {
     "initialisation": 0.0,
     "rest": 0.0,
     "forward": 0.33,
@@ -44,7 +45,7 @@ _PLACES: dict[Phase, float] = {
     "optimizer": 0.98,
 }
 
-_WORDS = {
+_DESCRIPTIONS = {
     "parameters": "storages of the module's parameters",
     "gradients": "storages of the parameters' gradients",
     "optimizer": "storages of the optimizer's state",
@@ -70,8 +71,8 @@ class MeasuredMemory(MemoryReport):
     """Measured memory of a run. Iterating over it yields each rank's latest logged numbers."""
 
     tier: Literal["predicted", "rehearsed", "measured"] = "measured"
-    ranks: Sequence[Mapping[str, Any]] = field(default=())
-    """One dict per rank that logged memory: rank, step, time, memory_bytes and peak_memory_bytes."""
+    ranks: Sequence[LoggedPeak] = field(default=())
+    """One record per rank that logged memory."""
     predicted: MemoryReport | None = None
     """Prediction for the run's plan; None if the plan cannot be read."""
     missing: str = ""
@@ -79,13 +80,13 @@ class MeasuredMemory(MemoryReport):
     snapshot_files: Mapping[int, Path] = field(default_factory=dict)
     """Requested memory snapshots by rank, in torch's own format."""
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[LoggedPeak]:
         return iter(self.ranks)
 
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> LoggedPeak:
         return self.ranks[index]
 
     def at(self, phase: Phase) -> Mapping[str, int]:
@@ -107,12 +108,12 @@ class MeasuredMemory(MemoryReport):
         if rank is None:
             rank = min(self.snapshot_files, default=0)
         if rank not in self.snapshot_files:
-            taken = ", ".join(map(str, sorted(self.snapshot_files)))
+            recorded = ", ".join(map(str, sorted(self.snapshot_files)))
             refuse(
                 "rank",
                 rank,
-                f"ranks that took a memory snapshot: {taken or 'none did'}",
-                taken.split(",")[0] or "Pretrain(memory_snapshot=True), on a GPU",
+                f"ranks that took a memory snapshot: {recorded or 'none did'}",
+                recorded.split(",")[0] or "Pretrain(memory_snapshot=True), on a GPU",
             )
         return load_memory_snapshot(self.snapshot_files[rank])
 
@@ -133,14 +134,14 @@ class MeasuredMemory(MemoryReport):
         """The measured peak and the error of the prediction, as one sentence."""
         if not self.tensor_bytes:
             return "No rank has recorded its memory yet."
-        peak = f"Measured {_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
+        peak = f"Measured {_format_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
         if self.predicted is None or self.error is None:
             return f"{peak}; the plan of this run cannot be read, so there is no prediction beside it."
-        beside = f"{peak}; predicted {_amount(sum_predicted_tensors(self.predicted))}"
+        comparison = f"{peak}; predicted {_format_amount(sum_predicted_tensors(self.predicted))}"
         if abs(self.error) < 0.0005:
-            return f"{beside}, the same to 0.1 %."
+            return f"{comparison}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
-        return f"{beside}, {abs(self.error):.1%} {side} it.".replace("%", " %")
+        return f"{comparison}, {abs(self.error):.1%} {side} it.".replace("%", " %")
 
     @property
     def _tensor_phase(self) -> str:
@@ -169,8 +170,8 @@ def sum_predicted_tensors(report: MemoryReport) -> int:
 
 def build_measured_memory(
     plan: Plan | None,
-    records: Mapping[int, Mapping[str, Any]],
-    ranks: Sequence[Mapping[str, Any]],
+    records: Mapping[int, Mapping[str, object]],
+    ranks: Sequence[LoggedPeak],
     snapshot_files: Mapping[int, Path] | None = None,
 ) -> MeasuredMemory:
     """Build the report from the ranks' records (``run.what_it_was()``) and logged peaks."""
@@ -181,12 +182,12 @@ def build_measured_memory(
     logged = {rank["rank"]: rank for rank in ranks}
     for rank in sorted({*records, *logged}):
         stage = min(num_stages - 1, rank // per_stage) if plan else 0
-        moments = _moments(records.get(rank, {}).get("memory"), logged.get(rank))
+        moments = _read_phases(records.get(rank, {}).get("memory"), logged.get(rank))
         if moments:
             layers = plan.stage_layers[stage] if plan else 0
-            shares.setdefault(stage, []).append(_stage(stage, layers, moments))
-    fullest = [max(found, key=lambda share: share.peak_bytes) for _, found in sorted(shares.items())]
-    by_stage = tuple(fullest) or (_stage(0, 0, (MeasuredMoment.of("rest", 0.0, {}),)),)
+            shares.setdefault(stage, []).append(_make_stage(stage, layers, moments))
+    fullest = [max(shares[stage], key=lambda rank: rank.peak_bytes) for stage in sorted(shares)]
+    by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredMoment.of("rest", 0.0, {}),)),)
     worst = max(by_stage, key=lambda stage: stage.peak_bytes)
     return MeasuredMemory(
         find_stages=lambda: by_stage,
@@ -194,17 +195,17 @@ def build_measured_memory(
         usable_bytes=plan.cluster.usable_bytes_per_gpu if plan else 0,
         find_band=lambda: (worst.peak_bytes, worst.peak_bytes),
         ranks=tuple(ranks),
-        predicted=_predicted(plan) if plan else None,
-        missing=_missing(worst),
+        predicted=_predict(plan) if plan else None,
+        missing=_explain_missing(worst),
         snapshot_files=snapshot_files or {},
     )
 
 
-def _stage(number: int, num_layers: int, moments: tuple[PhaseMemory, ...]) -> StageMemory:
+def _make_stage(number: int, num_layers: int, moments: tuple[PhaseMemory, ...]) -> StageMemory:
     return StageMemory(stage=number, num_layers=num_layers, find_moments=lambda: moments)
 
 
-def _predicted(plan: Plan) -> MemoryReport | None:
+def _predict(plan: Plan) -> MemoryReport | None:
     """Return the plan's prediction; None if it has an option without a memory formula."""
     try:
         return plan.memory()
@@ -212,7 +213,7 @@ def _predicted(plan: Plan) -> MemoryReport | None:
         return None
 
 
-def _missing(stage: StageMemory) -> str:
+def _explain_missing(stage: StageMemory) -> str:
     named = {name for moment in stage.moments for name in moment.terms}
     if named <= {OTHER}:
         return "the task did not train through the run's engine, so only a total is known"
@@ -221,30 +222,30 @@ def _missing(stage: StageMemory) -> str:
     return ""
 
 
-def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[PhaseMemory, ...]:
+def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory, ...]:
     """Return the phases of one rank; for a task without an engine only its logged total."""
     if not isinstance(record, Mapping):
-        peak = (logged or {}).get("peak_memory_bytes")
-        if not isinstance(peak, int) or peak <= 0:
+        num_bytes = 0 if logged is None else logged["peak_memory_bytes"]
+        if num_bytes <= 0:
             return ()
-        words = "the highest peak_memory_bytes that this rank logged"
-        return (MeasuredMoment.of("rest", 0.0, {OTHER: Term(peak, lambda: words)}),)  # type: ignore[dict-item]
+        total = Term(num_bytes, lambda: "the highest peak_memory_bytes that this rank logged")
+        return (MeasuredMoment.of("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
     phases = record.get("phases")
     phases = phases if isinstance(phases, Mapping) else {}
     peaks = record.get("allocated_peaks")
     peaks = peaks if isinstance(peaks, Mapping) else {}
-    found = []
-    for phase, place in _PLACES.items():
-        counted, peak = _numbers(phases.get(phase)), peaks.get(phase)
-        if not counted and not isinstance(peak, int):
+    moments = []
+    for phase, start in _PHASE_STARTS.items():
+        sizes, peak = _read_numbers(phases.get(phase)), peaks.get(phase)
+        if not sizes and not isinstance(peak, int):
             continue
-        terms = {name: Term(value, _words(name, record)) for name, value in counted.items()}
-        terms |= _beside(record, sum(counted.values()), peak if isinstance(peak, int) else None)
-        found.append(MeasuredMoment.of(phase, place, terms))  # type: ignore[arg-type]
-    return tuple(found)
+        terms = {name: Term(value, _make_explanation(name, record)) for name, value in sizes.items()}
+        terms |= _read_other_terms(record, sum(sizes.values()), peak if isinstance(peak, int) else None)
+        moments.append(MeasuredMoment.of(phase, start, terms))  # type: ignore[arg-type]
+    return tuple(moments)
 
 
-def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[str, Term]:
+def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | None) -> dict[str, Term]:
     """Return the terms outside the counted tensors, from the allocator's and the driver's numbers."""
     terms: dict[str, Term] = {}
     if peak is not None:
@@ -253,7 +254,7 @@ def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[s
             rest,
             lambda: f"{gib(peak)} GiB allocated (torch.cuda), less {gib(counted)} GiB of counted tensors",
         )
-        highest = max(_numbers(record.get("allocated_peaks")).values(), default=peak)
+        highest = max(_read_numbers(record.get("allocated_peaks")).values(), default=peak)
         if isinstance(reserved := record.get("reserved"), int):
             gaps = max(0, reserved - highest)
             terms["fragmentation"] = Term(
@@ -269,20 +270,22 @@ def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[s
                 ),
             )
     elif isinstance(resident := record.get("rss_before_steps"), int):
-        held = _numbers((record.get("phases") or {}).get("rest")).get("parameters", 0)
+        phases = record.get("phases")
+        at_rest = phases.get("rest") if isinstance(phases, Mapping) else None
+        parameter_bytes = _read_numbers(at_rest).get("parameters", 0)
         terms["runtime"] = Term(
-            max(0, resident - held),
+            max(0, resident - parameter_bytes),
             lambda: "resident memory of this process before its first step, less its parameters",
         )
     return terms
 
 
-def _words(name: str, record: Mapping[str, Any]) -> Any:
-    words = f"{_WORDS.get(name, name)}, counted in step {record.get('step')}"
-    return lambda: words
+def _make_explanation(name: str, record: Mapping[str, object]) -> Callable[[], str]:
+    text = f"{_DESCRIPTIONS.get(name, name)}, counted in step {record.get('step')}"
+    return lambda: text
 
 
-def _numbers(mapping: Any) -> dict[str, int]:
+def _read_numbers(mapping: object) -> dict[str, int]:
     if not isinstance(mapping, Mapping):
         return {}
     known = {*COMPONENTS, *PHASES}
@@ -293,6 +296,6 @@ def _numbers(mapping: Any) -> dict[str, int]:
     }
 
 
-def _amount(num_bytes: float) -> str:
+def _format_amount(num_bytes: float) -> str:
     """Format bytes as GiB, or as MiB for the tiny models of rehearsals."""
     return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{gib(num_bytes)} GiB"

@@ -6,8 +6,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardscope.core.errors import check_integer
+from shardscope.records.damage import MAX_WORLD_SIZE
 from shardscope.records.files import parse_lines, read_tail
 from shardscope.records.folder import RunFolder
 from shardscope.timing.calibration.finished_runs import MeasuredStep, median_step
@@ -24,7 +26,7 @@ MIN_PROFILED_STEPS = 20
 """Minimum number of steps of a profiled run: the few profiled steps are slower than the others."""
 
 
-def predict_step(plan: Plan) -> dict[str, Any] | None:
+def predict_step(plan: Plan) -> dict[str, object] | None:
     """Return the prediction of ``plan.step()`` at launch, for ``run.json``; None if there is none."""
     from shardscope.timing.calibration.curves import rates_for
 
@@ -36,18 +38,23 @@ def predict_step(plan: Plan) -> dict[str, Any] | None:
     return {"step_seconds": seconds, "from": source} if math.isfinite(seconds) and seconds > 0 else None
 
 
-def store_measured_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
+def store_measured_step(folder: RunFolder, description: Mapping[str, object]) -> bool:
     """Store the median step time of the run in ``folder``. Return False if too few steps were logged.
 
     Raises ``OSError`` if it cannot be written and ``ValueError`` for damaged records.
     """
-    found = median_step(read_latest_records(folder, int(description["world_size"])))
-    if found is None:
+    world_size = check_integer("world_size", description.get("world_size"), low=1, high=MAX_WORLD_SIZE)
+    measured = median_step(read_latest_records(folder, world_size))
+    if measured is None:
         return False
-    num_steps, seconds = found
+    num_steps, seconds = measured
     if num_steps < MIN_PROFILED_STEPS and any(folder.traces.glob("*.json.gz")):
         return False
-    plan, predicted = description["plan"], description.get("predicted") or {}
+    plan, predicted = description.get("plan"), description.get("predicted")
+    if not isinstance(plan, dict):
+        raise ValueError("run.json has no plan")
+    if not isinstance(predicted, dict):
+        predicted = {}
     step = MeasuredStep(
         run=str(description["name"]),
         finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,21 +63,20 @@ def store_measured_step(folder: RunFolder, description: Mapping[str, Any]) -> bo
         seconds=seconds,
         predicted_seconds=predicted.get("step_seconds"),
         predicted_from=predicted.get("from"),
-        load=_load(description),
+        load=_measure_load(world_size if description.get("device") == "cpu" else 0),
     )
     store_step(step, str(plan["cluster"]["gpu"]["name"]))
     return True
 
 
-def _load(description: Mapping[str, Any]) -> float:
-    """Return the load average per core over the last minute, CPU ranks of this run excluded."""
+def _measure_load(num_cpu_ranks: int) -> float:
+    """Return the load average per core over the last minute, this run's CPU ranks excluded."""
     if not hasattr(os, "getloadavg"):
         return 0.0
-    own = int(description["world_size"]) if description.get("device") == "cpu" else 0
-    return round(max(0.0, os.getloadavg()[0] - own) / (os.cpu_count() or 1), 2)
+    return round(max(0.0, os.getloadavg()[0] - num_cpu_ranks) / (os.cpu_count() or 1), 2)
 
 
-def read_latest_records(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
+def read_latest_records(folder: RunFolder, world_size: int) -> Iterator[dict[str, object]]:
     """Yield the latest records of the first ``MAX_RANKS`` ranks, rank by rank: enough for a median."""
     for rank in range(min(MAX_RANKS, world_size)):
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.

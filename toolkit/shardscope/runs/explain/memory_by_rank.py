@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.report import MemoryReport, PhaseMemory
 from shardscope.runs.explain.measured import NOT_TENSORS, build_measured_memory, sum_tensor_bytes
+
+if TYPE_CHECKING:
+    from shardscope.runs.watch.logged_memory import LoggedPeak
 
 
 class RankMemory(NamedTuple):
@@ -26,29 +29,29 @@ class RankMemory(NamedTuple):
 def predict_rank_memory(report: MemoryReport) -> RankMemory:
     """Return the predicted tensor bytes in the peak phase of a step, initialization excluded."""
     moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
-    return _tensors_at(max(moments, key=lambda each: sum_tensor_bytes(each.components)))
+    return _sum_phase(max(moments, key=lambda moment: sum_tensor_bytes(moment.components)))
 
 
 def read_rank_memory(
-    records: Mapping[int, Mapping[str, Any]], logged: Sequence[Mapping[str, Any]] = ()
+    records: Mapping[int, Mapping[str, object]], logged: Sequence[LoggedPeak] = ()
 ) -> dict[int, RankMemory]:
     """Return the tensor bytes of each rank, from ``run.what_it_was()`` and the ``logged`` peaks.
 
     Libraries, driver and allocator fragmentation are left out: a prediction has only a band for them.
     """
     peaks = {line["rank"]: line for line in logged}
-    found = {}
+    memory = {}
     for rank in sorted({*records, *peaks}):
-        beside = [peaks[rank]] if rank in peaks else []
-        own = build_measured_memory(None, {rank: records.get(rank, {})}, beside)
-        if not own.tensor_bytes:
+        logged_peaks = [peaks[rank]] if rank in peaks else []
+        measured = build_measured_memory(None, {rank: records.get(rank, {})}, logged_peaks)
+        if not measured.tensor_bytes:
             continue
-        found[rank] = _tensors_at(
-            max(own.worst_stage.moments, key=lambda each: sum_tensor_bytes(each.components))
+        memory[rank] = _sum_phase(
+            max(measured.worst_stage.moments, key=lambda moment: sum_tensor_bytes(moment.components))
         )
-    return found
+    return memory
 
 
-def _tensors_at(moment: PhaseMemory) -> RankMemory:
+def _sum_phase(moment: PhaseMemory) -> RankMemory:
     sizes = moment.components.items()
     return RankMemory({name: size for name, size in sizes if name not in NOT_TENSORS and size}, moment.phase)

@@ -40,7 +40,7 @@ def read_oom_kills(
 ) -> OomKills:
     """Read the current counters."""
     in_group = (folder / name for folder in memory_groups(membership, root) for name in GROUP_FILES)
-    return OomKills(_first(in_group), _first([machine]))
+    return OomKills(_read_first_counter(in_group), _read_first_counter([machine]))
 
 
 def describe_kill_sender(kills: OomKills, *, is_full: bool) -> str:
@@ -67,7 +67,7 @@ def describe_kill_sender(kills: OomKills, *, is_full: bool) -> str:
     return f"{still}: another process sent it (kill, a job scheduler), or another memory group's limit did"
 
 
-def _first(files: Iterable[Path]) -> int | None:
+def _read_first_counter(files: Iterable[Path]) -> int | None:
     for file in files:
         try:
             lines = file.read_text().splitlines()

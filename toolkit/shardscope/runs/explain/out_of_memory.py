@@ -23,9 +23,9 @@ _HOST = re.compile(
     r"|std::bad_alloc|numpy\.\S*ArrayMemoryError",
     re.MULTILINE,
 )
-_ASKED = re.compile(rf"Tried to allocate (?:more than )?{_AMOUNT}")
-_ASKED_OF_HOST = re.compile(r"you tried to allocate (\d+) bytes")
-_ASKED_OF_NUMPY = re.compile(rf"Unable to allocate {_AMOUNT}")
+_REQUESTED = re.compile(rf"Tried to allocate (?:more than )?{_AMOUNT}")
+_REQUESTED_OF_HOST = re.compile(r"you tried to allocate (\d+) bytes")
+_REQUESTED_OF_NUMPY = re.compile(rf"Unable to allocate {_AMOUNT}")
 _WHICH = re.compile(r"GPU (\d+)(?:;| has)")
 _TOTAL = re.compile(rf"{_AMOUNT} total capacity|total capaci?ty of {_AMOUNT}")
 _FREE = re.compile(rf"{_AMOUNT} free|of which {_AMOUNT} is free")
@@ -50,32 +50,32 @@ def parse_shortage(text: str) -> Shortage | None:
     """Return the failed allocation in a traceback or its last line; None if it is another error."""
     # Skip the traceback's source lines: code that handles such errors contains their messages as literals.
     text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
-    found = list(_GPU.finditer(text))
-    if found:
-        message = text[found[-1].start() :][:4096]
+    matches = list(_GPU.finditer(text))
+    if matches:
+        message = text[matches[-1].start() :][:4096]
         which = _WHICH.search(message)
         return Shortage(
             place="GPU memory",
-            asked_bytes=_bytes(_ASKED, message),
-            free_bytes=_bytes(_FREE, message),
-            total_bytes=_bytes(_TOTAL, message),
+            asked_bytes=_find_bytes(_REQUESTED, message),
+            free_bytes=_find_bytes(_FREE, message),
+            total_bytes=_find_bytes(_TOTAL, message),
             gpu=int(which[1]) if which else None,
-            others_bytes=sum(_in_bytes(*amount) for amount in _OTHERS.findall(message)),
+            others_bytes=sum(_to_bytes(*amount) for amount in _OTHERS.findall(message)),
         )
     if _HOST.search(text):
-        asked = _ASKED_OF_HOST.search(text)
-        num_bytes = int(asked[1]) if asked else _bytes(_ASKED_OF_NUMPY, text)
+        requested = _REQUESTED_OF_HOST.search(text)
+        num_bytes = int(requested[1]) if requested else _find_bytes(_REQUESTED_OF_NUMPY, text)
         return Shortage(place="host memory", asked_bytes=num_bytes)
     return None
 
 
-def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
-    found = pattern.search(message)
-    if found is None:
+def _find_bytes(pattern: re.Pattern[str], message: str) -> int | None:
+    match = pattern.search(message)
+    if match is None:
         return None
-    amount, unit = (group for group in found.groups() if group is not None)
-    return _in_bytes(amount, unit)
+    amount, unit = (group for group in match.groups() if group is not None)
+    return _to_bytes(amount, unit)
 
 
-def _in_bytes(amount: str, unit: str) -> int:
+def _to_bytes(amount: str, unit: str) -> int:
     return round(float(amount) * _UNITS[unit])

@@ -26,9 +26,9 @@ def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
     if shortage.free_bytes is not None:
         of = "" if shortage.total_bytes is None else f" of {gib(shortage.total_bytes)}"
         parts.append(f"{gib(shortage.free_bytes)} free{of}")
-    told = ", ".join(parts)
+    numbers = ", ".join(parts)
     if plan is None:
-        return told
+        return numbers
     report = plan.memory()
     if shortage.place == "GPU memory":
         predicted = f"predicted peak {gib(report.peak_bytes)}"
@@ -36,7 +36,7 @@ def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
         predicted = f"predicted {gib(report.peak_bytes)} for each of {plan.world_size} ranks"
     else:
         predicted = f"predicted {gib(report.host_bytes)} of host memory for a rank"
-    return f"{told}; {predicted}" if told else predicted
+    return f"{numbers}; {predicted}" if numbers else predicted
 
 
 def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
@@ -47,46 +47,46 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
             "Smaller batches, or recomputation of activations, need less."
         )
     report = plan.memory()
-    on_the_card = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
+    on_gpu = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
-    short = [place for place in shortages(plan, report) if on_the_card or place.name != "GPU memory"]
+    short = [place for place in shortages(plan, report) if on_gpu or place.name != "GPU memory"]
     if short:
-        told = in_words(plan, repairs(plan)[:MAX_REPAIRS])
-        if not told and (fit := make_it_fit(plan)) is not None:
-            told = [fit.words]
+        fixes = in_words(plan, repairs(plan)[:MAX_REPAIRS])
+        if not fixes and (fit := make_it_fit(plan)) is not None:
+            fixes = [fit.words]
         needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
-        of = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
-        words = f"the plan was predicted not to fit ({needed} of {of}). "
-        return f"{NEXT_TIME}{words}{'; or '.join(told)}." if told else ""
-    if not on_the_card:  # Repairs save GPU memory; for host memory they may be useless or even cost some.
+        capacity = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
+        cause = f"the plan was predicted not to fit ({needed} of {capacity}). "
+        return f"{NEXT_TIME}{cause}{'; or '.join(fixes)}." if fixes else ""
+    if not on_gpu:  # Repairs save GPU memory; for host memory they may be useless or even cost some.
         return ""
     # Second case: other processes held GPU memory that the plan needs.
     if shortage.place == "GPU memory" and shortage.others_bytes:
-        held = gib(shortage.others_bytes)
+        others = gib(shortage.others_bytes)
         if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
             return (
-                f"{NEXT_TIME}other processes held {held} GiB of the GPU, and with the predicted "
+                f"{NEXT_TIME}other processes held {others} GiB of the GPU, and with the predicted "
                 f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
                 "End them (nvidia-smi names them), or choose another GPU by CUDA_VISIBLE_DEVICES."
             )
     # Third case: the plan was predicted to fit and did not, so save at least the missing bytes.
-    told = _repairs_by(plan, _missing_bytes(shortage))
-    return f"{NEXT_TIME}{'; or '.join(told)}." if told else ""
+    fixes = _find_repairs(plan, _find_missing_bytes(shortage))
+    return f"{NEXT_TIME}{'; or '.join(fixes)}." if fixes else ""
 
 
-def _missing_bytes(shortage: Shortage) -> int:
+def _find_missing_bytes(shortage: Shortage) -> int:
     """Return the bytes by which the allocation exceeded the free memory; 1 GiB if that is unknown."""
     if shortage.asked_bytes is None:
         return 2**30
     return max(1, shortage.asked_bytes - (shortage.free_bytes or 0))
 
 
-def _repairs_by(plan: Plan, num_bytes: int) -> list[str]:
+def _find_repairs(plan: Plan, num_bytes: int) -> list[str]:
     """Return repairs that save at least ``num_bytes`` for a plan that was predicted to fit and did not."""
     peak = plan.memory().peak_bytes
     if num_bytes >= peak:
         return []
-    card = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
-    smaller = replace(plan, cluster=replace(plan.cluster, gpu=card))
-    found = [repair for repair in repairs(smaller) if repair.bytes_won >= num_bytes]
-    return in_words(smaller, found[:MAX_REPAIRS])
+    smaller_gpu = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
+    smaller = replace(plan, cluster=replace(plan.cluster, gpu=smaller_gpu))
+    enough = [repair for repair in repairs(smaller) if repair.bytes_won >= num_bytes]
+    return in_words(smaller, enough[:MAX_REPAIRS])

@@ -9,16 +9,19 @@ import contextlib
 import errno
 import io
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
 
 
-class _Patient(io.FileIO):
+class _BestEffortFile(io.FileIO):
     """A file that drops data when there is no space left."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -33,7 +36,7 @@ def redirect_streams(stdout: int = 1, stderr: int = 2) -> None:
     Unencodable characters (surrogates in a path) are escaped: they must not end a training run either.
     """
     for name, descriptor in (("stdout", stdout), ("stderr", stderr)):
-        raw = io.BufferedWriter(_Patient(descriptor, "wb", closefd=False))
+        raw = io.BufferedWriter(_BestEffortFile(descriptor, "wb", closefd=False))
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
 
@@ -57,4 +60,5 @@ def restore_output(log: int) -> None:
     redirect_streams(log, log)
 
 
-_REPLACED: list[Any] = []
+_REPLACED: list[TextIO | None] = []
+"""The replaced stream objects, kept alive."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from typing import Any
 
 from shardscope.records.files import LineTail
 from shardscope.records.folder import RunFolder
@@ -29,7 +28,7 @@ class PollTable:
     """
 
     @staticmethod
-    def make_room(descriptor: int) -> None:
+    def allocate(descriptor: int) -> None:
         """Set the size of a new file before ranks open it. Raises ``OSError``."""
         os.ftruncate(descriptor, NUM_SLOTS * SLOT.size)
 
@@ -39,18 +38,18 @@ class PollTable:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._slots = mmap.mmap(self._descriptor, NUM_SLOTS * SLOT.size)
 
-    def agree(self, poll: int, size: int) -> int:
+    def agree_on_size(self, poll: int, size: int) -> int:
         """Return the ``size`` given by the first rank that reached ``poll`` (counted from 1)."""
         import fcntl  # Imported lazily: this module is also imported on Windows, which has no fcntl.
 
-        place = poll % NUM_SLOTS * SLOT.size
+        offset = poll % NUM_SLOTS * SLOT.size
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            last, decided = SLOT.unpack_from(self._slots, place)
+            last, decided = SLOT.unpack_from(self._slots, offset)
             if last == poll:
                 return int(decided)
             if last < poll:
-                SLOT.pack_into(self._slots, place, poll, size)
+                SLOT.pack_into(self._slots, offset, poll, size)
             return size
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -65,15 +64,15 @@ class CommandFeed:
         self._table = table
         self._num_polls = 0
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[dict[str, object]]:
         """Return the new commands since the last poll. Call it equally often on every rank, once per step."""
         self._num_polls += 1
         return [
             record
-            for record in self._tail.read(self._agreed_size())
+            for record in self._tail.read(self._agree_on_size())
             if isinstance(record.get("command"), str)
         ]
 
-    def _agreed_size(self) -> int:
+    def _agree_on_size(self) -> int:
         size = size_of(self._tail.path)
-        return size if self._table is None else self._table.agree(self._num_polls, size)
+        return size if self._table is None else self._table.agree_on_size(self._num_polls, size)

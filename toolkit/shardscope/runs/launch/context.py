@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, Unpack
 
 from shardscope.records.files import RESERVED, encode, write_json
 from shardscope.records.folder import RunFolder
@@ -20,6 +20,10 @@ from shardscope.runs.stop_request import record_stop_reader
 
 if TYPE_CHECKING:
     import torch
+
+    from shardscope.core.plan import Plan
+    from shardscope.runs.launch.profiling import ProfileOptions
+    from shardscope.training.engine import Engine
 
 MAX_PENDING = 1000
 """Maximum number of unread commands; the oldest ones are dropped."""
@@ -34,7 +38,7 @@ class Context:
         rank: int,
         world_size: int,
         device: torch.device,
-        plan: Any,
+        plan: Plan,
         folder: RunFolder,
         polls: PollTable | None = None,
     ) -> None:
@@ -48,10 +52,10 @@ class Context:
         """The plan that was launched."""
         self._folder = folder
         self._feed = CommandFeed(folder, polls)
-        self._pending: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
-        self._recorded: dict[str, Any] = {}
-        self._stop_asked = False
-        self._has_looked = False
+        self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
+        self._recorded: dict[str, object] = {}
+        self._stop_requested = False
+        self._has_recorded_reader = False
         self._last_step = -1
         self._events: int | None = None
         self._line_is_broken = False
@@ -63,13 +67,14 @@ class Context:
         return self._folder.path
 
     @cached_property
-    def engine(self) -> Any:
+    def engine(self) -> Engine:
         """The training engine of the plan's framework, with ``setup``, ``step``, ``save`` and ``load``."""
         from shardscope.frameworks.engines import get_engine_class
 
-        return get_engine_class(self.plan)(self)
+        engine: Engine = get_engine_class(self.plan)(self)
+        return engine
 
-    def log(self, step: int | None = None, **metrics: Any) -> None:
+    def log(self, step: int | None = None, **metrics: object) -> None:
         """Append metrics of one step; ``step`` defaults to the one after the last logged (from 0).
 
         Values are numbers, one-element tensors, text, bools or None; ``run.metrics()`` returns NaN and
@@ -79,7 +84,7 @@ class Context:
             if name in metrics:
                 raise ValueError(f"ctx.log name is {name!r}; allowed: any but {', '.join(RESERVED)}.")
         number = self._last_step + 1 if step is None else int(step)
-        plain = {name: _one_value(name, value) for name, value in metrics.items()}
+        plain = {name: _convert_value(name, value) for name, value in metrics.items()}
         self._last_step = number
         self._write_event({"step": number, "rank": self.rank, "time": time.time(), **plain})
 
@@ -109,7 +114,9 @@ class Context:
             "peak_memory_bytes": max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit),
         }
 
-    def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0, **options: Any) -> Profile:
+    def profile(
+        self, steps: int | None = None, *, warmup: int = 1, skip: int = 0, **options: Unpack[ProfileOptions]
+    ) -> Profile:
         """Return a context manager that profiles its body into the run's traces.
 
         Without ``steps`` the whole body is recorded. With ``steps``, call ``.step()`` on the object that
@@ -122,22 +129,22 @@ class Context:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested. Read it once per step on *every* rank: all get the same answer."""
-        return self._look_for_stop()
+        return self._poll_for_stop()
 
-    def commands(self) -> list[dict[str, Any]]:
+    def commands(self) -> list[dict[str, object]]:
         """Return the commands other than stop since the last call, such as ``{"command": "profile", ...}``.
 
         Like ``should_stop`` this polls the control file: every rank must make the same calls in the same
         order. At most the latest 1000 commands are kept.
         """
-        self._take_commands()
-        return self._taken()
+        self._poll_commands()
+        return self._pop_pending()
 
-    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+    def look(self) -> tuple[bool, list[dict[str, object]]]:
         """Return ``should_stop`` and ``commands()`` with one poll: each poll takes a lock of all ranks."""
-        return self._look_for_stop(), self._taken()
+        return self._poll_for_stop(), self._pop_pending()
 
-    def record(self, name: str, mapping: Mapping[str, Any]) -> None:
+    def record(self, name: str, mapping: Mapping[str, object]) -> None:
         """Write what an engine built (shards, stage, groups), for ``run.what_it_was()``."""
         self._recorded[name] = dict(mapping)
         write_json(self._folder.what_it_was(self.rank), self._recorded)
@@ -154,58 +161,65 @@ class Context:
             os.close(self._events)
             self._events = None
 
-    def _look_for_stop(self) -> bool:
-        self._take_commands()
-        if not self._has_looked:
-            self._has_looked = True
+    def _poll_for_stop(self) -> bool:
+        self._poll_commands()
+        if not self._has_recorded_reader:
+            self._has_recorded_reader = True
             with contextlib.suppress(OSError):  # A full disk: "Save and stop" is then not offered.
                 record_stop_reader(self._folder, self.rank)
-        return self._stop_asked
+        return self._stop_requested
 
-    def _taken(self) -> list[dict[str, Any]]:
-        taken = list(self._pending)
+    def _pop_pending(self) -> list[dict[str, object]]:
+        commands = list(self._pending)
         self._pending.clear()
-        return taken
+        return commands
 
-    def _take_commands(self) -> None:
+    def _poll_commands(self) -> None:
         for command in self._feed.poll():
             if command["command"] == "stop":
-                self._stop_asked = True
+                self._stop_requested = True
             else:
                 self._pending.append(command)
 
-    def _write_event(self, event: dict[str, Any]) -> None:
+    def _write_event(self, event: dict[str, object]) -> None:
         line = encode(event)
         try:
             if self._events is None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._events = os.open(self._folder.events(self.rank), flags, 0o600)
             # One unbuffered write per line: a rank that is killed loses none of its logged metrics.
-            whole = b"\n" + line if self._line_is_broken else line
-            self._line_is_broken = os.write(self._events, whole) != len(whole)
+            data = b"\n" + line if self._line_is_broken else line
+            self._line_is_broken = os.write(self._events, data) != len(data)
         except OSError as error:
             # A full disk costs a metric, not the training run.
             self._line_is_broken = True
             if not self._num_lost:
-                _say(f"metrics of step {event['step']} were not written: {error}")
+                _print_notice(f"metrics of step {event['step']} were not written: {error}")
             self._num_lost += 1
         else:
             if self._num_lost and not self._line_is_broken:
                 # The log is on the same disk, so the first message may be lost as well.
-                _say(f"{self._num_lost} lines of metrics before step {event['step']} were not written")
+                _print_notice(
+                    f"{self._num_lost} lines of metrics before step {event['step']} were not written"
+                )
                 self._num_lost = 0
 
 
-def _say(words: str) -> None:
+def _print_notice(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(f"shardscope: {words}", file=sys.stderr)
+        print(f"shardscope: {text}", file=sys.stderr)
 
 
-def _one_value(name: str, value: Any) -> str | int | float | bool | None:
+def _convert_value(name: str, value: object) -> str | int | float | bool | None:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     try:
-        return value.item() if hasattr(value, "item") else float(value)
+        if hasattr(value, "item"):
+            number: int | float | bool = value.item()
+            return number
+        if isinstance(value, SupportsFloat | SupportsIndex):
+            return float(value)
+        raise TypeError("neither a number nor a tensor")
     except Exception as error:
         raise ValueError(
             f"ctx.log {name} is a {type(value).__name__}; allowed: one number, text, bool or None. "

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardscope.machine.processes import num_cores
 
@@ -30,10 +28,10 @@ def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def build_launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the launcher's environment for the run described by ``run.json``."""
+def build_launcher_environment(inherited: dict[str, str], world_size: int, device: str) -> dict[str, str]:
+    """Return the launcher's environment for ``world_size`` ranks on ``device`` ("cpu" or "cuda")."""
     environment = {key: value for key, value in inherited.items() if key not in STALE}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // int(run["world_size"]))))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     environment["PYTHONUNBUFFERED"] = "1"
     # is_available() through NVML does not initialize CUDA, which would break the fork.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -45,7 +43,7 @@ def build_launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if environment.get("MPLBACKEND", "").startswith("module://"):
         environment["MPLBACKEND"] = "Agg"  # The kernel's inline backend has no frontend in a rank.
-    if run["device"] == "cpu":
+    if device == "cpu":
         # Without the first, Accelerate's ranks on a CPU host silently become independent single processes;
         # without the second, libraries that detect a GPU themselves would use it in a CPU rehearsal.
         environment["ACCELERATE_USE_CPU"] = "1"

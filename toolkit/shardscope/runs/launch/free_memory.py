@@ -24,39 +24,39 @@ class TooLittleFreeError(FieldError):
     """
 
 
-def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, holding: str = "") -> str:
+def check_free_memory(plan: Plan, gpus: Sequence[GpuNow], *, needs_peak: bool, other_runs: str = "") -> str:
     """Return a warning if a GPU has less memory free than its rank's predicted peak; "" if all have enough.
 
-    ``cards`` are the GPUs in rank order; ``holding`` describes the user's own runs on them. With
+    ``gpus`` are the GPUs in rank order; ``other_runs`` describes the user's own runs on them. With
     ``needs_peak`` (the task trains the plan's model, and the user did not force the launch) raise
     ``TooLittleFreeError`` instead of warning.
     """
-    if not cards:  # The free memory is unknown.
+    if not gpus:  # The free memory is unknown.
         return ""
     try:
         report = plan.memory()
-    except FieldError as refusal:  # An option without a memory formula: only the run can measure it.
-        return f"what this plan takes of memory is not predicted: {refusal}"
+    except FieldError as error:  # An option without a memory formula: only the run can measure it.
+        return f"what this plan takes of memory is not predicted: {error}"
     # The pipeline is the outermost mesh dimension: the ranks of a stage are adjacent.
     by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
-    beside = zip(cards, by_rank, strict=False)
-    card, stage = min(beside, key=lambda pair: pair[0].free_bytes - pair[1].peak_bytes)
-    if card.free_bytes >= stage.peak_bytes:
+    gpus_and_stages = zip(gpus, by_rank, strict=False)
+    gpu, stage = min(gpus_and_stages, key=lambda pair: pair[0].free_bytes - pair[1].peak_bytes)
+    if gpu.free_bytes >= stage.peak_bytes:
         return ""
     whose = "the plan's" if len(report.by_stage) == 1 else f"pipeline stage {stage.stage}'s"
-    free = f"{gib(card.free_bytes)} of {gib(card.total_bytes)} GiB free"
+    free = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB free"
     peak = gib(stage.peak_bytes)
     if needs_peak:
         is_worst = stage.peak_bytes == report.peak_bytes
         least = f" (its least: {gib(report.low_bytes)})" if is_worst else ""
-        room = "; ".join(filter(None, (_make_room(card, plan), holding)))
+        fix = "; ".join(filter(None, (_suggest_fix(gpu, plan), other_runs)))
         raise TooLittleFreeError(
-            f"launch.plan on GPU {card.index}",
+            f"launch.plan on GPU {gpu.index}",
             free,
             f"at least {peak} GiB free, {whose} predicted peak{least}",
-            f"{room}; or force=True, to go on all the same",
+            f"{fix}; or force=True, to go on all the same",
         )
-    return f"GPU {card.index} has {free}, and {whose} predicted peak is {peak} GiB{_users(card)}"
+    return f"GPU {gpu.index} has {free}, and {whose} predicted peak is {peak} GiB{_describe_users(gpu)}"
 
 
 def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
@@ -66,52 +66,52 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
 
     try:
         report = plan.memory()
-    except FieldError as refusal:
-        return f"what this plan takes of memory is not predicted: {refusal}"
-    each = plan.world_size // len(report.by_stage)
-    needed = each * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
+    except FieldError as error:
+        return f"what this plan takes of memory is not predicted: {error}"
+    ranks_per_stage = plan.world_size // len(report.by_stage)
+    needed = ranks_per_stage * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
     free_bytes, total_bytes = read_free_host_memory()
     if free_bytes >= needed:
         return ""
     free = f"{gib(free_bytes)} of {gib(total_bytes)} GiB free"
     ranks = count(plan.world_size, "CPU rank")
     if needs_peak:
-        found = plan.repairs()
-        room = found[0].change if found else "end what else runs here, or fewer ranks"
+        repairs = plan.repairs()
+        fix = repairs[0].change if repairs else "end what else runs here, or fewer ranks"
         raise TooLittleFreeError(
             "launch.plan on this host",
             free,
             f"at least {gib(needed)} GiB free, the predicted peak of {ranks}",
-            f"{room}; or force=True, to go on all the same",
+            f"{fix}; or force=True, to go on all the same",
         )
     return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
 
 
-def describe_runs_on_gpus(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
-    """Describe the live runs among ``others`` that use any of ``cards`` on this machine; "" if none does."""
-    wanted = {card.index for card in cards}
-    told = [
+def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuNow]) -> str:
+    """Describe the live runs among ``runs`` that use any of ``gpus`` on this machine; "" if none does."""
+    wanted = {gpu.index for gpu in gpus}
+    descriptions = [
         f"the run {run.name} is {run.status} on GPU {', '.join(map(str, sorted(shared)))}: run.stop() ends it"
-        for run in others
+        for run in runs
         if run.is_here and (shared := wanted & set(run.gpus)) and run.status not in FINAL
     ]
-    return "; ".join(told)
+    return "; ".join(descriptions)
 
 
-def _make_room(card: GpuNow, plan: Plan) -> str:
+def _suggest_fix(gpu: GpuNow, plan: Plan) -> str:
     """Return a suggested fix: end the other processes on the GPU or, if there are none, change the plan."""
-    if card.processes:
-        return f"end what is on it{_users(card)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
-    found = plan.repairs()
-    return found[0].change if found else "plan.repairs()[0].plan"
+    if gpu.processes:
+        return f"end what is on it{_describe_users(gpu)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+    repairs = plan.repairs()
+    return repairs[0].change if repairs else "plan.repairs()[0].plan"
 
 
-def _users(card: GpuNow) -> str:
-    if not card.processes:
+def _describe_users(gpu: GpuNow) -> str:
+    if not gpu.processes:
         return ""
-    told = [
+    descriptions = [
         f"process {pid}" if num_bytes is None else f"process {pid} with {gib(num_bytes)} GiB"
-        for pid, num_bytes in card.processes[:MAX_NAMED_PROCESSES]
+        for pid, num_bytes in gpu.processes[:MAX_NAMED_PROCESSES]
     ]
-    more = len(card.processes) - len(told)
-    return f" ({', '.join(told)}{f' and {more} more' if more else ''})"
+    more = len(gpu.processes) - len(descriptions)
+    return f" ({', '.join(descriptions)}{f' and {more} more' if more else ''})"

@@ -13,33 +13,35 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.utils.store import barrier
 
 
-class _Serial(type):
+class _SerialMeta(type):
     """Metaclass that creates real ProcessGroupGloo objects: torch looks the class up by name."""
 
-    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> Any:
+    def __call__(
+        cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout
+    ) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = _devices()
+        options._devices = _make_devices()
         options._threads = 1
         group = ProcessGroupGloo(store, rank, size, options)
         barrier(store, size, "shardscope/connected", timeout.total_seconds())
         return group
 
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(ProcessGroupGloo, name)
+    def __getattr__(cls, name: str) -> object:
+        attribute: object = getattr(ProcessGroupGloo, name)
+        return attribute
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
 
 
-class SerialGloo(metaclass=_Serial):
+class SerialGloo(metaclass=_SerialMeta):
     """Replacement for ``ProcessGroupGloo`` in ``torch.distributed`` whose groups have a single thread."""
 
 
@@ -48,9 +50,9 @@ def use_one_thread() -> None:
     distributed_c10d.ProcessGroupGloo = SerialGloo
 
 
-def _devices() -> list[Any]:
+def _make_devices() -> list[ProcessGroupGloo.Device]:
     """Return gloo devices for the interfaces in ``GLOO_SOCKET_IFNAME``, or torch's default device."""
-    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not named:
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not interfaces:
         return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in named]
+    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_flag, refuse
 from shardscope.frameworks.registry import check_trained
@@ -77,37 +77,39 @@ def launch(
     _check_task(task)
     check_flag("launch.outlive_kernel", outlive_kernel)
     check_flag("launch.force", force)
-    parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _checked_name(name)
+    parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _check_name(name)
     _check_extra()
     device = _check_machine(plan)
-    _check_together(plan, task, parent, name)
+    _check_task_and_plan(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
-    cards = gpus_now()[: plan.world_size] if device == "cuda" else []
-    needs_peak = _trains(task) and not force
-    against = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
-    tight = "; ".join(filter(None, (*against, *_against(plan, cards, parent, needs_peak=needs_peak))))
+    gpus = gpus_now()[: plan.world_size] if device == "cuda" else []
+    needs_peak = _trains_the_plan(task) and not force
+    warnings_found = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
+    tight = "; ".join(
+        filter(None, (*warnings_found, *_check_gpu_memory(plan, gpus, parent, needs_peak=needs_peak)))
+    )
     if tight:
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
-    description = _description(plan, task, device, outlive_kernel)
-    description |= {"asked_name": name, "gpus": [card.index for card in cards]}
+    description = _describe_run(plan, task, device, outlive_kernel)
+    description |= {"asked_name": name, "gpus": [card.index for card in gpus]}
     # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
-    begun = _PendingLaunch(parent, name)
+    pending = _PendingLaunch(parent, name)
     try:
-        with _late_interrupt():
-            begun.create()
-            write_task(begun.folder, payload)
+        with _delay_interrupt():
+            pending.create()
+            write_task(pending.folder, payload)
             reason = "; ".join(filter(None, ("the supervisor is coming up", tight)))
-            begun.folder.set_status("starting", reason)
-            begun.publish(description)
-            begun.supervisor = _start_supervisor(begun.folder, outlive_kernel)
-            return Run(begun.folder)
+            pending.folder.set_status("starting", reason)
+            pending.publish(description)
+            pending.supervisor = _start_supervisor(pending.folder, outlive_kernel)
+            return Run(pending.folder)
     except BaseException as error:
         # The launch failed: delete everything, so that the name can be used again.
-        with _late_interrupt():
-            begun.undo()
+        with _delay_interrupt():
+            pending.undo()
         if isinstance(error, OSError) and not isinstance(error, _NoRunError):
-            raise unwritable(begun.wanted, error) from error
+            raise unwritable(pending.wanted, error) from error
         raise
 
 
@@ -132,10 +134,10 @@ class _PendingLaunch:
         try:
             self.folder.create()
         except FileExistsError as error:  # The parent is a file; the random name itself cannot exist.
-            words = f"folder is {self.parent}, which is a file; runs need a folder."
-            raise _NoRunError(errno.ENOTDIR, words) from error
+            message = f"folder is {self.parent}, which is a file; runs need a folder."
+            raise _NoRunError(errno.ENOTDIR, message) from error
 
-    def publish(self, description: dict[str, Any]) -> None:
+    def publish(self, description: dict[str, object]) -> None:
         """Rename the folder to its name, with a number appended if an ended run has that name.
 
         rename(2) fails if the target is a folder that is not empty, so of several simultaneous launches with
@@ -143,23 +145,23 @@ class _PendingLaunch:
         """
         for number in range(1, MAX_RUNS_OF_A_NAME):
             suffix = "" if number == 1 else f"-{number}"
-            named = RunFolder(self.wanted.with_name(f"{self.wanted.name}{suffix}"))
-            if not os.path.lexists(named.path):
-                record = {**description, "name": named.path.name}
+            candidate = RunFolder(self.wanted.with_name(f"{self.wanted.name}{suffix}"))
+            if not os.path.lexists(candidate.path):
+                record = {**description, "name": candidate.path.name}
                 write_json(self.folder.run_json, record, as_is=("sys_path", "pythonpath", "machine"))
                 try:
-                    self.folder.path.rename(named.path)
+                    self.folder.path.rename(candidate.path)
                 except OSError as error:
                     if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                         raise
                 else:
-                    self.folder = named
+                    self.folder = candidate
                     return
-            if self.name is not None and _is_alive(named):
+            if self.name is not None and _is_alive(candidate):
                 raise ValueError(
-                    f"launch.name is {self.name!r}, which a run still has in {named.path}; allowed: "
+                    f"launch.name is {self.name!r}, which a run still has in {candidate.path}; allowed: "
                     f"another name, or none. Nearest fix: run.stop() of that run, which "
-                    f"ss.Run.attach({str(named.path)!r}) gives."
+                    f"ss.Run.attach({str(candidate.path)!r}) gives."
                 )
         raise _NoRunError(
             errno.EEXIST, f"{self.parent} holds {number:,} runs named {self.wanted.name}; give another name."
@@ -190,7 +192,7 @@ class _PendingLaunch:
 
 
 @contextlib.contextmanager
-def _late_interrupt() -> Iterator[None]:
+def _delay_interrupt() -> Iterator[None]:
     """Delay Ctrl-C until the end of this block.
 
     An interrupt inside it would leave a run without a handle. Only the main thread gets interrupts.
@@ -225,7 +227,7 @@ def _check_task(task: object) -> None:
     refuse_lazy_function("launch.task", task)
 
 
-def _check_together(plan: Plan, task: object, parent: Path, name: str | None) -> None:
+def _check_task_and_plan(plan: Plan, task: object, parent: Path, name: str | None) -> None:
     """Raise ``ValueError`` if the task cannot run the plan: here, instead of seconds later on the ranks."""
     check = getattr(task, "check", None)
     if callable(check):
@@ -236,25 +238,25 @@ def _check_together(plan: Plan, task: object, parent: Path, name: str | None) ->
         check_launch(plan, parent, name)
 
 
-def _against(plan: Plan, cards: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:
+def _check_gpu_memory(plan: Plan, gpus: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:
     """Return warnings about too little free GPU memory and the runs that hold it.
 
     Raises ``TooLittleFreeError`` if ``needs_peak`` and the predicted peak does not fit.
     """
-    holding = describe_runs_on_gpus(runs(parent), cards) if cards else ""
-    tight = check_free_memory(plan, cards, needs_peak=needs_peak, holding=holding)
-    return [words for words in (tight, holding) if words]
+    other_runs = describe_runs_on_gpus(runs(parent), gpus) if gpus else ""
+    warning = check_free_memory(plan, gpus, needs_peak=needs_peak, other_runs=other_runs)
+    return [text for text in (warning, other_runs) if text]
 
 
-def _trains(task: object) -> bool:
+def _trains_the_plan(task: object) -> bool:
     """Return whether ``task`` trains the plan's model, so that the predicted memory holds for it."""
     return getattr(task, "trains_the_plan", False) is True
 
 
-def _num_steps(task: object) -> int | None:
+def _read_num_steps(task: object) -> int | None:
     """Return the number of steps of a built-in task, else None."""
-    found = getattr(task, "num_steps", None) if _trains(task) else None
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    num_steps = getattr(task, "num_steps", None) if _trains_the_plan(task) else None
+    return num_steps if isinstance(num_steps, int) and not isinstance(num_steps, bool) else None
 
 
 def _check_extra() -> None:
@@ -278,32 +280,32 @@ def _check_machine(plan: Plan) -> str:
             "a plan for one node",
         )
     if cluster.gpu.name == "cpu":
-        most = max_cpu_ranks()
-        if world_size > most:
+        max_ranks = max_cpu_ranks()
+        if world_size > max_ranks:
             refuse(
                 "plan.world_size",
                 world_size,
-                f"1 to {most} CPU ranks on {num_cores()} cores here",
-                Value(most),
+                f"1 to {max_ranks} CPU ranks on {num_cores()} cores here",
+                Value(max_ranks),
             )
         return "cpu"
     from shardscope.core.cluster import Cluster
 
-    here = Cluster.detect()
-    shown = f"{here.gpus_per_node}x{here.gpu.name}"
-    if here.gpu.name != cluster.gpu.name:
-        if here.gpu.name == "cpu":
-            most, allowed = max_cpu_ranks(), "what is here: no GPU, and CPU ranks"
+    machine = Cluster.detect()
+    description = f"{machine.gpus_per_node}x{machine.gpu.name}"
+    if machine.gpu.name != cluster.gpu.name:
+        if machine.gpu.name == "cpu":
+            max_ranks, allowed = max_cpu_ranks(), "what is here: no GPU, and CPU ranks"
         else:
-            most, allowed = here.gpus_per_node, f"what is here: {shown}"
-        fix = f'cluster=Cluster.parse("{min(world_size, most)}x{here.gpu.name}")'
+            max_ranks, allowed = machine.gpus_per_node, f"what is here: {description}"
+        fix = f'cluster=Cluster.parse("{min(world_size, max_ranks)}x{machine.gpu.name}")'
         refuse("plan.cluster.gpu", cluster.gpu.name, allowed, fix)
-    if world_size > here.gpus_per_node:
+    if world_size > machine.gpus_per_node:
         refuse(
             "plan.world_size",
             world_size,
-            f"1 to {here.gpus_per_node}: here is {shown}",
-            Value(here.gpus_per_node),
+            f"1 to {machine.gpus_per_node}: here is {description}",
+            Value(machine.gpus_per_node),
         )
     return "cuda"
 
@@ -313,7 +315,7 @@ def max_cpu_ranks() -> int:
     return max(16, 4 * num_cores())
 
 
-def _checked_name(name: str | None) -> str | None:
+def _check_name(name: str | None) -> str | None:
     if name is None:
         return None
     fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and not name.startswith(".")
@@ -332,7 +334,7 @@ def _is_alive(folder: RunFolder) -> bool:
         return False
 
 
-def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) -> dict[str, Any]:
+def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -> dict[str, object]:
     """Return the content of ``run.json``, without the run's name.
 
     It holds no environment variables and no free text of the task: both may contain secrets.
@@ -351,9 +353,9 @@ def _description(plan: Plan, task: object, device: str, outlive_kernel: bool) ->
         "predicted": predict_step(plan),
         "task": describe_task(task),
         "asked": record_task_fields(task),
-        "trains_the_plan": _trains(task),
+        "trains_the_plan": _trains_the_plan(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
-        "num_steps": _num_steps(task),
+        "num_steps": _read_num_steps(task),
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,

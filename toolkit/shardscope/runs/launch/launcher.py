@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable
 from multiprocessing import popen_fork
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVarTuple
 
+from shardscope.core.errors import check_integer
 from shardscope.frameworks.engines import before_fork
 from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
+from shardscope.records.damage import MAX_WORLD_SIZE
 from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.exceptions import make_exception_record
@@ -30,15 +32,25 @@ from shardscope.runs.launch.loopback import ADDRESS, check_loopback
 from shardscope.runs.launch.new_secrets import send_new_secrets
 from shardscope.runs.launch.packing import take_task, unpack
 
+if TYPE_CHECKING:
+    from shardscope.runs.launch.local_store import RendezvousFiles
+
+Arguments = TypeVarTuple("Arguments")
+
 
 def main(folder: RunFolder) -> int:
     """Run the task of ``folder`` on all ranks. Return the exit code of this process."""
     description = read_json(folder.run_json) or {}
-    world_size = int(description["world_size"])
-    restore_python_path(description.get("pythonpath"))
-    sys.path[:] = description["sys_path"]  # Pickled tasks may import modules from the notebook's folder.
+    world_size = check_integer(
+        "run.json world_size", description.get("world_size"), low=1, high=MAX_WORLD_SIZE
+    )
+    python_path, sys_path = description.get("pythonpath"), description.get("sys_path")
+    restore_python_path(python_path if isinstance(python_path, str) else None)
+    if isinstance(sys_path, list):  # Pickled tasks may import modules from the notebook's folder.
+        sys.path[:] = map(str, sys_path)
     tempfile.tempdir = str(folder.temporary)  # torch elastic leaves its folder behind when it is killed.
     # Unpickle the task and import everything before the fork: the ranks share these pages.
+    device = str(description.get("device"))
     try:
         payload = take_task(folder)
         check_loopback()
@@ -48,7 +60,7 @@ def main(folder: RunFolder) -> int:
 
         use_plain_tracebacks()
         task, plan = unpack(payload)
-        before_fork(plan, description["device"])
+        before_fork(plan, device)
         for module in getattr(task, "preload", ()):
             importlib.import_module(module)
         if world_size > 1:
@@ -59,17 +71,17 @@ def main(folder: RunFolder) -> int:
                 "not use it after the fork. Create models and tensors inside f(ctx)."
             )
     except BaseException as error:
-        write_json(folder.launcher_error, make_exception_record(error))
+        write_json(folder.launcher_error, {**make_exception_record(error)})
         raise
     from shardscope.runs.launch.rank import run_rank
 
     # Fork the ranks. An exit code that the watching threads missed is taken from torch elastic's error.
     watch_ranks(folder, world_size)
-    arguments = (str(folder.path), os.getpid(), task, plan, description["device"])
+    arguments = (str(folder.path), os.getpid(), task, plan, device)
     try:
-        _notebook_launcher(run_rank, arguments, world_size, free_port())
+        _call_notebook_launcher(run_rank, arguments, world_size, free_port())
     except ChildFailedError as error:
-        known = _codes_told(folder, world_size)
+        known = _read_exit_codes(folder, world_size)
         for rank, failure in error.failures.items():
             if known.get(rank) is None:
                 _write_exit(folder, rank, failure.exitcode)
@@ -79,7 +91,7 @@ def main(folder: RunFolder) -> int:
     except SystemExit:
         raise  # A single rank runs in this process, and has written its own error record.
     except BaseException as error:
-        write_json(folder.launcher_error, make_exception_record(error))
+        write_json(folder.launcher_error, {**make_exception_record(error)})
         raise
     return 0
 
@@ -92,7 +104,7 @@ def use_plain_tracebacks() -> None:
     """
     formatter = logging.Formatter()
 
-    def plainly(record: logging.LogRecord) -> bool:
+    def format_plainly(record: logging.LogRecord) -> bool:
         if record.exc_info and record.name.startswith("torch.distributed"):
             record.exc_text = formatter.formatException(record.exc_info)
             record.exc_info = None
@@ -100,7 +112,7 @@ def use_plain_tracebacks() -> None:
 
     for name in ("torch", "torch.distributed"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(plainly)
+            handler.addFilter(format_plainly)
 
 
 def watch_ranks(folder: RunFolder, world_size: int) -> None:
@@ -116,10 +128,10 @@ def watch_ranks(folder: RunFolder, world_size: int) -> None:
         nonlocal forked
         forked += 1
         if forked == world_size and os.getpid() == launcher:
-            threading.Thread(target=_watch, args=(folder, world_size), daemon=True).start()
+            threading.Thread(target=_start_watching, args=(folder, world_size), daemon=True).start()
 
     os.register_at_fork(after_in_parent=after_fork)
-    _note_reaped()
+    _record_reaped_codes()
 
 
 REAPED: dict[int, int] = {}
@@ -128,51 +140,51 @@ REAPED_SECONDS = 0.5
 """Maximum delay between the end of a process that another thread reaped and its entry in ``REAPED``."""
 
 
-def _note_reaped() -> None:
+def _record_reaped_codes() -> None:
     poll = popen_fork.Popen.poll
 
-    def noting(popen: popen_fork.Popen, *flag: int) -> int | None:
-        code = poll(popen, *flag)
+    def poll_and_record(process: popen_fork.Popen, *flag: int) -> int | None:
+        code = poll(process, *flag)
         if code is not None:
-            REAPED[popen.pid] = code
+            REAPED[process.pid] = code
         return code
 
-    popen_fork.Popen.poll = noting  # type: ignore[assignment, method-assign]
+    popen_fork.Popen.poll = poll_and_record  # type: ignore[assignment, method-assign]
 
 
-def _watch(folder: RunFolder, world_size: int) -> None:
+def _start_watching(folder: RunFolder, world_size: int) -> None:
     waiting = set(range(world_size))
     while waiting:
         for rank in sorted(waiting):
             record = read_json(folder.rank(rank))
             if record is not None and isinstance(record.get("pid"), int):
                 waiting.discard(rank)
-                threading.Thread(target=_watch_one, args=(folder, rank, record["pid"]), daemon=True).start()
+                threading.Thread(target=_watch_rank, args=(folder, rank, record["pid"]), daemon=True).start()
         time.sleep(0.02)
 
 
-def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
+def _watch_rank(folder: RunFolder, rank: int, pid: int) -> None:
     try:
         # WNOWAIT leaves the exit code for torch elastic.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         # torch elastic, which waits as well, was faster. It reports the code only after the other ranks
         # have ended; with that time, this rank would seem to have died after the ranks that died with it.
-        now = _now()
-        _write_exit(folder, rank, _reaped_code(pid), now)
+        now = _read_clocks()
+        _write_exit(folder, rank, _wait_for_reaped_code(pid), now)
         return
     if ended is not None:
         _write_exit(folder, rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
-def _reaped_code(pid: int) -> int | None:
+def _wait_for_reaped_code(pid: int) -> int | None:
     deadline = time.monotonic() + REAPED_SECONDS
     while pid not in REAPED and time.monotonic() < deadline:
         time.sleep(0.01)
     return REAPED.get(pid)
 
 
-def _codes_told(folder: RunFolder, world_size: int) -> dict[Any, int | None]:
+def _read_exit_codes(folder: RunFolder, world_size: int) -> dict[object, object]:
     """Return the exit codes in ``exits.jsonl`` by rank, once there is a record of every rank.
 
     torch elastic ends all ranks before it raises, but may raise before our threads have written: then a rank
@@ -180,7 +192,7 @@ def _codes_told(folder: RunFolder, world_size: int) -> dict[Any, int | None]:
     """
     deadline = time.monotonic() + 2 * REAPED_SECONDS
     while True:
-        known: dict[Any, int | None] = {
+        known: dict[object, object] = {
             record.get("rank"): record.get("code") for record in read_lines(folder.exits)
         }
         if len(known) >= world_size or time.monotonic() > deadline:
@@ -188,23 +200,26 @@ def _codes_told(folder: RunFolder, world_size: int) -> dict[Any, int | None]:
         time.sleep(0.01)
 
 
-def _now() -> dict[str, float]:
+def _read_clocks() -> dict[str, float]:
     return {"time": time.time(), "monotonic": time.monotonic()}
 
 
 def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, float] | None = None) -> None:
     try:
-        append_line(folder.exits, {**(when or _now()), "rank": rank, "code": code})
+        append_line(folder.exits, {**(when or _read_clocks()), "rank": rank, "code": code})
     except OSError as error:
         print(
             f"rank {rank} ended with {code}, which could not be written: {error}", file=sys.stderr, flush=True
         )
 
 
-def _notebook_launcher(
-    function: Callable[..., None], arguments: tuple[Any, ...], world_size: int, port: int
+def _call_notebook_launcher(
+    function: Callable[[*Arguments, int, RendezvousFiles], None],
+    arguments: tuple[*Arguments],
+    world_size: int,
+    port: int,
 ) -> None:
-    """Call ``function(*arguments, port, place)`` on every rank.
+    """Call ``function(*arguments, port, files)`` on every rank; ``files`` are the ranks' shared files.
 
     ``port`` is only the value of ``MASTER_PORT``; nothing listens there. Frameworks read it without using it
     if a process group exists already.
@@ -214,12 +229,12 @@ def _notebook_launcher(
     from shardscope.runs.launch import local_store
 
     local_store.register_rendezvous()
-    place = local_store.RendezvousFiles(Path(tempfile.gettempdir()))
+    files = local_store.RendezvousFiles(Path(tempfile.gettempdir()))
     # notebook_launcher sets no MASTER_PORT for a single rank, so the port is also an argument.
     # mixed_precision keeps its default: it has no effect on several processes.
     notebook_launcher(
         function,
-        (*arguments, port, place),
+        (*arguments, port, files),
         num_processes=world_size,
         use_port=str(port),
         master_addr=ADDRESS,

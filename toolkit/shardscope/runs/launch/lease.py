@@ -31,14 +31,14 @@ STOP_SECONDS = 10.0
 
 
 @dataclass
-class _Held:
+class _WriteEnds:
     """The write ends that this process holds open, and the lock that guards them."""
 
     write_ends: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_held = _Held()
+_leases = _WriteEnds()
 
 
 def open_lease() -> tuple[int, int]:
@@ -47,17 +47,17 @@ def open_lease() -> tuple[int, int]:
     Neither is 0, 1 or 2, even if the kernel has closed these: the supervisor has other files there, and
     output of the kernel's native libraries would go into the pipe.
     """
-    with _held.lock:
+    with _leases.lock:
         read_end, write_end = (move_past_standard_streams(end) for end in os.pipe())
-        _held.write_ends.add(write_end)
+        _leases.write_ends.add(write_end)
     return read_end, write_end
 
 
 def release_lease(write_end: int) -> None:
     """Close a write end; no effect if it is closed already."""
-    with _held.lock:
-        if write_end in _held.write_ends:
-            _held.write_ends.discard(write_end)
+    with _leases.lock:
+        if write_end in _leases.write_ends:
+            _leases.write_ends.discard(write_end)
             os.close(write_end)
 
 
@@ -69,16 +69,16 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
     """
 
     def wait() -> None:
-        well = ended_well(supervisor.pid)
+        ended_normally = ended_well(supervisor.pid)
         _wait_for_descriptor()
-        if well is None:
-            well = _has_final_status(folder)
-        if not well:
+        if ended_normally is None:
+            ended_normally = _has_final_status(folder)
+        if not ended_normally:
             _end_session_of_ended(supervisor.pid)
         supervisor.wait()
         if write_end is not None:
             release_lease(write_end)
-        if not well:
+        if not ended_normally:
             clean_up_killed_run(folder)
 
     thread = threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True)
@@ -143,21 +143,21 @@ def clean_up_killed_run(folder: RunFolder) -> None:
 
 
 def _before_fork() -> None:
-    _held.lock.acquire()
+    _leases.lock.acquire()
 
 
 def _after_fork() -> None:
-    _held.lock.release()
+    _leases.lock.release()
 
 
 def _forget_after_fork() -> None:
     # os.fork() copies even non-inheritable descriptors: a DataLoader worker of the kernel would keep
     # every run alive after the kernel.
-    global _held
-    for write_end in _held.write_ends:
+    global _leases
+    for write_end in _leases.write_ends:
         with contextlib.suppress(OSError):
             os.close(write_end)
-    _held = _Held()
+    _leases = _WriteEnds()
 
 
 if hasattr(os, "register_at_fork"):

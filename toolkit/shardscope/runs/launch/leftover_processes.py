@@ -74,13 +74,13 @@ class LeftoverDetector:
         pids = {rank: pid for rank in range(self.world_size) if (pid := self._calls.living(rank)) is not None}
         answers = self._calls.answers()
         waited = time.monotonic() - (self.returned_at or 0.0)
-        what = f"the task returned {waited:.0f} s ago, and a thread goes on"
-        self._calls.write_into_logs(what, {rank: answers[rank] for rank in pids})
-        others = describe_processes(exclude={launcher, *pids.values()})
+        message = f"the task returned {waited:.0f} s ago, and a thread goes on"
+        self._calls.write_into_logs(message, {rank: answers[rank] for rank in pids})
+        other_processes = describe_processes(exclude={launcher, *pids.values()})
         ranks = [f"rank {rank}, which a thread kept alive" for rank in pids]
-        more = [f"{len(ranks) - MAX_NAMED} more ranks"] * (len(ranks) > MAX_NAMED)
-        named = [*ranks[:MAX_NAMED], *more, *others]
-        return ", ".join(named) or "the launcher, which waited for a process that is gone"
+        more = [f"{len(ranks) - MAX_NAMED} more ranks"] if len(ranks) > MAX_NAMED else []
+        leftovers = [*ranks[:MAX_NAMED], *more, *other_processes]
+        return ", ".join(leftovers) or "the launcher, which waited for a process that is gone"
 
 
 def read_grace_seconds() -> float:
@@ -95,14 +95,15 @@ def describe_processes(exclude: set[int]) -> list[str]:
     """Return names and ids of this process's descendants; no command lines, which may contain secrets."""
     import psutil
 
-    found = []
+    descriptions = []
     for child in psutil.Process().children(recursive=True):
         try:
             if child.pid not in exclude and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"process {child.pid} ({child.name()})")
+                descriptions.append(f"process {child.pid} ({child.name()})")
         except psutil.Error:
             continue
-    return found[:MAX_NAMED] + [f"{len(found) - MAX_NAMED} more processes"] * (len(found) > MAX_NAMED)
+    num_unnamed = len(descriptions) - MAX_NAMED
+    return descriptions if num_unnamed <= 0 else [*descriptions[:MAX_NAMED], f"{num_unnamed} more processes"]
 
 
 def count_written_bytes() -> dict[int, int]:
@@ -112,10 +113,10 @@ def count_written_bytes() -> dict[int, int]:
     """
     import psutil
 
-    found: dict[int, int] = {}
+    num_bytes: dict[int, int] = {}
     for pid in processes.descendants():
         try:
-            found[pid] = psutil.Process(pid).io_counters().write_chars
+            num_bytes[pid] = psutil.Process(pid).io_counters().write_chars
         except (psutil.Error, AttributeError, OSError):
             continue
-    return found
+    return num_bytes

@@ -14,11 +14,14 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -39,7 +42,7 @@ class RendezvousFiles:
         # Both descriptors stay open in this process and in the ranks: the paths refer to them.
         _, self._store_path = open_private_file(folder)
         table, self._table_path = open_private_file(folder)
-        PollTable.make_room(table)
+        PollTable.allocate(table)
 
     def connect(self) -> Store:
         """Return a new client of the ranks' store."""
@@ -53,8 +56,8 @@ class RendezvousFiles:
         return PollTable(self._table_path)
 
 
-def use_for_env_rendezvous(place: RendezvousFiles) -> None:
-    """Make ``init_process_group`` with ``env://`` use ``place`` in this rank instead of a ``TCPStore``.
+def use_for_env_rendezvous(files: RendezvousFiles) -> None:
+    """Make ``init_process_group`` with ``env://`` use ``files`` in this rank instead of a ``TCPStore``.
 
     Frameworks use the existing group; this is for code that destroys it and initializes another one. torch
     keeps its handlers in ``_rendezvous_handlers`` (torch/distributed/rendezvous.py, torch 2.13) and does not
@@ -63,24 +66,24 @@ def use_for_env_rendezvous(place: RendezvousFiles) -> None:
     """
     # importlib, because the package has a function of the same name that "import ... as" would return.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    of_torch = handlers["env"]
-    ours = _group_variables()
+    torch_handler = handlers["env"]
+    variables = _read_group_variables()
     number = itertools.count()
 
-    def meet(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
-        asked = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
-        world_size = asked.get("world_size", int(os.environ["WORLD_SIZE"]))
-        if _group_variables() != ours or world_size != int(os.environ["WORLD_SIZE"]):
-            yield from of_torch(url, **options)
+    def rendezvous_locally(url: str, **options: object) -> Iterator[tuple[Store, int, int]]:
+        query = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+        world_size = query.get("world_size", int(os.environ["WORLD_SIZE"]))
+        if _read_group_variables() != variables or world_size != int(os.environ["WORLD_SIZE"]):
+            yield from torch_handler(url, **options)
             return
         # Each group needs its own key prefix: the keys of the previous group still exist.
-        store = PrefixStore(f"shardscope/env/{next(number)}", place.connect())
-        yield store, asked.get("rank", int(os.environ["RANK"])), world_size
+        store = PrefixStore(f"shardscope/env/{next(number)}", files.connect())
+        yield store, query.get("rank", int(os.environ["RANK"])), world_size
 
-    handlers["env"] = meet
+    handlers["env"] = rendezvous_locally
 
 
-def _group_variables() -> dict[str, str | None]:
+def _read_group_variables() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
 
 
@@ -95,7 +98,7 @@ class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         """Always False: the agent serves no store to its ranks."""
         return False
 
-    def next_rendezvous(self) -> Any:
+    def next_rendezvous(self) -> RendezvousInfo:
         if not self._store:  # type: ignore[has-type]
             self._store = HashStore()
         return super().next_rendezvous()
@@ -106,9 +109,9 @@ class LocalRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
 
 def register_rendezvous() -> None:
     """Register :data:`BACKEND` with torch elastic in this process."""
-    rendezvous_handler_registry.register(BACKEND, _rendezvous)
+    rendezvous_handler_registry.register(BACKEND, _make_rendezvous)
 
 
-def _rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
+def _make_rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     return LocalRendezvous(address, port, 0, parameters.max_nodes, parameters.run_id, timeout=TIMEOUT_SECONDS)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sys
-from typing import Any
 
 from shardscope.records.redaction import known_secrets, learn_secret, secret_values
 
@@ -27,17 +26,17 @@ def send_new_secrets(pipe: int) -> None:
     os.set_inheritable(pipe, False)  # Programs started by the task do not need it.
     os.set_blocking(pipe, False)  # A killed or stopped supervisor must not block the task.
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def send_from_event(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.putenv":
             with contextlib.suppress(Exception):
-                name, value = map(os.fsdecode, arguments)
+                name, value = (os.fsdecode(item) for item in arguments if isinstance(item, str | bytes))
                 for secret in secret_values({name: value}):
-                    _send(pipe, secret)
+                    _send_secret(pipe, secret)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(send_from_event)
 
 
-def _send(pipe: int, secret: str) -> None:
+def _send_secret(pipe: int, secret: str) -> None:
     starts = range(0, max(1, len(secret) - PART_CHARACTERS), PART_CHARACTERS)
     parts = [secret[start : start + PART_CHARACTERS] for start in starts]
     if len(secret) > PART_CHARACTERS:
@@ -57,10 +56,10 @@ class SecretReceiver:
 
     @property
     def for_launcher(self) -> int:
-        """The write end, inherited by the launcher; :meth:`keep_reading_end` closes it here."""
+        """The write end, inherited by the launcher; :meth:`close_write_end` closes it here."""
         return self._for_launcher
 
-    def keep_reading_end(self) -> None:
+    def close_write_end(self) -> None:
         """Close the write end in this process, once the launcher has inherited it."""
         os.close(self._for_launcher)
 

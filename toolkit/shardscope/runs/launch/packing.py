@@ -7,23 +7,28 @@ import linecache
 import os
 import pickle
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch.unpicklable import find_unpicklable, get_qualified_name
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.runs.launch.context import Context
 
 MAX_SOURCE_CHARACTERS = 2**20
 """Maximum source text sent to the ranks: notebook cells are far shorter, but generated code may not be."""
 
 
-def pack(task: Any, plan: Any) -> bytes:
+def pack(task: object, plan: Plan) -> bytes:
     """Return ``(task, plan)`` and the source of notebook cells as bytes.
 
     Raises ``ValueError`` naming the object that cannot be pickled.
     """
     try:
-        return _dump((task, plan, collect_cell_sources()))
+        return _pickle((task, plan, collect_cell_sources()))
     except Exception as error:
         culprit = find_unpicklable(task) or f"{describe_task(task)} itself"
         raise ValueError(
@@ -32,7 +37,7 @@ def pack(task: Any, plan: Any) -> bytes:
         ) from error
 
 
-def _dump(value: Any) -> bytes:
+def _pickle(value: object) -> bytes:
     """Return the cloudpickle of ``value``, with the file names that code was compiled from.
 
     cloudpickle 3.1.3 writes "<dynamic-code>" for each (``_code_reduce``), and a traceback from a rank would
@@ -41,22 +46,24 @@ def _dump(value: Any) -> bytes:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object) -> object:
             if type(obj) is not types.CodeType:
                 return super().reducer_override(obj)
-            _, arguments = self.dispatch_table[types.CodeType](obj)
-            return _make_code, (arguments, obj.co_filename)
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (make, arguments, obj.co_filename)
 
     buffer = io.BytesIO()
     Pickler(buffer, cloudpickle.DEFAULT_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-def _make_code(arguments: tuple[Any, ...], file_name: str) -> types.CodeType:
-    return types.CodeType(*arguments).replace(co_filename=file_name)
+def _make_code(
+    make: Callable[[*tuple[object, ...]], types.CodeType], arguments: tuple[object, ...], file_name: str
+) -> types.CodeType:
+    return make(*arguments).replace(co_filename=file_name)
 
 
-def unpack(payload: bytes) -> tuple[Any, Any]:
+def unpack(payload: bytes) -> tuple[Callable[[Context], object], Plan]:
     """Return ``(task, plan)``, and register the source of notebook cells for this process's tracebacks."""
     task, plan, sources = pickle.loads(payload)
     for name, lines in sources.items():
@@ -105,6 +112,6 @@ def take_task(folder: RunFolder) -> bytes:
     return payload
 
 
-def describe_task(task: Any) -> str:
+def describe_task(task: object) -> str:
     """Return the task's name for records and errors: never its values, which may hold a token."""
     return get_qualified_name(task)

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self, TypedDict
 
 from shardscope.core.errors import check_integer
 from shardscope.records.folder import RunFolder
 
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
 MAX_STEPS = 1_000_000
+
+
+class ProfileOptions(TypedDict, total=False):
+    """Arguments of ``torch.profiler.profile`` (torch 2.13)."""
+
+    activities: Iterable[ProfilerActivity]
+    schedule: Callable[[int], ProfilerAction]
+    on_trace_ready: Callable[[profile], object]
+    record_shapes: bool
+    profile_memory: bool
+    with_stack: bool
+    with_flops: bool
+    with_modules: bool
+    acc_events: bool
 
 
 class Profile:
@@ -26,7 +44,7 @@ class Profile:
         steps: int | None,
         warmup: int,
         skip: int,
-        options: dict[str, Any],
+        options: ProfileOptions,
     ) -> None:
         self._path = folder.trace(rank)
         self._partial = folder.temporary / f"{os.getpid()}-{self._path.name}"
@@ -34,7 +52,7 @@ class Profile:
         self._warmup = check_integer("warmup", warmup, low=0, high=MAX_STEPS)
         self._skip = check_integer("skip", skip, low=0, high=MAX_STEPS)
         self._options = options
-        self._profiler: Any = None
+        self._profiler: profile | None = None
         self.written = False
         """Whether the trace is on disk."""
 
@@ -45,7 +63,7 @@ class Profile:
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
-        options = {"activities": activities, "record_shapes": True, **self._options}
+        options: ProfileOptions = {"activities": activities, "record_shapes": True, **self._options}
         if self._steps is not None:
             schedule = profiler.schedule(
                 wait=0, warmup=self._warmup, active=self._steps, repeat=1, skip_first=self._skip
@@ -57,6 +75,7 @@ class Profile:
 
     def step(self) -> None:
         """Mark the end of a training step: advances the schedule and adds a mark to the trace."""
+        assert self._profiler is not None, "the profile is entered"
         self._profiler.step()
 
     def __exit__(
@@ -65,12 +84,13 @@ class Profile:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        assert self._profiler is not None, "the profile is entered"
         # With a schedule torch calls _write itself, even if the block ends within the recorded steps.
         self._profiler.__exit__(kind, error, where)
         if self._steps is None:
             self._write(self._profiler)
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: profile) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         profiler.export_chrome_trace(str(self._partial))
         self._partial.chmod(0o600)  # torch creates it with the user's umask.

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, start_of
 from shardscope.records.files import keep_json, read_json, write_json
@@ -23,6 +23,8 @@ from shardscope.runs.watch.stacks import install_stack_handler
 from shardscope.training.tasks.lazy_functions import check_was_run
 
 if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
+    from shardscope.runs.launch.context import Context
     from shardscope.runs.launch.local_store import RendezvousFiles
 
 EXIT_GRACE_SECONDS = 10.0
@@ -32,11 +34,11 @@ EXIT_GRACE_SECONDS = 10.0
 def run_rank(
     path: str,
     launcher: int,
-    task: Callable[..., Any],
-    plan: Any,
+    task: Callable[[Context], object],
+    plan: Plan,
     device_type: str,
     port: int,
-    place: RendezvousFiles,
+    files: RendezvousFiles,
 ) -> None:
     """Run ``task(ctx)`` in this process. Return if the task returned, else exit with a nonzero code."""
     if os.getpid() != launcher:
@@ -50,7 +52,7 @@ def run_rank(
     _write_marker(folder, rank)
     log = _redirect_output(folder, rank)
     try:
-        context = _make_context(folder, plan, device_type, place)
+        context = _make_context(folder, plan, device_type, files)
         _write_marker(folder, rank, ready=time.time())
         # Only a return counts as finished: sys.exit(0) may come in the middle of a task that others wait in.
         check_was_run(task(context))
@@ -61,7 +63,7 @@ def run_rank(
     except BaseException as error:
         restore_output(log)
         _record_failure(folder, rank, error)
-        _exit_soon(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        _exit_within_grace(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
     finally:
         flush_output()
 
@@ -92,7 +94,7 @@ def _redirect_output(folder: RunFolder, rank: int) -> int:
     return log
 
 
-def _make_context(folder: RunFolder, plan: Any, device_type: str, place: RendezvousFiles) -> Any:
+def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: RendezvousFiles) -> Context:
     """Initialize the process group and return the task's ``Context``."""
     import torch
     import torch.distributed as dist
@@ -110,8 +112,8 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Rendezv
         backend = "cpu:gloo,cuda:nccl"  # gloo as well: checkpoints gather CPU tensors.
     else:
         device, backend = torch.device("cpu"), "gloo"
-    use_for_env_rendezvous(place)
-    store = place.connect()
+    use_for_env_rendezvous(files)
+    store = files.connect()
     if not dist.is_initialized():
         group_store = dist.PrefixStore("shardscope/group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
@@ -124,7 +126,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str, place: Rendezv
         device=device,
         plan=plan,
         folder=folder,
-        polls=place.open_poll_table() if world_size > 1 else None,
+        polls=files.open_poll_table() if world_size > 1 else None,
     )
 
 
@@ -135,7 +137,7 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
+def _write_marker(folder: RunFolder, rank: int, **more: object) -> None:
     marker = read_json(folder.rank(rank)) if more else None
     pid = os.getpid()
     try:
@@ -158,7 +160,7 @@ def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
         print(record["traceback"], file=sys.stderr, flush=True)
 
 
-def _exit_soon(code: int) -> None:
+def _exit_within_grace(code: int) -> None:
     """Exit with ``code`` (never 0), with ``os._exit`` if a normal exit takes over ``EXIT_GRACE_SECONDS``."""
     code = code % 256 or 1
     timer = threading.Timer(EXIT_GRACE_SECONDS, os._exit, args=(code,))

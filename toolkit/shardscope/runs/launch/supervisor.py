@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
@@ -29,7 +29,7 @@ from shardscope.records.files import (
     write_json,
 )
 from shardscope.records.folder import RunFolder, Status
-from shardscope.records.json_values import is_number
+from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import Failure, find_failures, has_rank_died
@@ -66,8 +66,9 @@ class Supervisor:
         self.control = LineTail(folder.control)
         self.exits = LineTail(folder.exits)
         self.launcher: subprocess.Popen[bytes] | None = None
-        self.description: dict[str, Any] = read_json(folder.run_json) or {}
-        self.world_size = int(self.description.get("world_size", 1))
+        self.description: dict[str, object] = read_json(folder.run_json) or {}
+        world_size = self.description.get("world_size")
+        self.world_size = world_size if is_int(world_size) else 1
         self.ranks_are_up = False
         self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
         self.deadline = float("inf")
@@ -124,18 +125,20 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=build_launcher_environment(dict(os.environ), self.description),
+                env=build_launcher_environment(
+                    dict(os.environ), self.world_size, str(self.description.get("device"))
+                ),
                 process_group=0,
                 pass_fds=(self.secrets.for_launcher,),
             )
-        self.secrets.keep_reading_end()
+        self.secrets.close_write_end()
 
     def _record_missing_launcher(self, error: OSError) -> None:
         """Write why the launcher could not be started, in the format of the launcher's own error record."""
         record = make_exception_record(error)
         cause = describe_shortage(error) or f"{sys.executable}: {error.strerror}"
         record["summary"] = f"was not started: {cause}"
-        write_json(self.folder.launcher_error, record)
+        write_json(self.folder.launcher_error, {**record})
 
     def _advance(self) -> None:
         now = time.monotonic()
@@ -297,7 +300,7 @@ class Supervisor:
         status, reason = self._decide_status(failures)
         # After a stop every rank dies by our signals; only a failure before it is worth reporting.
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if shown is not None:
             story = self._explain_failure(failures)
             more = {"error": story.text, "rank": shown.rank}
@@ -346,13 +349,13 @@ class Supervisor:
             )
         )
 
-    def _read_markers(self) -> list[dict[str, Any]]:
+    def _read_markers(self) -> list[dict[str, object]]:
         """Return each rank's record; empty where there is none.
 
         Retry for ``MARKER_PATIENCE_SECONDS`` while a file cannot be read: without it a finished run would
         count as failed.
         """
-        markers: list[dict[str, Any]] = []
+        markers: list[dict[str, object]] = []
         deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
         while len(markers) < self.world_size:
             try:
@@ -370,7 +373,7 @@ class Supervisor:
             return ""
         return self.checks.host.words(0 if self.world_size == 1 else None)
 
-    def _set_status(self, status: Status, reason: str, **more: Any) -> None:
+    def _set_status(self, status: Status, reason: str, **more: object) -> None:
         try:
             self.folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.

@@ -6,39 +6,38 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from shardscope.core.errors import add_article
 
 
-def get_qualified_name(value: Any) -> str:
+def get_qualified_name(value: object) -> str:
     """Return ``module.qualname`` of a function or class, or of the class of anything else."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
+    target = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', '?')}"
 
 
-def find_unpicklable(task: Any) -> str | None:
+def find_unpicklable(task: object) -> str | None:
     """Describe the first unpicklable part of ``task`` and its type, one level deep; None if none is found."""
     try:
-        parts = list(_parts(task))
+        parts = list(_find_pickled_values(task))
     except ValueError:  # inspect.getclosurevars raises it for an outer variable without a value yet.
         return None
-    for where, value in parts:
+    for position, value in parts:
         if not _can_be_pickled(value):
-            return f"{where}, {add_article(get_qualified_name(type(value)).removeprefix('builtins.'))},"
+            return f"{position}, {add_article(get_qualified_name(type(value)).removeprefix('builtins.'))},"
     return None
 
 
-def _parts(task: Any) -> Iterator[tuple[str, Any]]:
+def _find_pickled_values(task: object) -> Iterator[tuple[str, object]]:
     """Yield (description of the position, value) for each value that is pickled with ``task``."""
     name = get_qualified_name(task).rpartition(".")[2]
     if isinstance(task, functools.partial):
         function = get_qualified_name(task.func).rpartition(".")[2]
         for argument, value in itertools.chain(enumerate(task.args), task.keywords.items()):
             yield f"the argument {argument!r} of the partial of {function}", value
-        yield from _parts(task.func)
+        yield from _find_pickled_values(task.func)
     elif inspect.ismethod(task):
-        yield from _parts(task.__self__)
+        yield from _find_pickled_values(task.__self__)
     elif inspect.isfunction(task):
         used = inspect.getclosurevars(task)
         for variable, value in used.nonlocals.items():
@@ -54,7 +53,7 @@ def _parts(task: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{attribute}", value
 
 
-def _can_be_pickled(value: Any) -> bool:
+def _can_be_pickled(value: object) -> bool:
     import cloudpickle
 
     try:

@@ -41,35 +41,35 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     ``folder`` are described by the run's name.
     """
     alive = [run for run in runs(folder) if run.is_here and run.status not in FINAL]
-    cards = gpus_now()
-    if cards:
-        ranks = dict(_ranks_of(alive))
-        return [_card(card, ranks) for card in cards]
+    gpus = gpus_now()
+    if gpus:
+        ranks = dict(_find_ranks(alive))
+        return [_describe_gpu(gpu, ranks) for gpu in gpus]
     free, total = read_free_host_memory()
     users = tuple(f"the run {run.name} is {run.status}" for run in alive if not run.gpus)
-    return [FreeMemory(name="host memory", free_bytes=free, total_bytes=total, users=_few(users))]
+    return [FreeMemory(name="host memory", free_bytes=free, total_bytes=total, users=_shorten(users))]
 
 
-def _card(card: GpuNow, ranks: dict[int, str]) -> FreeMemory:
-    users = sorted(card.processes, key=lambda user: -(user[1] or 0))
-    told = tuple(
-        f"{ranks.get(pid) or _process(pid)}{'' if held is None else f', {gib(held)} GiB'}"
-        for pid, held in users
+def _describe_gpu(gpu: GpuNow, ranks: dict[int, str]) -> FreeMemory:
+    users = sorted(gpu.processes, key=lambda user: -(user[1] or 0))
+    descriptions = tuple(
+        f"{ranks.get(pid) or _describe_process(pid)}{'' if num_bytes is None else f', {gib(num_bytes)} GiB'}"
+        for pid, num_bytes in users
     )
     return FreeMemory(
-        name=f"GPU {card.index}",
-        free_bytes=card.free_bytes,
-        total_bytes=card.total_bytes,
-        users=_few(told),
+        name=f"GPU {gpu.index}",
+        free_bytes=gpu.free_bytes,
+        total_bytes=gpu.total_bytes,
+        users=_shorten(descriptions),
     )
 
 
-def _few(users: tuple[str, ...]) -> tuple[str, ...]:
-    more = len(users) - MAX_USERS
-    return users if more <= 0 else (*users[:MAX_USERS], f"{more} more")
+def _shorten(users: tuple[str, ...]) -> tuple[str, ...]:
+    num_left_out = len(users) - MAX_USERS
+    return users if num_left_out <= 0 else (*users[:MAX_USERS], f"{num_left_out} more")
 
 
-def _ranks_of(alive: Iterable[Run]) -> Iterable[tuple[int, str]]:
+def _find_ranks(alive: Iterable[Run]) -> Iterable[tuple[int, str]]:
     for run in alive:
         for rank in range(run.world_size):
             pid = (read_json(RunFolder(run.folder).rank(rank)) or {}).get("pid")
@@ -77,7 +77,7 @@ def _ranks_of(alive: Iterable[Run]) -> Iterable[tuple[int, str]]:
                 yield pid, f"rank {rank} of the run {run.name}"
 
 
-def _process(pid: int) -> str:
+def _describe_process(pid: int) -> str:
     """Describe a process by name and user; by pid alone if it is not visible (in another container)."""
     import psutil
 

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import NamedTuple
 
 from shardscope.machine.detection import ask_quietly
 from shardscope.records.files import append_line, encode, read_json, read_lines
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_values import is_number
+from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_new
 
 MAX_SAMPLES = 600
@@ -25,34 +26,47 @@ DENSE_SAMPLES = 200
 """Number of latest samples that are never thinned out."""
 
 
-def _utilisation(pynvml: Any, handle: Any) -> int | None:
+def _read_utilization(pynvml: ModuleType, handle: object) -> int | None:
     rates = ask_quietly(pynvml, "nvmlDeviceGetUtilizationRates", handle)
     return None if rates is None else int(rates.gpu)
 
 
-def _temperature(pynvml: Any, handle: Any) -> int | None:
+def _read_temperature(pynvml: ModuleType, handle: object) -> int | None:
     # The older of two functions, which every driver version has; 0 is NVML_TEMPERATURE_GPU (nvml.h).
     degrees = ask_quietly(pynvml, "nvmlDeviceGetTemperature", handle, 0)
     return None if degrees is None else int(degrees)
 
 
-def _power(pynvml: Any, handle: Any) -> float | None:
+def _read_power(pynvml: ModuleType, handle: object) -> float | None:
     milliwatts = ask_quietly(pynvml, "nvmlDeviceGetPowerUsage", handle)
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _used(pynvml: Any, handle: Any) -> int | None:
+def _read_used_bytes(pynvml: ModuleType, handle: object) -> int | None:
     memory = ask_quietly(pynvml, "nvmlDeviceGetMemoryInfo", handle)
     return None if memory is None else int(memory.used)
 
 
-ASKED: dict[str, Callable[[Any, Any], Any]] = {
-    "utilisation_percent": _utilisation,
-    "temperature_celsius": _temperature,
-    "power_watts": _power,
-    "used_bytes": _used,
+READINGS: dict[str, Callable[[ModuleType, object], int | float | None]] = {
+    "utilisation_percent": _read_utilization,
+    "temperature_celsius": _read_temperature,
+    "power_watts": _read_power,
+    "used_bytes": _read_used_bytes,
 }
 """The NVML readings of a sample, by name; ``used_bytes`` includes all processes on the GPU."""
+
+
+class GpuSample(NamedTuple):
+    """The readings of all GPUs of a run at one time."""
+
+    time: float
+    """Epoch seconds."""
+    readings: dict[str, list[int | float | None]]
+    """One number per GPU by name of the reading, for readings that the driver supports."""
+
+    def to_record(self) -> dict[str, object]:
+        """Return the sample as a line of ``cards.jsonl``."""
+        return {"time": self.time, **self.readings}
 
 
 class GpuSampler:
@@ -60,29 +74,31 @@ class GpuSampler:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        described = read_json(folder.run_json) or {}
-        found = described.get("gpus")
-        self.cards = [card for card in found if isinstance(card, int)] if isinstance(found, list) else []
-        self._asked = threading.Event()
+        indices = (read_json(folder.run_json) or {}).get("gpus")
+        self.gpus = list(filter(is_int, indices)) if isinstance(indices, list) else []
+        """Driver indices of the run's GPUs."""
+        self._requested = threading.Event()
         self._ended = False
         self._thread: threading.Thread | None = None
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[GpuSample] = []
 
     def request_sample(self) -> None:
         """Request a sample from the thread and return immediately."""
-        if not self.cards:
+        if not self.gpus:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="shardscope-cards")
+            self._thread = threading.Thread(
+                target=self._sample_on_request, daemon=True, name="shardscope-cards"
+            )
             self._thread.start()
-        self._asked.set()
+        self._requested.set()
 
     def finish(self) -> None:
         """Stop sampling."""
         self._ended = True
-        self._asked.set()
+        self._requested.set()
 
-    def _watch(self) -> None:
+    def _sample_on_request(self) -> None:
         try:
             import pynvml
 
@@ -93,64 +109,67 @@ class GpuSampler:
             print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
             return
         try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(card) for card in self.cards]
-            while self._asked.wait() and not self._ended:
-                self._asked.clear()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in self.gpus]
+            while self._requested.wait() and not self._ended:
+                self._requested.clear()
                 with contextlib.suppress(OSError):  # A full disk costs a sample.
-                    self._keep(sample(pynvml, handles))
+                    self._store(read_sample(pynvml, handles))
         except pynvml.NVMLError as error:  # For example a GPU that has fallen off the bus.
             print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
         finally:
             pynvml.nvmlShutdown()
 
-    def _keep(self, found: dict[str, Any]) -> None:
-        if len(found) == 1:  # Only the time: this driver supports none of the readings.
+    def _store(self, sample: GpuSample) -> None:
+        if not sample.readings:  # This driver supports none of them.
             return
-        self._samples.append(found)
+        self._samples.append(sample)
         if len(self._samples) <= MAX_SAMPLES:
-            append_line(self.folder.cards, found)
+            append_line(self.folder.cards, sample.to_record())
             return
         older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
-        self._samples = _thinned(older, len(older) // 2) + dense
+        self._samples = _thin_out(older, len(older) // 2) + dense
         partial = self.folder.cards.with_name(f".{self.folder.cards.name}.{os.getpid()}")
         with open_new(partial) as file:
-            file.writelines(map(encode, self._samples))
+            file.writelines(encode(one.to_record()) for one in self._samples)
         partial.replace(self.folder.cards)
 
 
-def _thinned(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return about ``most`` of ``samples``, the first included, evenly spaced in time."""
-    between = (samples[-1]["time"] - samples[0]["time"]) / most
-    kept = samples[:1]
-    for each in samples[1:]:
+def _thin_out(samples: list[GpuSample], max_samples: int) -> list[GpuSample]:
+    """Return about ``max_samples`` of ``samples``, the first included, evenly spaced in time."""
+    interval = (samples[-1].time - samples[0].time) / max_samples
+    thinned = samples[:1]
+    for sample in samples[1:]:
         # abs(): the system clock may have been set back.
-        if abs(each["time"] - kept[-1]["time"]) >= between:
-            kept.append(each)
-    return kept if len(kept) <= most + 1 else samples[:: -(-len(samples) // most)]
+        if abs(sample.time - thinned[-1].time) >= interval:
+            thinned.append(sample)
+    if len(thinned) <= max_samples + 1:
+        return thinned
+    every = -(-len(samples) // max_samples)
+    return samples[::every]
 
 
-def sample(pynvml: Any, handles: list[Any]) -> dict[str, Any]:
-    """Return a sample: ``time``, and for each supported reading a list with one number per GPU."""
-    found: dict[str, Any] = {"time": time.time()}
-    for name, ask in ASKED.items():
-        answers = [ask(pynvml, handle) for handle in handles]
-        if any(answer is not None for answer in answers):
-            found[name] = answers
-    return found
+def read_sample(pynvml: ModuleType, handles: list[object]) -> GpuSample:
+    """Return a sample of the GPUs with these NVML handles."""
+    readings: dict[str, list[int | float | None]] = {}
+    for name, read in READINGS.items():
+        numbers = [read(pynvml, handle) for handle in handles]
+        if any(number is not None for number in numbers):
+            readings[name] = numbers
+    return GpuSample(time.time(), readings)
 
 
-def read_gpu_samples(folder: RunFolder, cards: list[int]) -> list[dict[str, Any]]:
+def read_gpu_samples(folder: RunFolder, gpus: list[int]) -> list[dict[str, float]]:
     """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings."""
-    records = []
+    records: list[dict[str, float]] = []
     for line in read_lines(folder.cards):
         when = line.get("time")
         if not is_number(when):
             continue
-        for rank, card in enumerate(cards):
-            record = {"time": when, "rank": rank, "gpu": card}
-            for name in ASKED:
-                answers = line.get(name)
-                value = answers[rank] if isinstance(answers, list) and rank < len(answers) else None
+        for rank, gpu in enumerate(gpus):
+            record: dict[str, float] = {"time": when, "rank": rank, "gpu": gpu}
+            for name in READINGS:
+                numbers = line.get(name)
+                value = numbers[rank] if isinstance(numbers, list) and rank < len(numbers) else None
                 if is_number(value):
                     record[name] = value
             if len(record) > 3:

@@ -12,7 +12,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
@@ -24,9 +23,9 @@ from shardscope.runs.watch.stack_requests import (
 )
 from shardscope.runs.watch.stacks import find_delay_reason
 
-MEDIANS = 20.0
+MAX_MEDIANS = 20.0
 """A step that takes longer than this many medians is examined."""
-LEAST_SECONDS = 60.0
+MIN_HANG_SECONDS = 60.0
 """Minimum time before a step is examined: a slow disk, data loader or other process may cost seconds."""
 BUSY_FACTOR = 10.0
 """Factor on the limit for a rank whose stack explains the delay, such as a checkpoint."""
@@ -45,10 +44,10 @@ class Progress:
     """Time at which the rank logged that step, epoch seconds."""
     still_seconds: float = 0.0
     """Seconds since the supervisor read the rank's last record."""
-    took: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     """Seconds between the latest steps."""
 
-    def see(self, records: Sequence[Mapping[str, Any]]) -> bool:
+    def add_records(self, records: Sequence[Mapping[str, object]]) -> bool:
         """Process new records of the rank. Return whether there were any, also of the same step."""
         for record in records:
             step, time = record.get("step"), record.get("time")
@@ -56,7 +55,7 @@ class Progress:
                 continue
             # A smaller step is also progress: a task may restart its count in each epoch.
             if self.time is not None and time >= self.time:
-                self.took.append(time - self.time)
+                self.step_seconds.append(time - self.time)
             self.step, self.time = step, float(time)
         if records:
             self.still_seconds = 0.0
@@ -65,7 +64,7 @@ class Progress:
     @property
     def median_seconds(self) -> float | None:
         """Median seconds per step; None while fewer than ``MIN_STEPS`` are known."""
-        return statistics.median(self.took) if len(self.took) >= MIN_STEPS else None
+        return statistics.median(self.step_seconds) if len(self.step_seconds) >= MIN_STEPS else None
 
 
 class HangDetector:
@@ -77,35 +76,35 @@ class HangDetector:
         self.ranks = {rank: Progress() for rank in range(world_size)}
         self.hangs = False
         """Whether a hang was reported and no step was logged since."""
-        self._asked_since: float | None = None
-        self._ask_again_after = 0.0
-        self._calls = StackRequests(folder, world_size)
+        self._seconds_since_request: float | None = None
+        self._next_request_after = 0.0
+        self._stacks = StackRequests(folder, world_size)
 
-    def check(self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float) -> str | None:
+    def check(self, new: Mapping[int, Sequence[Mapping[str, object]]], seconds: float) -> str | None:
         """Return a message when a hang begins or ends, else None.
 
         ``new`` are the new records by rank, ``seconds`` the time since the last call.
         """
         # Find the ranks that are past their limit and have not exited.
-        moved = {rank for rank, records in new.items() if self.ranks[rank].see(records)}
+        moved = {rank for rank, records in new.items() if self.ranks[rank].add_records(records)}
         for rank, progress in self.ranks.items():
             if rank not in moved:
                 progress.still_seconds += min(seconds, MAX_GAP_SECONDS)
         still = {rank: self.ranks[rank] for rank in self.ranks if self._is_still(rank)}
         if not still:
-            return self._goes_on()
+            return self._recover()
         waited = max(progress.still_seconds for progress in still.values())
-        if self.hangs or waited < self._ask_again_after:
+        if self.hangs or waited < self._next_request_after:
             return None
         # Request the stacks, and judge them a second later, once the ranks have written them.
-        if self._asked_since is None:
-            self._calls.ask()
-            self._asked_since = 0.0
+        if self._seconds_since_request is None:
+            self._stacks.ask()
+            self._seconds_since_request = 0.0
             return None
-        self._asked_since += seconds
-        if self._asked_since < ANSWER_SECONDS:
+        self._seconds_since_request += seconds
+        if self._seconds_since_request < ANSWER_SECONDS:
             return None
-        self._asked_since = None
+        self._seconds_since_request = None
         return self._judge(still, waited)
 
     @property
@@ -116,56 +115,59 @@ class HangDetector:
     def _is_still(self, rank: int) -> bool:
         progress = self.ranks[rank]
         median = progress.median_seconds
-        if median is None or progress.still_seconds <= max(self.least_seconds, MEDIANS * median):
+        if median is None or progress.still_seconds <= max(self.least_seconds, MAX_MEDIANS * median):
             return False
         return "exit" not in (read_json(self.folder.rank(rank)) or {})
 
-    def _goes_on(self) -> str | None:
-        self._ask_again_after, self._asked_since = 0.0, None
+    def _recover(self) -> str | None:
+        self._next_request_after, self._seconds_since_request = 0.0, None
         if not self.hangs:
             return None
         self.hangs = False
         return "steps come again"
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
-        answers = self._calls.answers()
-        busy = {rank: words for rank, answer in answers.items() if (words := find_delay_reason(answer))}
-        limit = max(max(self.least_seconds, MEDIANS * (each.median_seconds or 0)) for each in still.values())
+        answers = self._stacks.answers()
+        busy = {rank: reason for rank, answer in answers.items() if (reason := find_delay_reason(answer))}
+        slowest_median = max(progress.median_seconds or 0.0 for progress in still.values())
+        limit = max(self.least_seconds, MAX_MEDIANS * slowest_median)
         if busy and waited < BUSY_FACTOR * limit:
-            self._ask_again_after = min(2 * waited, BUSY_FACTOR * limit)
+            self._next_request_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
         self.hangs = True
-        self._calls.write_into_logs(f"no step for {waited:.0f} s", answers)
-        return self._words(still, waited, answers, busy)
+        self._stacks.write_into_logs(f"no step for {waited:.0f} s", answers)
+        return self._describe(still, waited, answers, busy)
 
-    def _words(
+    def _describe(
         self,
         still: Mapping[int, Progress],
         waited: float,
         answers: Mapping[int, str],
         busy: Mapping[int, str],
     ) -> str:
-        median = statistics.median(each.median_seconds or 0.0 for each in still.values())
+        median = statistics.median(progress.median_seconds or 0.0 for progress in still.values())
         steps = {rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0}
         first = min(steps.values())
         behind = [rank for rank, step in steps.items() if step == first]
-        words = f"no step for {waited:.0f} s, where one takes {median:.2g} s"
+        text = f"no step for {waited:.0f} s, where one takes {median:.2g} s"
         if len(behind) < len(steps):
-            words += f"; {_ranks(behind)} came no further than step {first}, others to {max(steps.values())}"
+            text += (
+                f"; {_list_ranks(behind)} came no further than step {first}, others to {max(steps.values())}"
+            )
         if busy:
             named = list(busy.items())[:MAX_NAMED_RANKS]
-            words += f"; {', '.join(f'rank {rank} is {what}' for rank, what in named)}"
-        return f"{words}{describe_positions(answers, behind)}. The Python stack of each rank is in its log"
+            text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
+        return f"{text}{describe_positions(answers, behind)}. The Python stack of each rank is in its log"
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def _list_ranks(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:MAX_NAMED_RANKS]))
     return f"rank{'s' * (len(numbers) > 1)} {shown}{' and more' * (len(numbers) > MAX_NAMED_RANKS)}"
 
 
 def read_hang_seconds() -> float:
-    """Return ``SHARDSCOPE_HANG_SECONDS``, for tasks with long pauses between steps, or ``LEAST_SECONDS``."""
+    """Return ``SHARDSCOPE_HANG_SECONDS``, for tasks with long pauses, or ``MIN_HANG_SECONDS``."""
     try:
         return max(0.1, float(os.environ["SHARDSCOPE_HANG_SECONDS"]))
     except (KeyError, ValueError):
-        return LEAST_SECONDS
+        return MIN_HANG_SECONDS

@@ -44,8 +44,8 @@ class HostMemoryMonitor:
             if self.pids[rank] is None:
                 self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
             pid = self.pids[rank]
-            if isinstance(pid, int) and (held := resident_bytes(pid)):
-                self.seen[rank] = HostSample(rank_bytes=held, free_bytes=free, total_bytes=total)
+            if isinstance(pid, int) and (num_bytes := resident_bytes(pid)):
+                self.seen[rank] = HostSample(rank_bytes=num_bytes, free_bytes=free, total_bytes=total)
 
     def words(self, rank: int | None) -> str:
         """Return the likely sender of the SIGKILL that ended ``rank`` (None: the launcher) and its memory."""
@@ -85,12 +85,12 @@ def used_bytes(folder: Path) -> int:
     """
     for used, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
         try:
-            held = int((folder / used).read_text())
+            num_bytes = int((folder / used).read_text())
             stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
             files = sum(int(stat.get(f"{prefix}{which}_file", 0)) for which in ("inactive", "active"))
         except (OSError, ValueError):
             continue
-        return max(0, held - files)
+        return max(0, num_bytes - files)
     return 0
 
 

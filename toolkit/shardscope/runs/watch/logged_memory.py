@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from shardscope.records.files import LineTail, parse_lines
 from shardscope.records.folder import RunFolder
@@ -16,20 +16,29 @@ from shardscope.records.folder import RunFolder
 _NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d{1,17})(?=[,}])')
 
 
+class LoggedPeak(TypedDict):
+    """The memory that one rank has logged so far."""
+
+    rank: int
+    memory_bytes: int | None
+    """Latest bytes; None if only peaks were logged."""
+    step: object
+    """Step and time (epoch seconds) of the latest record, as logged."""
+    time: object
+    peak_memory_bytes: int
+    """Highest bytes."""
+
+
 class LoggedMemory:
     """Incremental reader of one run's logged memory. Not thread-safe."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self._ranks = [_RankLines(folder.events(rank)) for rank in range(world_size)]
 
-    def read(self) -> list[dict[str, Any]]:
-        """Read new lines. Return one dict per rank that logged memory so far.
-
-        Keys are rank, step, time, memory_bytes (latest; None if only peaks were logged) and peak_memory_bytes
-        (highest).
-        """
+    def read(self) -> list[LoggedPeak]:
+        """Read new lines. Return one record per rank that logged memory so far."""
         for rank in self._ranks:
-            rank.go_on()
+            rank.read_new_lines()
         return [
             {
                 "rank": number,
@@ -47,22 +56,22 @@ class _RankLines:
     """Incremental reader of one rank's file."""
 
     def __init__(self, path: Path) -> None:
-        self.latest: dict[str, Any] = {}
+        self.latest: dict[str, object] = {}
         """The latest line with a memory metric."""
         self.now: int | None = None
         self.highest = 0
         self._tail = LineTail(path)
         self._num_restarts = 0
 
-    def go_on(self) -> None:
+    def read_new_lines(self) -> None:
         """Process the appended lines; start over if the file was truncated or replaced."""
         for lines in self._tail.pieces():
             if self._tail.num_restarts != self._num_restarts:
                 self._num_restarts = self._tail.num_restarts
                 self.latest, self.now, self.highest = {}, None, 0
-            self._take(lines)
+            self._parse(lines)
 
-    def _take(self, lines: bytes) -> None:
+    def _parse(self, lines: bytes) -> None:
         last = None
         for last in _NUMBER.finditer(lines):
             number = int(last[2])
@@ -71,5 +80,5 @@ class _RankLines:
                 self.now = number
         if last is not None:
             start, end = lines.rfind(b"\n", 0, last.start()) + 1, lines.find(b"\n", last.end())
-            found = parse_lines(lines[start : end if end >= 0 else None]).records
-            self.latest = found[0] if found else self.latest
+            records = parse_lines(lines[start : end if end >= 0 else None]).records
+            self.latest = records[0] if records else self.latest

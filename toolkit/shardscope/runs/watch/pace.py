@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 RECENT_STEPS = 20
 """Number of latest steps per rank that are used: the speed of a run may change."""
@@ -43,11 +43,11 @@ class Pace:
         self._seconds: dict[int, deque[float]] = {}
         self._logged: dict[int, deque[tuple[int, float]]] = {}
 
-    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, records: Iterable[Mapping[str, object]]) -> None:
         """Add new records; malformed ones are skipped."""
         for record in records:
             step, rank, when = record.get("step"), record.get("rank"), record.get("time")
-            if not _is_whole(step) or not _is_whole(rank) or not _is_finite(when):
+            if not _is_int(step) or not _is_int(rank) or not _is_finite(when):
                 continue
             logged = self._logged.setdefault(rank, deque(maxlen=RECENT_STEPS + 1))
             if not logged or step > logged[-1][0]:
@@ -88,13 +88,13 @@ class Pace:
         if len(typical) < 2:
             return None
         behind = self._furthest_behind()
-        rank = behind[0] if behind else max(typical, key=lambda each: typical[each])
-        others = median(seconds for each, seconds in typical.items() if each != rank)
-        taken = typical.get(rank, others)
+        rank = behind[0] if behind else max(typical, key=lambda other: typical[other])
+        others = median(seconds for other, seconds in typical.items() if other != rank)
+        seconds = typical.get(rank, others)
         return SlowestRank(
             rank=rank,
-            seconds=taken,
-            excess=max(0.0, taken / others - 1),
+            seconds=seconds,
+            excess=max(0.0, seconds / others - 1),
             num_ranks=len(typical),
             steps_behind=behind[1] if behind else 0,
         )
@@ -105,7 +105,7 @@ class Pace:
             return None
         last = {rank: logged[-1] for rank, logged in self._logged.items()}
         newest_step, newest = max(last.values())
-        rank = min(last, key=lambda each: last[each])
+        rank = min(last, key=lambda other: last[other])
         step, when = last[rank]
         # A task may log only every tenth step: measure lateness in logging intervals.
         steps = [number for number, _ in self._logged[rank]]
@@ -115,9 +115,9 @@ class Pace:
         return (rank, newest_step - step) if missing and newest_step - step >= late else None
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_finite(value: Any) -> TypeGuard[float]:
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.metrics_table import csv_in_pieces
@@ -18,6 +18,8 @@ from shardscope.runs.watch.gpu_monitor import GpuSampler
 from shardscope.runs.watch.hang import HangDetector
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 from shardscope.runs.watch.standstill import StandstillDetector
+
+Result = TypeVar("Result")
 
 CHECK_SECONDS = 1.0
 BYTES_PER_CHECK = 2**25
@@ -46,7 +48,7 @@ class PeriodicChecks:
         self.host = HostMemoryMonitor(folder, world_size)
         self._gpus = GpuSampler(folder)
         self._log = say
-        self._given_up: set[str] = set()
+        self._disabled: set[str] = set()
         self._hang = HangDetector(folder, world_size)
         self._standstill = StandstillDetector(folder, world_size)
         self._events = [
@@ -73,19 +75,19 @@ class PeriodicChecks:
         ``seconds`` have passed since the last call. Hangs are only checked while ``is_running``.
         """
         new = {rank: lines.read() for rank, lines in enumerate(self._events)}
-        self._try("TensorBoard events", lambda: self._write_scalars(new))
-        self._try("secrets in logs", lambda: self._clean(BYTES_PER_CHECK // len(self._logs)))
-        self._try("the host's memory", self.host.sample)
-        self._try("the GPUs", self._gpus.request_sample)
+        self._try_check("TensorBoard events", lambda: self._write_scalars(new))
+        self._try_check("secrets in logs", lambda: self._redact_logs(BYTES_PER_CHECK // len(self._logs)))
+        self._try_check("the host's memory", self.host.sample)
+        self._try_check("the GPUs", self._gpus.request_sample)
         if not is_running:
             return None
-        found: str | None = self._try("a hang", lambda: self._hang.check(new, seconds))
-        still: str | None = self._try(
+        hang = self._try_check("a hang", lambda: self._hang.check(new, seconds))
+        standstill = self._try_check(
             "a standstill", lambda: self._standstill.check(new, seconds, has_steps=self._hang.has_steps)
         )
-        return found or still or self._begin_to_sample()
+        return hang or standstill or self._report_sampling()
 
-    def _begin_to_sample(self) -> str | None:
+    def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""
         ranks = [str(rank) for rank, lines in enumerate(self._events) if lines.num_skipped_bytes]
         if self._is_sampling or not ranks:
@@ -105,34 +107,34 @@ class PeriodicChecks:
         self._gpus.finish()
         # Smallest first: a log of gigabytes must not delay the redaction of the others.
         for log in sorted(self._logs, key=LogCleaner.num_left):
-            yield from self._pieces("secrets in logs", log.finish())
+            yield from self._try_each("secrets in logs", log.finish())
         while True:
             new = {rank: lines.read() for rank, lines in enumerate(self._events)}
-            self._try("TensorBoard events", functools.partial(self._write_scalars, new))
+            self._try_check("TensorBoard events", functools.partial(self._write_scalars, new))
             yield
             if not any(lines.is_behind for lines in self._events):
                 break
-        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._log))
+        yield from self._try_each("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._log))
 
-    def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
+    def _write_scalars(self, new: dict[int, list[dict[str, object]]]) -> None:
         for rank, records in new.items():
             self._scalars[rank].append(records)
 
-    def _clean(self, max_bytes: int) -> None:
+    def _redact_logs(self, max_bytes: int) -> None:
         for log in self._logs:
             log.clean(max_bytes)
 
-    def _pieces(self, what: str, pieces: Iterable[object]) -> Iterator[None]:
+    def _try_each(self, name: str, pieces: Iterable[object]) -> Iterator[None]:
         left = iter(pieces)
-        while self._try(what, lambda: next(left, left) is not left):
+        while self._try_check(name, lambda: next(left, left) is not left):
             yield
 
-    def _try(self, what: str, do: Callable[[], Any]) -> Any:
-        if what in self._given_up or not self.folder.path.is_dir():
+    def _try_check(self, name: str, check: Callable[[], Result]) -> Result | None:
+        if name in self._disabled or not self.folder.path.is_dir():
             return None
         try:
-            return do()
+            return check()
         except Exception as error:
-            self._given_up.add(what)
-            self._log(f"gave up {what}: {type(error).__name__}: {error}")
+            self._disabled.add(name)
+            self._log(f"gave up {name}: {type(error).__name__}: {error}")
             return None

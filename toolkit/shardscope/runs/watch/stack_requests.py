@@ -38,7 +38,7 @@ class StackRequests:
 
     def answers(self) -> dict[int, str]:
         """Return each rank's answer to the last request, or the reason why it cannot answer."""
-        return {rank: self._answer(rank) for rank in range(self.world_size)}
+        return {rank: self._read_answer(rank) for rank in range(self.world_size)}
 
     def living(self, rank: int) -> int | None:
         """Return the process id of ``rank``; None if it is gone or has not written its record."""
@@ -49,21 +49,21 @@ class StackRequests:
         except OSError:  # Temporary: the next check tries again.
             return None
 
-    def write_into_logs(self, what: str, answers: Mapping[int, str]) -> None:
-        """Append ``what`` and the rank's stacks to each rank's log."""
+    def write_into_logs(self, message: str, answers: Mapping[int, str]) -> None:
+        """Append ``message`` and the rank's stacks to each rank's log."""
         for rank, answer in answers.items():
             with contextlib.suppress(OSError):  # A full disk must not prevent the status change.
-                self._write(rank, f"\nshardscope: {what}; where rank {rank} stands:\n{answer}")
+                self._append_to_log(rank, f"\nshardscope: {message}; where rank {rank} stands:\n{answer}")
 
-    def _write(self, rank: int, text: str) -> None:
+    def _append_to_log(self, rank: int, text: str) -> None:
         with open_to_append(self.folder.log(rank)) as file:
             os.write(file.fileno(), text.encode(errors="replace"))
 
-    def _answer(self, rank: int) -> str:
+    def _read_answer(self, rank: int) -> str:
         path = self.folder.stacks(rank)
-        grown = size_of(path) - self.marks.get(rank, 0)
-        if grown > 0:
-            return read_tail_text(path, min(grown, MAX_BYTES))
+        num_bytes = size_of(path) - self.marks.get(rank, 0)
+        if num_bytes > 0:
+            return read_tail_text(path, min(num_bytes, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
             return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
@@ -72,7 +72,7 @@ class StackRequests:
 
 def describe_positions(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
     """Format the ranks' positions, those of ``first`` first: ``; rank 1: wait (task.py:7); rank 0: ...``."""
-    told = [*first, *(rank for rank in answers if rank not in first)][:MAX_NAMED_RANKS]
+    ranks = [*first, *(rank for rank in answers if rank not in first)][:MAX_NAMED_RANKS]
     return "".join(
-        f"; rank {rank}: {describe_position(answers[rank]) or answers[rank].strip()}" for rank in told
+        f"; rank {rank}: {describe_position(answers[rank]) or answers[rank].strip()}" for rank in ranks
     )

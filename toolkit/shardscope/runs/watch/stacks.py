@@ -68,8 +68,8 @@ def parse_main_thread(stacks: str) -> list[tuple[str, int, str]]:
     for line in stacks.splitlines():
         if _THREAD.match(line):
             frames = []
-        elif found := _FRAME.match(line):
-            frames.append((found["file"], int(found["line"]), found["function"]))
+        elif match := _FRAME.match(line):
+            frames.append((match["file"], int(match["line"]), match["function"]))
     return frames
 
 
@@ -78,9 +78,9 @@ def find_delay_reason(stacks: str) -> str | None:
     for file, _, function in parse_main_thread(stacks):
         if function in BUSY_FUNCTIONS:
             return BUSY_FUNCTIONS[function]
-        for part, words in BUSY_WITH.items():
+        for part, reason in BUSY_WITH.items():
             if part in file:
-                return words
+                return reason
         if function in ENGINE_FUNCTIONS and any(folder in file for folder in ENGINE_FOLDERS):
             return "at a checkpoint"
     return None
@@ -95,14 +95,14 @@ def describe_position(stacks: str) -> str:
     if not frames:
         return ""
     file, line, function = frames[0]
-    words = f"{function} ({Path(file).name}:{line})"
-    own = next((frame for frame in frames if not _is_library(frame[0])), None)
-    if own is None or own is frames[0]:
-        return words
-    return f"{words}, called from {own[2]} ({Path(own[0]).name}:{own[1]})"
+    position = f"{function} ({Path(file).name}:{line})"
+    caller = next((frame for frame in frames if not _is_library_file(frame[0])), None)
+    if caller is None or caller is frames[0]:
+        return position
+    return f"{position}, called from {caller[2]} ({Path(caller[0]).name}:{caller[1]})"
 
 
-def _is_library(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     return any(part in file for part in ("site-packages/", "dist-packages/", "/lib/python", "<frozen"))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
@@ -51,17 +51,17 @@ class StandstillDetector:
         self.quiet_seconds = QUIET_FACTOR * read_hang_seconds() if quiet_seconds is None else quiet_seconds
         self.hangs = False
         """Whether a standstill was reported and nothing has moved since."""
-        self._calls = StackRequests(folder, world_size)
+        self._stacks = StackRequests(folder, world_size)
         self._before: dict[int, Activity] = {}
         self._since_sample = 0.0
-        self._quiet = 0.0
-        self._stood: Mapping[int, str] | None = None
+        self._quiet_so_far = 0.0
+        self._stacks_at_half: Mapping[int, str] | None = None
         """Stacks at half of the time limit; None before."""
-        self._asked_since: float | None = None
+        self._seconds_since_request: float | None = None
         self._limit = self.quiet_seconds
 
     def check(
-        self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float, *, has_steps: bool
+        self, new: Mapping[int, Sequence[Mapping[str, object]]], seconds: float, *, has_steps: bool
     ) -> str | None:
         """Return a message when a standstill begins or ends, else None.
 
@@ -69,29 +69,29 @@ class StandstillDetector:
         step-based detector is responsible, and this one only resets itself.
         """
         self._since_sample += min(seconds, MAX_GAP_SECONDS)
-        if self._asked_since is not None:
-            self._asked_since += seconds
-            if self._asked_since >= ANSWER_SECONDS:
-                self._asked_since = None
-                answers = self._calls.answers()
-                return self._take({rank: answers[rank] for rank in self._before})  # Skip ended ranks.
+        if self._seconds_since_request is not None:
+            self._seconds_since_request += seconds
+            if self._seconds_since_request >= ANSWER_SECONDS:
+                self._seconds_since_request = None
+                answers = self._stacks.answers()
+                return self._judge({rank: answers[rank] for rank in self._before})  # Skip ended ranks.
         if has_steps or any(new.values()):
             self._before = {}
-            return self._moves()
+            return self._reset()
         # Compare activity samples; any change restarts the clock.
         if self._since_sample < self.quiet_seconds / NUM_SAMPLES:
             return None
         seconds, self._since_sample = self._since_sample, 0.0
-        before, self._before = self._before, self._activity()
+        before, self._before = self._before, self._read_activity()
         if not self._is_still(before, seconds):
-            return self._moves()
-        self._quiet += seconds
+            return self._reset()
+        self._quiet_so_far += seconds
         # Request the stacks twice, at half of the limit and at the limit: both must be the same.
-        if not self.hangs and self._asked_since is None:
-            half_way = self._stood is None and self._quiet >= self._limit / 2
-            if half_way or self._quiet >= self._limit:
-                self._calls.ask()
-                self._asked_since = 0.0
+        if not self.hangs and self._seconds_since_request is None:
+            half_way = self._stacks_at_half is None and self._quiet_so_far >= self._limit / 2
+            if half_way or self._quiet_so_far >= self._limit:
+                self._stacks.ask()
+                self._seconds_since_request = 0.0
         return None
 
     def _is_still(self, before: Mapping[int, Activity], seconds: float) -> bool:
@@ -104,60 +104,66 @@ class StandstillDetector:
             for rank, now in self._before.items()
         )
 
-    def _moves(self) -> str | None:
-        self._quiet, self._stood, self._asked_since, self._limit = 0.0, None, None, self.quiet_seconds
+    def _reset(self) -> str | None:
+        self._quiet_so_far, self._limit = 0.0, self.quiet_seconds
+        self._stacks_at_half, self._seconds_since_request = None, None
         if not self.hangs:
             return None
         self.hangs = False
         return "it goes on"
 
-    def _take(self, answers: Mapping[int, str]) -> str | None:
-        stood, self._stood = self._stood, answers
-        if stood is None:
+    def _judge(self, answers: Mapping[int, str]) -> str | None:
+        earlier, self._stacks_at_half = self._stacks_at_half, answers
+        if earlier is None:
             return None
-        if any(a == NO_ANSWER or _place(stood.get(rank, "")) != _place(a) for rank, a in answers.items()):
-            return self._moves()
+        if any(
+            answer == NO_ANSWER or _get_position(earlier.get(rank, "")) != _get_position(answer)
+            for rank, answer in answers.items()
+        ):
+            return self._reset()
         if any(map(find_delay_reason, answers.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
             return None
         self.hangs = True
-        still = f"nothing moves for {self._quiet:.0f} s"
-        self._calls.write_into_logs(still, answers)
+        message = f"nothing moves for {self._quiet_so_far:.0f} s"
+        self._stacks.write_into_logs(message, answers)
         for rank, activity in self._before.items():  # The lines that we added to its log are not activity.
-            self._before[rank] = activity._replace(printed_bytes=self._printed(rank))
+            self._before[rank] = activity._replace(printed_bytes=self._count_printed(rank))
         return (
-            f"{still}: no metrics, no output, next to no CPU time, and the same place in the code"
+            f"{message}: no metrics, no output, next to no CPU time, and the same place in the code"
             f"{describe_positions(answers)}. The Python stack of each rank is in its log"
         )
 
-    def _activity(self) -> dict[int, Activity]:
-        found = {}
-        for rank in range(self._calls.world_size):
-            pid = self._calls.living(rank)
+    def _read_activity(self) -> dict[int, Activity]:
+        activity = {}
+        for rank in range(self._stacks.world_size):
+            pid = self._stacks.living(rank)
             if pid is not None:
-                found[rank] = Activity(_cpu_seconds(pid), _file_bytes(pid), self._printed(rank))
-        return found
+                activity[rank] = Activity(
+                    _read_cpu_seconds(pid), _read_file_bytes(pid), self._count_printed(rank)
+                )
+        return activity
 
-    def _printed(self, rank: int) -> int:
+    def _count_printed(self, rank: int) -> int:
         return size_of(self.folder.log(rank))
 
 
-def _place(answer: str) -> Sequence[object]:
-    return parse_main_thread(answer) or answer
+def _get_position(stacks: str) -> Sequence[object]:
+    return parse_main_thread(stacks) or stacks
 
 
-def _cpu_seconds(pid: int) -> float:
+def _read_cpu_seconds(pid: int) -> float:
     import psutil
 
     try:
         process = psutil.Process(pid)
-        each = (process, *process.children(recursive=True))
-        return sum(sum(process.cpu_times()[:4]) for process in each)
+        tree = (process, *process.children(recursive=True))
+        return sum(sum(process.cpu_times()[:4]) for process in tree)
     except psutil.Error:  # A process just ended: the next sample will differ, which counts as activity.
         return 0.0
 
 
-def _file_bytes(pid: int) -> int:
+def _read_file_bytes(pid: int) -> int:
     """Return the bytes passed to read and write calls, cached or not (proc(5), io); 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
