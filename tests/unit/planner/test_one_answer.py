@@ -18,7 +18,7 @@ from shardscope.planner.advice.trials import PAYS
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.timing.report import seconds_words
-from shardscope_widgets.memory.repairs import cost_words
+from shardscope_widgets.memory.repairs import describe_cost
 
 H100 = "h100-sxm-80gb"
 LLAMA, EIGHT = ss.models["llama-3.1-8b"], ss.Cluster.parse(f"8x{H100}")
@@ -163,7 +163,7 @@ def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
     found = recommend(current.architecture, EIGHT, current.recipe, current=current)
     seconds = current.step().seconds
     savings = find_savings(current, current.memory())
-    gains = [(one, cost_words(one.seconds_lost, seconds)) for one in savings]
+    gains = [(one, describe_cost(one.seconds_lost, seconds)) for one in savings]
     faster = [(one, gain) for one, gain in gains if "faster" in gain]
     if found.plan != current:
         assert found.why.startswith("Start with")  # Chips of a plan that is to be left are no second answer.

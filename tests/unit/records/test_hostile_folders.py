@@ -324,7 +324,7 @@ def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
             yield "charts", json.dumps(view.run_view.figure.widget.to_dict(), default=str).replace('\\"', "'")
             view.show_list()
         for act in traces:
-            view.table.press(act)
+            view.table.press_button(act)
             yield from html_of_widget("trace", view)
             view.show_list()
         if len(runs) == 2:

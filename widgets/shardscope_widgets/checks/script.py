@@ -31,16 +31,20 @@ class ScriptChecks(View):
         self._plan, self._functions = plan, functions
         self._code: OwnCode | None = None
         self.findings: list[Finding] = []
-        self.path = controls.text(
+        self.path = controls.create_text_box(
             "",
             "A training script or an accelerate configuration by its path, or a function of this notebook by "
             "its name",
             placeholder="train.py, accelerate.yaml, or a function's name",
         )
         self.path.observe(self._read, "value")
-        self.error, self.list = controls.html(), controls.html()
-        head = controls.html("<h2>Your script <span class='ss-hint'>read, never run or changed</span></h2>")
-        super().__init__([Sheet("checks"), head, self.path, self.error, self.list], layout=controls.layout())
+        self.error, self.list = controls.create_html(), controls.create_html()
+        head = controls.create_html(
+            "<h2>Your script <span class='ss-hint'>read, never run or changed</span></h2>"
+        )
+        super().__init__(
+            [Sheet("checks"), head, self.path, self.error, self.list], layout=controls.share_layout()
+        )
         for name in ("ss-root", "ss-view", "ss-checks", "ss-script"):
             self.add_class(name)
 

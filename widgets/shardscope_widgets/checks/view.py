@@ -44,7 +44,7 @@ class ChecksView(View):
         self.findings: list[Finding] = []
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
         self.list = Clickable(self._act, on_answer=self._answer)
-        super().__init__([Sheet("checks"), self.list], layout=controls.layout())
+        super().__init__([Sheet("checks"), self.list], layout=controls.share_layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
             self.add_class(name)
         if plan is not None:

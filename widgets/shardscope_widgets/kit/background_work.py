@@ -13,13 +13,13 @@ import ipywidgets as widgets
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable
 
-SHOWN_WORDS = 300
-TELLING_FRACTION = 0.3
+MAX_SHOWN_CHARACTERS = 300
+MIN_ESTIMATING_FRACTION = 0.3
 """Fraction after which progress is used to estimate the remaining time; earlier progress is startup."""
-LEAST_SECONDS_BETWEEN_WORDS = 0.1
+MIN_SECONDS_BETWEEN_MESSAGES = 0.1
 """Minimum seconds between progress messages: a browser that receives too many falls behind."""
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
 
 
@@ -27,24 +27,25 @@ class CancelledError(Exception):
     """The error raised in work that the user cancelled."""
 
 
-class Takes:
+class DurationEstimate:
     """The duration of the work: the expected one at first, then an estimate from the progress."""
 
     def __init__(self, expected_seconds: float | None) -> None:
-        self._whole = expected_seconds
-        self._is_told = expected_seconds is not None
+        self._total_seconds = expected_seconds
+        self._is_expected = expected_seconds is not None
         self._fraction = 0.0
 
-    def words(self, seconds: float, fraction: float) -> str:
+    def format(self, seconds: float, fraction: float) -> str:
         """Return ``12 s of about 40 s``; only the elapsed time if no duration was expected."""
         # Update the estimate only when a part ends: progress within a part is unknown.
-        if self._is_told and fraction >= TELLING_FRACTION and fraction > self._fraction:
-            self._fraction, self._whole = fraction, seconds / fraction
-        whole = self._whole
-        return f"{seconds:.0f} s" + (f" of {about(whole)}" if whole is not None and seconds < whole else "")
+        if self._is_expected and fraction >= MIN_ESTIMATING_FRACTION and fraction > self._fraction:
+            self._fraction, self._total_seconds = fraction, seconds / fraction
+        total = self._total_seconds
+        remaining = f" of {describe_duration(total)}" if total is not None and seconds < total else ""
+        return f"{seconds:.0f} s{remaining}"
 
 
-def about(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
     """Return ``about 40 s`` or ``about 3 minutes``."""
     return (
         f"about {max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
@@ -62,14 +63,16 @@ class WorkPanel(widgets.HBox):
         """Whether work is running."""
         # Reentrant: an observer of the enabled button may start the next work immediately.
         self._changing = threading.RLock()
-        self.button = controls.button(label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout())
+        self.button = controls.create_button(
+            label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout()
+        )
         self.button.on_click(lambda _: on_press())
         self.progress = widgets.FloatProgress(
             min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip=label
         )
-        self.cancel = controls.button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
+        self.cancel = controls.create_button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
         self.cancel.on_click(lambda _: self._cancel.set())
-        self.words = words or controls.html()
+        self.words = words or controls.create_html()
         """The status text, which the view places itself because it can be long."""
         for name in ("ss-hint", "ss-words"):
             self.words.add_class(name)
@@ -82,17 +85,17 @@ class WorkPanel(widgets.HBox):
 
     def start(
         self,
-        work: Callable[[Progress], Answer],
-        on_done: Callable[[Answer], None],
-        done_words: Callable[[Answer, float], str | None],
+        work: Callable[[Progress], Result],
+        on_done: Callable[[Result], None],
+        describe_result: Callable[[Result, float], str | None],
         expected_seconds: float | None = None,
     ) -> None:
         """Run ``work`` unless other work is running; ``on_done`` receives its result in the same thread.
 
-        ``work`` receives ``progress(words, fraction)``, which raises :class:`CancelledError` once the user
-        has pressed Cancel. ``done_words`` receives the result and the elapsed seconds and returns the status
-        text, or None if ``on_done`` has set it. ``expected_seconds`` is shown next to the elapsed time until
-        the progress gives a better estimate.
+        ``work`` receives ``progress(message, fraction)``, which raises :class:`CancelledError` once the user
+        has pressed Cancel. ``describe_result`` receives the result and the elapsed seconds and returns the
+        status text, or None if ``on_done`` has set it. ``expected_seconds`` is shown next to the elapsed time
+        until the progress gives a better estimate.
         """
         with self._changing:
             if self.is_busy:
@@ -100,44 +103,44 @@ class WorkPanel(widgets.HBox):
             self._cancel.clear()
             self._show_busy(True)
         threading.Thread(
-            target=self._do,
-            args=(work, on_done, done_words, expected_seconds),
+            target=self._run_work,
+            args=(work, on_done, describe_result, expected_seconds),
             daemon=True,
             name="shardscope-work",
         ).start()
 
-    def _do(
+    def _run_work(
         self,
-        work: Callable[[Progress], Answer],
-        on_done: Callable[[Answer], None],
-        done_words: Callable[[Answer, float], str | None],
+        work: Callable[[Progress], Result],
+        on_done: Callable[[Result], None],
+        describe_result: Callable[[Result, float], str | None],
         expected_seconds: float | None,
     ) -> None:
         started = time.monotonic()
-        told = -1.0
-        takes = Takes(expected_seconds)
+        message_time = -1.0
+        estimate = DurationEstimate(expected_seconds)
 
-        def progress(words: str, fraction: float) -> None:
-            nonlocal told
+        def report_progress(message: str, fraction: float) -> None:
+            nonlocal message_time
             if self._cancel.is_set():
                 raise CancelledError
             now = time.monotonic()
-            if now - told >= LEAST_SECONDS_BETWEEN_WORDS:
-                told = now
+            if now - message_time >= MIN_SECONDS_BETWEEN_MESSAGES:
+                message_time = now
                 self.progress.value = fraction
-                self.say(f"{words} · {takes.words(now - started, fraction)}")
+                self.show_message(f"{message} · {estimate.format(now - started, fraction)}")
 
         try:
-            answer = work(progress)
+            result = work(report_progress)
             seconds = time.monotonic() - started
-            on_done(answer)
-            done = done_words(answer, seconds)
-            if done is not None:
-                self.say(done)
+            on_done(result)
+            message = describe_result(result, seconds)
+            if message is not None:
+                self.show_message(message)
         except CancelledError:
-            self.say("cancelled")
+            self.show_message("cancelled")
         except Exception as error:  # an exception in a thread is not shown in a notebook
-            self.say(str(error) or type(error).__name__, is_error=True)
+            self.show_message(str(error) or type(error).__name__, is_error=True)
         finally:
             with self._changing:
                 self._show_busy(False)
@@ -160,9 +163,13 @@ class WorkPanel(widgets.HBox):
         self._cancel.set()
         super().close()
 
-    def say(self, words: str, is_error: bool = False) -> None:
-        """Show ``words`` below the button."""
-        first = words.partition("\nTraceback")[0].partition("\n")[0]
-        shown = first if len(first) <= SHOWN_WORDS else first[:SHOWN_WORDS] + " …"
+    def show_message(self, message: str, is_error: bool = False) -> None:
+        """Show ``message`` below the button."""
+        first_line = message.partition("\nTraceback")[0].partition("\n")[0]
+        shown = (
+            first_line
+            if len(first_line) <= MAX_SHOWN_CHARACTERS
+            else first_line[:MAX_SHOWN_CHARACTERS] + " …"
+        )
         role = " class='ss-error' role='alert'" if is_error else ""
         self.words.value = f"<span{role}>{escape(shown)}</span>"

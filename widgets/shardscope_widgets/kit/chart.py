@@ -44,12 +44,12 @@ class PlotlySource(anywidget.AnyWidget):
     packed = traitlets.Bytes().tag(sync=True)
 
     @traitlets.default("packed")
-    def _pack(self) -> bytes:
+    def _pack_script(self) -> bytes:
         return gzip.compress(AS_MODULE.format(script=get_plotlyjs()).encode(), compresslevel=6, mtime=0)
 
 
 @cache
-def _source() -> PlotlySource:
+def _shared_plotly() -> PlotlySource:
     return controls.mark_as_shared(PlotlySource())
 
 
@@ -90,17 +90,17 @@ class Chart(go.FigureWidget):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._listeners: list[ClickListener] = []
         super().__init__(*args, **kwargs)
-        self.on_msg(self._receive)
+        self.on_msg(self._handle_message)
         self._send_figure()  # ipywidgets opened the widget before plotly created the figure.
 
     @traitlets.default("_source")
     def _shared_source(self) -> PlotlySource:
-        if _source().comm is None:  # closed with all other widgets by Widget.close_all()
-            _source.cache_clear()
-        return _source()
+        if _shared_plotly().comm is None:  # closed with all other widgets by Widget.close_all()
+            _shared_plotly.cache_clear()
+        return _shared_plotly()
 
     @traitlets.default("_drawn")
-    def _nothing_drawn(self) -> list[dict[str, Any]]:
+    def _default_drawn(self) -> list[dict[str, Any]]:
         return [{} for _ in range(len(self.data) + 1)]
 
     @traitlets.default("keys")
@@ -137,7 +137,7 @@ class Chart(go.FigureWidget):
         """Return the current figure as one ``<svg>`` element, without a browser."""
         return draw_svg(self._data, self._layout_obj._props)
 
-    def _receive(self, _: object, content: Any, __: object) -> None:
+    def _handle_message(self, _: object, content: Any, __: object) -> None:
         match content:
             case {"click": {"trace": int(trace), "point": int(point), "customdata": customdata}}:
                 # A click sent before the figure changed may refer to a trace that no longer exists.

@@ -49,42 +49,42 @@ class Axis:
         """Whether the axis has no extent; its traces and annotations are then not drawn."""
         return abs(self.end - self.start) < 2
 
-    def at(self, value: Any) -> float:
+    def to_pixel(self, value: Any) -> float:
         """Return the pixel of ``value``, which is a number or a category name."""
         if isinstance(value, str):
             value = self.categories.index(value) if value in self.categories else math.nan
         share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
         return self.start + share * (self.end - self.start)
 
-    def fraction(self, share: float) -> float:
+    def share_to_pixel(self, share: float) -> float:
         """Return the pixel at ``share`` of the axis."""
         return self.start + share * (self.end - self.start)
 
-    def ticks(self) -> Iterator[tuple[float, str]]:
+    def list_ticks(self) -> Iterator[tuple[float, str]]:
         """Yield the pixel and the label of each tick."""
         if self.props.get("showticklabels") is False:
             return
         if self.props.get("tickvals") is not None:
-            words = self.props.get("ticktext") or self.props["tickvals"]
+            labels = self.props.get("ticktext") or self.props["tickvals"]
             yield from (
-                (self.at(value), str(text))
-                for value, text in zip(self.props["tickvals"], words, strict=False)
+                (self.to_pixel(value), str(text))
+                for value, text in zip(self.props["tickvals"], labels, strict=False)
             )
             return
         if self.categories:
-            yield from ((self.at(name), name) for name in self.categories)
+            yield from ((self.to_pixel(name), name) for name in self.categories)
             return
-        values = _round_steps(self.low, self.high, min(TICKS, self.props.get("nticks") or TICKS))
+        values = _choose_round_ticks(self.low, self.high, min(TICKS, self.props.get("nticks") or TICKS))
         for number, value in enumerate(values):
             is_last = number == len(values) - 1
             has_suffix = self.props.get("showticksuffix") != "last" or is_last
             suffix = self.props.get("ticksuffix") or "" if has_suffix else ""
-            yield self.at(value), _tick_words(value) + suffix
+            yield self.to_pixel(value), _format_tick(value) + suffix
 
 
 def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH) -> str:
     """Return a plotly figure with these traces and layout as one ``<svg>`` element."""
-    return _Drawing(traces, layout, width).draw()
+    return _Drawing(traces, layout, width).draw_all()
 
 
 class _Drawing:
@@ -100,9 +100,9 @@ class _Drawing:
         self.axes: dict[str, Axis] = {}
         for trace in self.traces:
             for letter in "xy":
-                self.axis(trace.get(f"{letter}axis") or letter)
+                self.find_axis(trace.get(f"{letter}axis") or letter)
 
-    def axis(self, name: str) -> Axis:
+    def find_axis(self, name: str) -> Axis:
         """Return the axis ``x``, ``y2`` or another, creating it on first use."""
         if name not in self.axes:
             self.axes[name] = self._make_axis(name)
@@ -114,36 +114,42 @@ class _Drawing:
         low, high = props.get("domain") or (0.0, 1.0)
         begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
         axis = Axis(props, begin + low * (end - begin), begin + high * (end - begin))
-        own = [trace for trace in self.traces if (trace.get(f"{letter}axis") or letter) == name]
-        values = [value for trace in own for value in _values(trace, letter)]
+        axis_traces = [trace for trace in self.traces if (trace.get(f"{letter}axis") or letter) == name]
+        values = [value for trace in axis_traces for value in _list_values(trace, letter)]
         names = [value for value in values if isinstance(value, str)]
         if names or props.get("type") == "category":
-            wanted = [str(each) for each in _listed(props.get("categoryarray"))]
+            wanted = [str(name_) for name_ in _to_list(props.get("categoryarray"))]
             axis.categories = list(dict.fromkeys([*wanted, *names]))
             values = [float(number) for number in range(len(axis.categories))]
-        axis.low, axis.high = self._range(props, axis, own, values)
+        axis.low, axis.high = self._find_range(props, axis, axis_traces, values)
         return axis
 
-    def _range(
-        self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]
+    def _find_range(
+        self, props: Props, axis: Axis, axis_traces: Sequence[Props], values: list[Any]
     ) -> tuple[float, float]:
-        given = props.get("range")
-        if given is not None and None not in given:
-            return float(given[0]), float(given[1])
+        explicit = props.get("range")
+        if explicit is not None and None not in explicit:
+            return float(explicit[0]), float(explicit[1])
         numbers = [float(value) for value in values if not isinstance(value, str) and math.isfinite(value)]
         if axis.categories:
             return -0.5, len(axis.categories) - 0.5
         if not numbers:
             return 0.0, 1.0
         low, high = min(numbers), max(numbers)
-        if props.get("rangemode") == "tozero" or any(trace.get("type") == "bar" for trace in own):
+        if props.get("rangemode") == "tozero" or any(trace.get("type") == "bar" for trace in axis_traces):
             low, high = min(low, 0.0), max(high, 0.0)
         room = 0.05 * ((high - low) or abs(high) or 1.0)
         return (low if low == 0 else low - room), high + room
 
-    def draw(self) -> str:
+    def draw_all(self) -> str:
         """Return the whole SVG, from the bottom layer to the top layer."""
-        parts = [*self._grid(), *self._bars(), *self._scatters(), *self._shapes(), *self._annotations()]
+        parts = [
+            *self._draw_axes(),
+            *self._draw_bars(),
+            *self._draw_scatters(),
+            *self._draw_shapes(),
+            *self._draw_annotations(),
+        ]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
             "role='img' aria-label='chart' style='max-width:100%;display:block' fill='currentColor' "
@@ -152,73 +158,80 @@ class _Drawing:
 
     # ------------------------------------------------------------------------------------------- axes
 
-    def _grid(self) -> Iterator[str]:
+    def _draw_axes(self) -> Iterator[str]:
         for name, axis in self.axes.items():
             if not axis.is_visible or axis.is_collapsed:
                 continue
-            other = self.axis(axis.props.get("anchor") or ("y" if name[0] == "x" else "x") + name[1:])
+            other = self.find_axis(axis.props.get("anchor") or ("y" if name[0] == "x" else "x") + name[1:])
             has_grid = axis.props.get("showgrid") is not False and not axis.categories
             edges = sorted((other.start, other.end))
-            for pixel, words in axis.ticks():
+            for pixel, label in axis.list_ticks():
                 if not min(axis.start, axis.end) - 1 <= pixel <= max(axis.start, axis.end) + 1:
                     continue
                 if name[0] == "x":
                     if has_grid:
-                        yield _line(pixel, edges[0], pixel, edges[1], INK, 1, opacity=0.15)
-                    yield _text(pixel, edges[1] + 16, words, "middle", opacity=0.75)
+                        yield _draw_line(pixel, edges[0], pixel, edges[1], INK, 1, opacity=0.15)
+                    yield _draw_text(pixel, edges[1] + 16, label, "middle", opacity=0.75)
                 else:
                     if has_grid:
-                        yield _line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
-                    yield _text(edges[0] - 8, pixel + 4, words, "end", opacity=0.75)
+                        yield _draw_line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
+                    yield _draw_text(edges[0] - 8, pixel + 4, label, "end", opacity=0.75)
             title = (axis.props.get("title") or {}).get("text")
             if title and name[0] == "x":
-                yield _text((axis.start + axis.end) / 2, edges[1] + 32, title, "middle", opacity=0.75)
+                yield _draw_text((axis.start + axis.end) / 2, edges[1] + 32, title, "middle", opacity=0.75)
 
     # ------------------------------------------------------------------------------------------ traces
 
-    def _bars(self) -> Iterator[str]:
+    def _draw_bars(self) -> Iterator[str]:
         ends: dict[tuple[str, str, Any], float] = {}
         gap = float(self.layout.get("bargap") or 0.2)
         for trace in self.traces:
             if trace.get("type") != "bar":
                 continue
-            lies = trace.get("orientation") == "h"
-            long, across = ("x", "y") if lies else ("y", "x")
-            names = trace.get(f"{long}axis") or long, trace.get(f"{across}axis") or across
-            length, place = self.axis(names[0]), self.axis(names[1])
-            if length.is_collapsed or place.is_collapsed:
+            is_horizontal = trace.get("orientation") == "h"
+            length_letter, position_letter = ("x", "y") if is_horizontal else ("y", "x")
+            names = (
+                trace.get(f"{length_letter}axis") or length_letter,
+                trace.get(f"{position_letter}axis") or position_letter,
+            )
+            length_axis, position_axis = self.find_axis(names[0]), self.find_axis(names[1])
+            if length_axis.is_collapsed or position_axis.is_collapsed:
                 continue
-            thick = (1 - gap) * abs(place.at(1.0) - place.at(0.0))
+            thick = (1 - gap) * abs(position_axis.to_pixel(1.0) - position_axis.to_pixel(0.0))
             marker = trace.get("marker") or {}
-            for number, (at, size) in enumerate(
-                zip(_listed(trace.get(across)), _listed(trace.get(long)), strict=False)
+            for number, (position, size) in enumerate(
+                zip(_to_list(trace.get(position_letter)), _to_list(trace.get(length_letter)), strict=False)
             ):
                 if not size or not math.isfinite(size):
                     continue
-                key = (*names, at)
+                key = (*names, position)
                 begin = ends.get(key, 0.0) if self.layout.get("barmode") == "stack" else 0.0
                 ends[key] = begin + size
-                middle, first, last = place.at(at), length.at(begin), length.at(begin + size)
-                yield _rectangle(
+                middle, first, last = (
+                    position_axis.to_pixel(position),
+                    length_axis.to_pixel(begin),
+                    length_axis.to_pixel(begin + size),
+                )
+                yield _draw_rectangle(
                     (min(first, last), middle - thick / 2, abs(last - first), thick)
-                    if lies
+                    if is_horizontal
                     else (middle - thick / 2, min(first, last), thick, abs(last - first)),
-                    _of_point(marker.get("color"), number, INK),
-                    float(_of_point(marker.get("opacity"), number, 1.0)),
+                    _pick_for_point(marker.get("color"), number, INK),
+                    float(_pick_for_point(marker.get("opacity"), number, 1.0)),
                     str(trace.get("name") or ""),
                 )
 
-    def _scatters(self) -> Iterator[str]:
+    def _draw_scatters(self) -> Iterator[str]:
         heights: dict[tuple[str, str], Any] = {}
         for trace in self.traces:
             if trace.get("type", "scatter") != "scatter":
                 continue
-            x, y = self.axis(trace.get("xaxis") or "x"), self.axis(trace.get("yaxis") or "y")
+            x, y = self.find_axis(trace.get("xaxis") or "x"), self.find_axis(trace.get("yaxis") or "y")
             if x.is_collapsed or y.is_collapsed:
                 continue
             points = [
                 (each_x, float(each_y))
-                for each_x, each_y in zip(_listed(trace.get("x")), _listed(trace.get("y")), strict=False)
+                for each_x, each_y in zip(_to_list(trace.get("x")), _to_list(trace.get("y")), strict=False)
                 if each_y is not None
             ]
             if trace.get("stackgroup"):
@@ -226,19 +239,21 @@ class _Drawing:
                 below = heights.get(key, [0.0] * len(points))
                 above = [(each_x, low + each_y) for (each_x, each_y), low in zip(points, below, strict=False)]
                 heights[key] = [each_y for _, each_y in above]
-                yield _area(x, y, above, below, trace.get("fillcolor") or INK, str(trace.get("name") or ""))
+                yield _draw_area(
+                    x, y, above, below, trace.get("fillcolor") or INK, str(trace.get("name") or "")
+                )
                 continue
-            yield from self._line_and_markers(trace, x, y, _thinned(points))
+            yield from self._draw_line_and_markers(trace, x, y, _downsample(points))
 
-    def _line_and_markers(
+    def _draw_line_and_markers(
         self, trace: Props, x: Axis, y: Axis, points: Sequence[tuple[Any, float]]
     ) -> Iterator[str]:
         mode, line, marker = trace.get("mode") or "lines", trace.get("line") or {}, trace.get("marker") or {}
-        places = [(x.at(each_x), y.at(each_y)) for each_x, each_y in points]
+        pixels = [(x.to_pixel(each_x), y.to_pixel(each_y)) for each_x, each_y in points]
         if "lines" in mode and (line.get("width") is None or line["width"]):
             steps = "V" if line.get("shape") == "hv" else "L"
             path, is_down = [], False
-            for across, down in places:
+            for across, down in pixels:
                 if not (math.isfinite(across) and math.isfinite(down)):
                     is_down = False
                     continue
@@ -247,29 +262,29 @@ class _Drawing:
                 is_down = True
             dash = DASHES.get(line.get("dash") or "", "")
             yield (
-                f"<path d='{''.join(path)}' fill='none' stroke='{_colour(line.get('color'))}' "
+                f"<path d='{''.join(path)}' fill='none' stroke='{_escape_colour(line.get('color'))}' "
                 f"stroke-width='{line.get('width') or 2}' stroke-dasharray='{dash}'/>"
             )
         if "markers" in mode:
-            yield from _marks(marker, places)
+            yield from _draw_markers(marker, pixels)
 
     # --------------------------------------------------------------------------- lines and text on top
 
-    def _place(self, value: Any, ref: str, letter: str) -> float:
+    def _find_pixel(self, value: Any, ref: str, letter: str) -> float:
         """Return the pixel of a shape's or annotation's coordinate, or NaN if its axis is not visible."""
         if ref == "paper":
             begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
             return begin + float(value) * (end - begin)
         name, _, is_domain = ref.partition(" ")
-        axis = self.axis(name)
+        axis = self.find_axis(name)
         if not axis.is_visible:
             return math.nan
-        return axis.fraction(float(value)) if is_domain else axis.at(value)
+        return axis.share_to_pixel(float(value)) if is_domain else axis.to_pixel(value)
 
-    def _shapes(self) -> Iterator[str]:
+    def _draw_shapes(self) -> Iterator[str]:
         for shape in self.layout.get("shapes") or ():
             ends = [
-                self._place(shape[f"{letter}{end}"], shape.get(f"{letter}ref") or letter, letter)
+                self._find_pixel(shape[f"{letter}{end}"], shape.get(f"{letter}ref") or letter, letter)
                 for end in (0, 1)
                 for letter in "xy"
             ]
@@ -278,17 +293,17 @@ class _Drawing:
                 dash = DASHES.get(line.get("dash") or "", "")
                 opacity = float(shape.get("opacity") or 1)
                 x0, y0, x1, y1 = ends
-                yield _line(x0, y0, x1, y1, INK, float(line.get("width") or 1), dash, opacity)
+                yield _draw_line(x0, y0, x1, y1, INK, float(line.get("width") or 1), dash, opacity)
 
-    def _annotations(self) -> Iterator[str]:
+    def _draw_annotations(self) -> Iterator[str]:
         anchors = {"left": "start", "right": "end"}
         for note in self.layout.get("annotations") or ():
-            x = self._place(note.get("x", 0), note.get("xref") or "x", "x")
-            y = self._place(note.get("y", 0), note.get("yref") or "y", "y")
+            x = self._find_pixel(note.get("x", 0), note.get("xref") or "x", "x")
+            y = self._find_pixel(note.get("y", 0), note.get("yref") or "y", "y")
             if not (math.isfinite(x) and math.isfinite(y)) or not note.get("text"):
                 continue
             lower = {"bottom": -3.0, "top": 12.0}.get(note.get("yanchor") or "", 4.0)
-            yield _text(
+            yield _draw_text(
                 x + float(note.get("xshift") or 0),
                 y - float(note.get("yshift") or 0) + lower,
                 note["text"],
@@ -298,54 +313,54 @@ class _Drawing:
             )
 
 
-def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+def _draw_markers(marker: Props, points: Sequence[tuple[float, float]]) -> Iterator[str]:
     """Draw filled markers as zero-length lines with round caps, open ones as circles."""
-    alike: dict[tuple[str, float, float], list[str]] = {}
-    for number, (across, down) in enumerate(places):
+    paths_by_style: dict[tuple[str, float, float], list[str]] = {}
+    for number, (across, down) in enumerate(points):
         if not (math.isfinite(across) and math.isfinite(down)):
             continue
-        colour = _colour(_of_point(marker.get("color"), number, INK))
-        size = float(_of_point(marker.get("size"), number, 6))
-        opacity = float(_of_point(marker.get("opacity"), number, 1))
-        if str(_of_point(marker.get("symbol"), number, "")).endswith("-open"):
+        colour = _escape_colour(_pick_for_point(marker.get("color"), number, INK))
+        size = float(_pick_for_point(marker.get("size"), number, 6))
+        opacity = float(_pick_for_point(marker.get("opacity"), number, 1))
+        if str(_pick_for_point(marker.get("symbol"), number, "")).endswith("-open"):
             yield (
                 f"<circle cx='{across:.1f}' cy='{down:.1f}' r='{size / 2:.1f}' fill='none' stroke='{colour}' "
                 f"stroke-width='1.5' opacity='{opacity:g}'/>"
             )
         else:
-            alike.setdefault((colour, size, opacity), []).append(f"M{across:.0f} {down:.0f}h0")
-    for (colour, size, opacity), moves in alike.items():
+            paths_by_style.setdefault((colour, size, opacity), []).append(f"M{across:.0f} {down:.0f}h0")
+    for (colour, size, opacity), moves in paths_by_style.items():
         yield (
             f"<path d='{''.join(moves)}' stroke='{colour}' stroke-width='{size:g}' stroke-linecap='round' "
             f"opacity='{opacity:g}' fill='none'/>"
         )
 
 
-def _values(trace: Props, letter: str) -> list[Any]:
+def _list_values(trace: Props, letter: str) -> list[Any]:
     """Return the values of a trace on one axis, without missing ones."""
-    return [value for value in _listed(trace.get(letter)) if value is not None]
+    return [value for value in _to_list(trace.get(letter)) if value is not None]
 
 
-def _listed(values: Any) -> list[Any]:
+def _to_list(values: Any) -> list[Any]:
     if values is None:
         return []
     return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
-def _of_point(values: Any, number: int, default: Any) -> Any:
+def _pick_for_point(values: Any, number: int, default: Any) -> Any:
     """Return the property of one point, given a single value for all points or a list."""
     if isinstance(values, list | tuple | np.ndarray):
         return values[number] if number < len(values) else default
     return default if values is None else values
 
 
-def _thinned(points: Sequence[tuple[Any, float]]) -> Sequence[tuple[Any, float]]:
+def _downsample(points: Sequence[tuple[Any, float]]) -> Sequence[tuple[Any, float]]:
     if len(points) <= MOST_POINTS:
         return points
-    return [points[round(at)] for at in np.linspace(0, len(points) - 1, MOST_POINTS)]
+    return [points[round(index)] for index in np.linspace(0, len(points) - 1, MOST_POINTS)]
 
 
-def _round_steps(low: float, high: float, most: int) -> list[float]:
+def _choose_round_ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most ``most`` round numbers from ``low`` to ``high``."""
     span = abs(high - low)
     if not (span and math.isfinite(span)):
@@ -358,35 +373,38 @@ def _round_steps(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _tick_words(value: float) -> str:
+def _format_tick(value: float) -> str:
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):,.4g}{letter}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _colour(value: Any) -> str:
+def _escape_colour(value: Any) -> str:
     return escape(value, quote=True) if isinstance(value, str) else INK
 
 
-def _rectangle(box: tuple[float, float, float, float], colour: Any, opacity: float, name: str) -> str:
+def _draw_rectangle(box: tuple[float, float, float, float], colour: Any, opacity: float, name: str) -> str:
     x, y, width, height = box
+    fill = _escape_colour(colour)
     return (
-        f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{_colour(colour)}' "
+        f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' "
         f"opacity='{opacity:g}'><title>{escape(name)}</title></rect>"
     )
 
 
-def _area(
+def _draw_area(
     x: Axis, y: Axis, above: Iterable[tuple[Any, float]], below: Sequence[float], colour: str, name: str
 ) -> str:
-    top = [(x.at(across), y.at(height)) for across, height in above]
-    under = [(place[0], y.at(height)) for place, height in zip(top, below, strict=False)]
+    top = [(x.to_pixel(across), y.to_pixel(height)) for across, height in above]
+    under = [(place[0], y.to_pixel(height)) for place, height in zip(top, below, strict=False)]
     corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*top, *reversed(under)])
-    return f"<polygon points='{corners}' fill='{_colour(colour)}'><title>{escape(name)}</title></polygon>"
+    return (
+        f"<polygon points='{corners}' fill='{_escape_colour(colour)}'><title>{escape(name)}</title></polygon>"
+    )
 
 
-def _line(
+def _draw_line(
     x0: float, y0: float, x1: float, y1: float, colour: str, width: float, dash: str = "", opacity: float = 1
 ) -> str:
     return (
@@ -395,9 +413,9 @@ def _line(
     )
 
 
-def _text(x: float, y: float, words: str, anchor: str, *, size: float = 12, opacity: float = 1) -> str:
+def _draw_text(x: float, y: float, text: str, anchor: str, *, size: float = 12, opacity: float = 1) -> str:
     """Return plotly's text as SVG; the only markup kept is bold."""
-    plain = escape(re.sub(r"<br\s*/?>", " ", words).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
+    plain = escape(re.sub(r"<br\s*/?>", " ", text).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
     plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
     is_balanced = plain.count("\0") == plain.count("\1")
     begin, end = ("<tspan font-weight='600'>", "</tspan>") if is_balanced else ("", "")

@@ -23,7 +23,7 @@ class IgnoredError(ValueError):
         super().__init__(f"Ignored: {shown[:SHOWN_CHARACTERS]}{cut} means nothing here, or not any more.")
 
 
-def _not_asked(act: str, typed: str) -> None:
+def _ignore_answer(act: str, typed: str) -> None:
     raise IgnoredError(act)
 
 
@@ -52,46 +52,46 @@ class Clickable(anywidget.AnyWidget):
         self,
         on_act: Callable[[str], None],
         *classes: str,
-        on_answer: Callable[[str, str], None] = _not_asked,
+        on_answer: Callable[[str, str], None] = _ignore_answer,
     ) -> None:
-        super().__init__(layout=controls.layout())
+        super().__init__(layout=controls.share_layout())
         self._on_act, self._on_answer = on_act, on_answer
         self.add_class("ss-clickable")
         for name in classes:
             self.add_class(name)
-        self.on_msg(self._heard)
+        self.on_msg(self._handle_message)
 
-    def press(self, act: str) -> None:
+    def press_button(self, act: str) -> None:
         """Handle a click by the user on the element with this ``data-act``."""
-        self._tell(act, lambda: self._on_act(act), IgnoredError)
+        self._handle_input(act, lambda: self._on_act(act), IgnoredError)
 
     def open_row(self, key: str) -> None:
         """Open the row of a :func:`~shardscope_widgets.kit.part_table.part_table` and scroll it into view."""
         self.send({"open": key})
 
-    def answer(self, act: str, typed: str) -> None:
+    def submit_text(self, act: str, typed: str) -> None:
         """Handle text that the user typed into an input with this ``data-answer``."""
-        self._tell(act, lambda: self._on_answer(act, typed), ValueError)
+        self._handle_input(act, lambda: self._on_answer(act, typed), ValueError)
 
-    def _tell(self, act: str, do: Callable[[], None], said: type[ValueError]) -> None:
+    def _handle_input(self, act: str, handle: Callable[[], None], reported_errors: type[ValueError]) -> None:
         try:
             if self.frozen:  # The click was sent before the content changed.
                 raise IgnoredError(act)
-            do()
-        except said as error:
+            handle()
+        except reported_errors as error:
             self.error = str(error)
         else:
             self.error = ""
 
-    def _heard(self, _: object, content: Any, __: object) -> None:
+    def _handle_message(self, _: object, content: Any, __: object) -> None:
         match content:
             case {"act": str(act), "answer": str(typed)}:
-                self.answer(act, typed)
+                self.submit_text(act, typed)
             case {"act": str(act)}:
-                self.press(act)
+                self.press_button(act)
             case _:
                 self.error = str(IgnoredError(content))
 
     @traitlets.observe("value")
-    def _drawn_anew(self, _: object) -> None:
+    def _clear_error(self, _: object) -> None:
         self.error = ""

@@ -39,75 +39,75 @@ def _reuse(kind: type[Shared], **traits: str) -> Shared:
     return widget
 
 
-def layout(**traits: str) -> widgets.Layout:
+def share_layout(**traits: str) -> widgets.Layout:
     """Return the shared layout with these traits, which must not be modified."""
     return _reuse(widgets.Layout, **traits)
 
 
-def fixed(width: str = "auto") -> widgets.Layout:
+def share_fixed_layout(width: str = "auto") -> widgets.Layout:
     """Return a layout of fixed width that does not shrink."""
-    return layout(flex="0 0 auto", width=width, min_width="0")
+    return share_layout(flex="0 0 auto", width=width, min_width="0")
 
 
-def filling() -> widgets.Layout:
+def share_filling_layout() -> widgets.Layout:
     """Return a layout that fills the available width."""
-    return layout(flex="1 1 0", width="auto", min_width="0")
+    return share_layout(flex="1 1 0", width="auto", min_width="0")
 
 
-def html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
+def create_html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
     """Return an HTML widget, on a shared layout unless one is given."""
-    words = widgets.HTML(
+    widget = widgets.HTML(
         value,
-        **{"layout": layout(), "style": _reuse(widgets.widgets.widget_string.HTMLStyle), **traits},
+        **{"layout": share_layout(), "style": _reuse(widgets.widgets.widget_string.HTMLStyle), **traits},
     )
     for name in classes:
-        words.add_class(name)
-    return words
+        widget.add_class(name)
+    return widget
 
 
-def vertical(*children: widgets.Widget) -> widgets.VBox:
+def stack_vertically(*children: widgets.Widget) -> widgets.VBox:
     """Return ``children`` stacked vertically."""
-    return widgets.VBox(list(children), layout=layout())
+    return widgets.VBox(list(children), layout=share_layout())
 
 
-def label(text: str, width: str = "auto") -> widgets.Label:
+def create_label(text: str, width: str = "auto") -> widgets.Label:
     """Return a plain-text label for an input."""
     style = _reuse(widgets.widgets.widget_string.LabelStyle)
-    return widgets.Label(text, layout=fixed(width), style=style)
+    return widgets.Label(text, layout=share_fixed_layout(width), style=style)
 
 
-def dropdown(**traits: Any) -> widgets.Dropdown:
+def create_dropdown(**traits: Any) -> widgets.Dropdown:
     """Return a dropdown list with one choice."""
     style = _reuse(widgets.widgets.widget_description.DescriptionStyle)
-    return widgets.Dropdown(**{"layout": filling(), "style": style, **traits})
+    return widgets.Dropdown(**{"layout": share_filling_layout(), "style": style, **traits})
 
 
-def text(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
+def create_text_box(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
     """Return a text box that reports on Enter or on losing focus, with a name for screen readers."""
     style = _reuse(widgets.widgets.widget_string.TextStyle)
-    place = filling() if width is None else fixed(width)
-    given = {"continuous_update": False, "layout": place, "style": style, "tooltip": tooltip, **traits}
-    return widgets.Text(str(value), **given)
+    layout = share_filling_layout() if width is None else share_fixed_layout(width)
+    defaults = {"continuous_update": False, "layout": layout, "style": style, "tooltip": tooltip, **traits}
+    return widgets.Text(str(value), **defaults)
 
 
-def segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons:
+def create_segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons:
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(
         options=options,
-        tooltips=[f"{name}: {words}" for words, _ in options],
-        layout=filling(),
+        tooltips=[f"{name}: {label}" for label, _ in options],
+        layout=share_filling_layout(),
         style=_reuse(widgets.ToggleButtonsStyle, button_width="auto"),
     )
     buttons.add_class("ss-seg")
     return buttons
 
 
-def button(description: str, *classes: str, **traits: Any) -> widgets.Button:
+def create_button(description: str, *classes: str, **traits: Any) -> widgets.Button:
     """Return a button with these CSS classes, on a shared layout unless one is given."""
-    made = widgets.Button(
+    button = widgets.Button(
         description=description,
-        **{"layout": layout(), "style": _reuse(widgets.ButtonStyle), **traits},
+        **{"layout": share_layout(), "style": _reuse(widgets.ButtonStyle), **traits},
     )
     for name in classes:
-        made.add_class(name)
-    return made
+        button.add_class(name)
+    return button

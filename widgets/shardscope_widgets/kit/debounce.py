@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Later:
+class Debounced:
     """A debounced call of ``work``, ``seconds`` after the last request; immediate without an event loop.
 
     A kernel handles messages one at a time: work done for every input event delays the next event.
@@ -17,7 +17,7 @@ class Later:
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Schedule the work, replacing a pending request."""
         if self._timer is not None:
             self._timer.cancel()

@@ -37,14 +37,14 @@ class Fold(widgets.VBox):
     """One collapsible question. :attr:`head` is its header; the stylesheet hides ``body`` while closed."""
 
     def __init__(self, title: str, *body: widgets.Widget, is_open: bool = False) -> None:
-        self.head = FoldHead(title=title, expanded=is_open, layout=controls.layout())
+        self.head = FoldHead(title=title, expanded=is_open, layout=controls.share_layout())
         self.head.add_class("ss-fold-head")
-        self.body = widgets.VBox(list(body), layout=controls.layout())
+        self.body = widgets.VBox(list(body), layout=controls.share_layout())
         self.body.add_class("ss-fold-body")
-        super().__init__([self.head, self.body], layout=controls.layout())
+        super().__init__([self.head, self.body], layout=controls.share_layout())
         self.add_class("ss-fold")
 
-    def follow(self, picker: widgets.Widget) -> None:
+    def follow_picker(self, picker: widgets.Widget) -> None:
         """Show ``picker.answer`` in the header, and open the fold when ``picker.is_wrong`` becomes true."""
         traitlets.dlink((picker, "answer"), (self.head, "answer"))
         if picker.has_trait("is_wrong"):
@@ -62,7 +62,7 @@ class Folds(widgets.VBox):
     def __init__(self, folds: Sequence[Fold]) -> None:
         self.folds = list(folds)
         self._opened = [fold.head for fold in folds if fold.head.expanded]
-        super().__init__(self.folds, layout=controls.layout())
+        super().__init__(self.folds, layout=controls.share_layout())
         self.add_class("ss-folds")
         for fold in folds:
             fold.head.observe(self._keep_few_open, "expanded")

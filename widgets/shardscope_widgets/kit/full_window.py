@@ -14,5 +14,5 @@ class FullWindow(anywidget.AnyWidget):
     _esm = front_end_text("kit/front_end", "full_window.js")
 
     def __init__(self) -> None:
-        super().__init__(layout=controls.layout(flex="0 0 auto"))
+        super().__init__(layout=controls.share_layout(flex="0 0 auto"))
         self.add_class("ss-full-window")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardscope.core.errors import Value, check_number, refuse
 
 LARGE = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
-MOST_TOKENS = 1e18
+MAX_TOKENS = 1e18
 BUDGET = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)(?:\s*tokens?)?", re.IGNORECASE)
 
 
@@ -21,7 +21,7 @@ def keep_units(text: str) -> str:
     return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
-def three(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """Format a number with three significant digits: ``412``, ``41.2``, ``4.12``, ``0.41``, ``0.0041``."""
     for least, digits in ((99.95, 0), (9.995, 1), (0.995, 2)):
         if value >= least:
@@ -29,32 +29,32 @@ def three(value: float) -> str:
     return f"{value:.2g}" if value else "0"
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Format a number with a magnitude suffix: ``7.94k``, ``1.2M``, ``412``."""
     for letter, size in LARGE:
         if value >= 0.9995 * size:
-            return three(value / size) + letter
-    return three(value)
+            return format_three_digits(value / size) + letter
+    return format_three_digits(value)
 
 
-def dollars(value: float) -> str:
+def format_dollars(value: float) -> str:
     """Format a price: ``$0.094``, ``$1.23``, ``$412``, ``$1.20M``."""
     if value >= 0.995 or not value:
-        return f"${short(value)}" if value >= 999_500 else f"${three(value)}"
+        return f"${format_short(value)}" if value >= 999_500 else f"${format_three_digits(value)}"
     # Two significant digits and at least two decimals, for the cents.
     rounded = float(f"{value:.1e}")
     return f"${rounded:.{max(2, 1 - math.floor(math.log10(rounded)))}f}"
 
 
-def duration(days: float) -> str:
+def format_duration(days: float) -> str:
     """Format a duration: ``41.2 minutes``, ``7.94 hours``, ``41.2 days``, ``4.12 years``."""
     for unit, size in (("years", 365.0), ("days", 1.0), ("hours", 1 / 24)):
         if days >= 2 * size:
-            return f"{three(days / size)} {unit}"
-    return f"{three(days * 24 * 60)} minutes"
+            return f"{format_three_digits(days / size)} {unit}"
+    return f"{format_three_digits(days * 24 * 60)} minutes"
 
 
-def typed_tokens(text: str) -> float:
+def parse_tokens(text: str) -> float:
     """Parse a number of tokens as typed by the user: ``15T``, ``300B``, ``1.5e12``. Raises ``ValueError``."""
     cleaned = text.strip().replace(",", "").replace("_", "")
     match = BUDGET.fullmatch(cleaned)
@@ -65,7 +65,7 @@ def typed_tokens(text: str) -> float:
     if match is None or number is None:
         refuse("num_tokens", text, "a number of tokens, as 15T, 300B or 1.5e12", Value("15T"))
     factor = dict(LARGE).get("k" if match[2] in "kK" else match[2].upper(), 1.0) if match[2] else 1.0
-    return check_number("num_tokens", number * factor, low=1, high=MOST_TOKENS)
+    return check_number("num_tokens", number * factor, low=1, high=MAX_TOKENS)
 
 
 class Unit(NamedTuple):
@@ -75,11 +75,11 @@ class Unit(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, num_bytes: float) -> Unit:
+    def for_bytes(cls, num_bytes: float) -> Unit:
         """Return the unit that suits ``num_bytes``."""
         return cls("MiB", 2**20) if 0 < num_bytes < 2**28 else cls("GiB", 2**30)
 
-    def show(self, num_bytes: float) -> str:
+    def format(self, num_bytes: float) -> str:
         """Format ``num_bytes`` in this unit with two decimals."""
         return f"{num_bytes / self.num_bytes:,.2f}"
 
@@ -91,14 +91,14 @@ class Scale(NamedTuple):
     factor: float
 
     @classmethod
-    def of(cls, seconds: float) -> Scale:
+    def for_seconds(cls, seconds: float) -> Scale:
         """Return the unit that suits a step of ``seconds``."""
         for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
             if seconds >= least:
                 return cls(unit, factor)
         return cls("µs", 1e6)
 
-    def show(self, seconds: float) -> str:
+    def format(self, seconds: float) -> str:
         """Format ``seconds`` without the unit: three significant digits, at most two decimals."""
         if not seconds:
             return "0"

@@ -23,7 +23,7 @@ class Column(NamedTuple):
     """Whether the column has no numbers yet; a narrow page hides it."""
 
     @classmethod
-    def of_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
+    def for_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
         """Return the two columns of a pinned plan: its numbers, and the difference from the current plan."""
         hint = f"the plan on screen minus the pinned one ({name.full})"
         return cls(name.short, f"pinned: {name.full}", unpin=index), cls("difference", hint)
@@ -42,34 +42,37 @@ class PartRow(NamedTuple):
     is_total: bool = False
 
 
-def part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) -> str:
+def render_part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) -> str:
     """Return the table as HTML; ``corner`` is the unit of its numbers."""
-    head = "".join(_heading(column) for column in columns)
-    body = "".join(_row(row, columns) for row in rows)
+    head = "".join(_render_heading(column) for column in columns)
+    body = "".join(_render_row(row, columns) for row in rows)
     return (
         "<div class='ss-scroll'><table class='ss-parts' data-roving><thead><tr>"
         f"<th scope='col'>{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _heading(column: Column) -> str:
+def _render_heading(column: Column) -> str:
     hint = f" title='{escape(column.hint, quote=True)}'" if column.hint else ""
     button = ""
     if column.unpin is not None:
-        words = escape(f"{UNPIN} {column.title}", quote=True)
+        label = escape(f"{UNPIN} {column.title}", quote=True)
         button = (
-            f"<button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
-            f"aria-label='{words}'>×</button>"
+            f"<button class='ss-unpin' data-act='unpin {column.unpin}' title='{label}' "
+            f"aria-label='{label}'>×</button>"
         )
     # Keep the button on the line of the last word.
     first, _, last = column.title.rpartition(" ")
-    words = f"{escape(first)} <span class='ss-together'>{escape(last)}{button}</span>"
-    return f"<th scope='col'{_empty(column)}{hint}>{words.strip() if button else escape(column.title)}</th>"
+    label = f"{escape(first)} <span class='ss-together'>{escape(last)}{button}</span>"
+    content = label.strip() if button else escape(column.title)
+    return f"<th scope='col'{_empty_class(column)}{hint}>{content}</th>"
 
 
-def _row(row: PartRow, columns: Sequence[Column]) -> str:
+def _render_row(row: PartRow, columns: Sequence[Column]) -> str:
     pairs = zip(columns, row.cells, strict=True)
-    cells = "".join(_cell(column, *((cell,) if isinstance(cell, str) else cell)) for column, cell in pairs)
+    cells = "".join(
+        _render_cell(column, *((cell,) if isinstance(cell, str) else cell)) for column, cell in pairs
+    )
     total = " ss-total" if row.is_total else ""
     key = escape(row.key, quote=True)
     # The button serves the keyboard and screen readers; a click anywhere in the row does the same.
@@ -81,19 +84,19 @@ def _row(row: PartRow, columns: Sequence[Column]) -> str:
     )
 
 
-def _cell(column: Column, text: str, hint: str = "") -> str:
+def _render_cell(column: Column, text: str, hint: str = "") -> str:
     if not hint:
-        return f"<td{_empty(column)}>{escape(text)}</td>"
+        return f"<td{_empty_class(column)}>{escape(text)}</td>"
     spoken = f"<span class='ss-off-screen'> {escape(hint)}</span>"
-    return f"<td{_empty(column)} title='{escape(hint, quote=True)}'>{escape(text)}{spoken}</td>"
+    return f"<td{_empty_class(column)} title='{escape(hint, quote=True)}'>{escape(text)}{spoken}</td>"
 
 
-def _empty(column: Column) -> str:
+def _empty_class(column: Column) -> str:
     return " class='ss-empty'" if column.is_empty else ""
 
 
-def signed(difference: float, words: str) -> str:
-    """Return ``words``, the size of a ``difference``, with a sign; ``0`` if it rounds to zero."""
-    if not any(digit in words for digit in "123456789"):
+def add_sign(difference: float, amount: str) -> str:
+    """Return ``amount``, the size of a ``difference``, with a sign; ``0`` if it rounds to zero."""
+    if not any(digit in amount for digit in "123456789"):
         return "0"
-    return f"+{words}" if difference > 0 else f"−{words}"
+    return f"+{amount}" if difference > 0 else f"−{amount}"

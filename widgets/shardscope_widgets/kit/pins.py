@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.planner.differences import Difference, differences
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import IgnoredError
-from shardscope_widgets.kit.words import devices, title
+from shardscope_widgets.kit.display_names import describe_devices, format_name
 
 PIN = "Pin for comparison"
 UNPIN = "Unpin"
@@ -42,28 +42,28 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
     names: list[PinName] = []
     for pin in pins:
         name = _name_pin(differences(plan, pin), pin)
-        taken = sum(other.short.partition(" (")[0] == name.short for other in names)
-        names.append(name._replace(short=f"{name.short} ({taken + 1})") if taken else name)
+        num_same = sum(other.short.partition(" (")[0] == name.short for other in names)
+        names.append(name._replace(short=f"{name.short} ({num_same + 1})") if num_same else name)
     return tuple(names)
 
 
-def _name_pin(found: Sequence[Difference], pin: ss.Plan) -> PinName:
-    if not found:
+def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
+    if not changes:
         return PinName(SAME, "the same as the plan on screen")
-    values = [_value_words(difference, pin) for difference in found]
+    values = [_describe_value(difference, pin) for difference in changes]
     more = f", +{len(values) - 1}" if len(values) > 1 else ""
     return PinName(values[0] + more, ", ".join(values))
 
 
-def _value_words(difference: Difference, pin: ss.Plan) -> str:
+def _describe_value(difference: Difference, pin: ss.Plan) -> str:
     """Return the value of the pinned plan: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
     value = difference.after
     if difference.field == "framework":
         return str(value)
     if difference.field == "model":
-        return title(str(value))
+        return format_name(str(value))
     if difference.field == "GPUs":
-        return devices(pin.cluster)
+        return describe_devices(pin.cluster)
     field = SHORT_FIELDS.get(difference.field, difference.field.replace("_", " "))
     if isinstance(value, bool):
         return field if value else f"no {field}"
@@ -93,7 +93,9 @@ class Pins:
         self._on_pin = on_pin or self.toggle
         self._plans: tuple[ss.Plan, ...] = ()
         self._plan: ss.Plan | None = None
-        self.button = controls.button(PIN, "ss-ghost", "ss-small", "ss-pin", layout=controls.layout())
+        self.button = controls.create_button(
+            PIN, "ss-ghost", "ss-small", "ss-pin", layout=controls.share_layout()
+        )
         self.button.on_click(lambda _: None if self._plan is None else self._on_pin(self._plan))
 
     @property
@@ -114,15 +116,15 @@ class Pins:
 
     def toggle(self, plan: ss.Plan) -> None:
         """Pin ``plan``, or unpin it if it is already pinned."""
-        others = tuple(pin for pin in self._plans if pin != plan)
-        self.plans = others if plan in self._plans else (*others, plan)
+        remaining = tuple(pin for pin in self._plans if pin != plan)
+        self.plans = remaining if plan in self._plans else (*remaining, plan)
 
-    def offer(self, plan: ss.Plan) -> None:
+    def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan that the button pins or unpins."""
         self._plan = plan
         self._label_button()
 
-    def press(self, act: str) -> None:
+    def press_button(self, act: str) -> None:
         """Unpin the plan given by a table's ``unpin <index>`` button. Raises ``IgnoredError``."""
         word, _, index = act.partition(" ")
         if word != "unpin" or not index.isdecimal() or int(index) >= len(self._plans):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS = 1.0
 """Seconds without a change after which the picture is redrawn."""
-LONGEST_SECONDS = 15.0
+MAX_SECONDS = 15.0
 """Maximum seconds between redraws of a view that changes all the time, such as a run's."""
 
 # `:has` finds the live widget wherever a front end puts the two outputs. Browsers without it show both.
@@ -69,16 +69,16 @@ class SavedOutput:
         view.add_class(f"ss-live-{self._id}")
         live = widgets.DOMWidget._repr_mimebundle_(view) or {}
         publish_display_data({**live, "text/plain": ""})
-        self._follow(view)
+        self._follow_widget(view)
         self._published = draw_picture(view)
-        publish_display_data(self._bundle(), transient={"display_id": self._display_id})
+        publish_display_data(self._build_bundle(), transient={"display_id": self._display_id})
 
     def close(self) -> None:
         """Stop following the view; the last picture remains."""
         if self._timer is not None:
             self._timer.cancel()
         for widget, name in self._followed.values():
-            widget.unobserve(self._changed, name)
+            widget.unobserve(self._handle_change, name)
         self._followed.clear()
         if self._shell is not None:
             self._shell.events.unregister("post_run_cell", self._publish_changes)
@@ -88,51 +88,51 @@ class SavedOutput:
     def _display_id(self) -> str:
         return f"shardscope-{self._id}"
 
-    def _bundle(self) -> dict[str, str]:
+    def _build_bundle(self) -> dict[str, str]:
         html = f"{HIDING.format(id=self._id)}<div class='ss-static-{self._id}'>{self._published}</div>"
         view = self._view()
         return {"text/html": html, "text/plain": f"<{type(view).__name__}>"}
 
-    def _follow(self, widget: widgets.Widget) -> None:
+    def _follow_widget(self, widget: widgets.Widget) -> None:
         """Observe every change of what the picture shows, including in widgets added later."""
         if widget.comm is None or widget.model_id in self._followed:
             return
         if isinstance(widget, Chart):
-            self._observe(widget, "revision")
+            self._observe_trait(widget, "revision")
         elif isinstance(widget, TEXT_WIDGETS):
-            self._observe(widget, "value")
+            self._observe_trait(widget, "value")
         elif isinstance(widget, widgets.Box):
-            self._observe(widget, "children")
+            self._observe_trait(widget, "children")
         else:
             return
         if not isinstance(widget, Chart) and not controls.is_shared(widget.layout):
-            self._observe(widget.layout, "display")
+            self._observe_trait(widget.layout, "display")
         for child in getattr(widget, "children", ()):
-            self._follow(child)
+            self._follow_widget(child)
 
-    def _observe(self, widget: widgets.Widget, name: str) -> None:
+    def _observe_trait(self, widget: widgets.Widget, name: str) -> None:
         self._followed[widget.model_id] = (widget, name)
-        widget.observe(self._changed, name)
+        widget.observe(self._handle_change, name)
 
-    def _changed(self, change: Any) -> None:
+    def _handle_change(self, change: Any) -> None:
         if change["name"] == "children":
             self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
             for child in change["new"]:
-                self._follow(child)
+                self._follow_widget(child)
         is_first, now = self._changed_since is None, time.monotonic()
         self._changed_since = self._changed_since or now
         # Runs change their views from other threads, but only the event loop's thread may start its timers.
         # Each change restarts the delay.
-        if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
+        if self._loop is not None and (is_first or now - self._changed_since < MAX_SECONDS):
             with contextlib.suppress(RuntimeError):  # The kernel is shutting down.
-                self._loop.call_soon_threadsafe(self._wait)
+                self._loop.call_soon_threadsafe(self._restart_timer)
 
-    def _wait(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._changed_since is None or self._loop is None:
             return
-        left = self._changed_since + LONGEST_SECONDS - time.monotonic()
+        left = self._changed_since + MAX_SECONDS - time.monotonic()
         self._timer = self._loop.call_later(max(0.0, min(PAUSE_SECONDS, left)), self._publish_changes)
 
     def _publish_changes(self, *_: object) -> None:
@@ -145,7 +145,7 @@ class SavedOutput:
         picture = draw_picture(view)
         if picture != self._published:
             self._published = picture
-            bundle = self._bundle()
+            bundle = self._build_bundle()
             publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
             # JupyterLab no longer knows the output after the page was reloaded or the cell was moved.
             for child in view.children:

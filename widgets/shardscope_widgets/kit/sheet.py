@@ -21,11 +21,11 @@ class Sheet(anywidget.AnyWidget):
 
     def __init__(self, *folders: str, measures: bool = False) -> None:
         """Add the ``style.css`` of each of ``folders``, in this order."""
-        own = [front_end_text(folder, "style.css") for folder in folders]
+        folder_styles = [front_end_text(folder, "style.css") for folder in folders]
         # anywidget keeps one style element per id, by default the class's: another sheet would replace this
         # one.
         super().__init__(
-            _css="\n".join([type(self)._css, *own]),
+            _css="\n".join([type(self)._css, *folder_styles]),
             _anywidget_id=".".join(["shardscope.sheet", *folders]),
             measures=measures,
         )

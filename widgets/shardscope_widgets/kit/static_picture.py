@@ -53,7 +53,7 @@ VOID = {"br", "hr", "img", "wbr"}
 
 def draw_picture(view: widgets.Widget) -> str:
     """Return the visible part of ``view`` as self-contained HTML."""
-    parts = "".join(f"<div style='margin:6px 0'>{part}</div>" for part in _parts(view) if part)
+    parts = "".join(f"<div style='margin:6px 0'>{part}</div>" for part in _render_parts(view) if part)
     return f"<div style='{FRAME}'>{parts}</div>"
 
 
@@ -76,25 +76,25 @@ def _is_visible(widget: widgets.DOMWidget) -> bool:
     return widget.layout.display != "none" and not LEFT_OUT & set(widget._dom_classes)
 
 
-def _parts(view: widgets.Widget) -> Iterator[str]:
+def _render_parts(view: widgets.Widget) -> Iterator[str]:
     for widget in find_texts_and_charts(view):
         if isinstance(widget, Chart):
             try:
                 svg = widget.to_svg()
             except Exception:  # Keep the view's text and table whatever its chart contains.
                 svg = ""
-            yield _chart(svg, widget.layout.height) if svg else ""
+            yield _render_chart(svg, widget.layout.height) if svg else ""
         elif isinstance(widget, LogPane):
-            yield _end_of_log(widget.value)
+            yield _render_end_of_log(widget.value)
         else:
-            words = _Rewriter(widget.value).written
-            if re.fullmatch(r"<h2[^>]*>[^<]*</h2>", words):
+            html = _Rewriter(widget.value).written
+            if re.fullmatch(r"<h2[^>]*>[^<]*</h2>", html):
                 continue  # Text that belongs to buttons, which are left out.
             classes = " ".join(name for name in widget._dom_classes if name in CLASS_STYLES)
-            yield f"<div style='{_style('div', classes)}'>{words}</div>" if words and classes else words
+            yield f"<div style='{_join_styles('div', classes)}'>{html}</div>" if html and classes else html
 
 
-def _chart(svg: str, height: int | None) -> str:
+def _render_chart(svg: str, height: int | None) -> str:
     """Return the chart twice: as an ``<svg>`` element and, below it and clipped, as an image.
 
     JupyterLab does not trust notebooks of others: it removes ``<svg>`` and leaves its text. That text then
@@ -110,14 +110,14 @@ def _chart(svg: str, height: int | None) -> str:
     )
 
 
-def _end_of_log(html: str) -> str:
+def _render_end_of_log(html: str) -> str:
     lines = re.sub(r"<[^>]*>", "", html).strip("\n").split("\n")[-LOG_LINES:]
     text = "\n".join(lines)
     return f"<pre style='white-space:pre-wrap;font-size:12px'>{text}</pre>" if text else ""
 
 
-def _style(tag: str, classes: str, own: str = "") -> str:
-    styles = [TAG_STYLES.get(tag, ""), *(CLASS_STYLES.get(name, "") for name in classes.split()), own]
+def _join_styles(tag: str, classes: str, inline: str = "") -> str:
+    styles = [TAG_STYLES.get(tag, ""), *(CLASS_STYLES.get(name, "") for name in classes.split()), inline]
     return ";".join(filter(None, styles))
 
 
@@ -145,12 +145,12 @@ class _Rewriter(HTMLParser):
         return "".join(self._out).strip()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         if tag in VOID or tag == "input":
             if not self._silent and tag == "br":
                 self._out.append("<br>")
             return
-        begin, end = self._element(tag, given)
+        begin, end = self._rewrite_element(tag, attributes)
         # None: left out with its content. Elements inside it are counted only to find its end.
         if begin is None or self._silent:
             self._silent += 1
@@ -162,12 +162,12 @@ class _Rewriter(HTMLParser):
         self._out.append(begin)
         self._open.append((tag, end))
 
-    def _element(self, tag: str, given: dict[str, str]) -> tuple[str | None, str]:
-        classes = given.get("class", "")
+    def _rewrite_element(self, tag: str, attributes: dict[str, str]) -> tuple[str | None, str]:
+        classes = attributes.get("class", "")
         parents = [name for name, _ in self._open]
         names = set(classes.split())
         # Collapsed rows that explain a number are left out.
-        is_closed = tag == "tr" and "hidden" in given
+        is_closed = tag == "tr" and "hidden" in attributes
         if (
             tag in DROPPED
             or is_closed
@@ -189,17 +189,17 @@ class _Rewriter(HTMLParser):
         if in_rows and tag == "p":
             return None, ""  # The formula of a row, which only a live view can expand.
         if in_rows and tag in ("i", "em", "span") and parents[-1:] in (["summary"], ["div"]):
-            own = given.get("style", "")
+            inline = attributes.get("style", "")
             if tag == "i":
-                box = f"display:inline-block;width:12px;height:12px;{own}"
+                box = f"display:inline-block;width:12px;height:12px;{inline}"
                 return f"<td style='padding:2px 8px 2px 0'><span style='{escape(box)}'>", "</span></td>"
             side = "right" if tag == "em" else "left"
             return f"<td style='padding:2px 14px 2px 0;text-align:{side};font-style:normal'>", "</td>"
-        style = _style(tag, classes, given.get("style", ""))
-        kept = {name: value for name, value in given.items() if name in KEPT_ATTRIBUTES}
+        style = _join_styles(tag, classes, attributes.get("style", ""))
+        kept_attributes = {name: value for name, value in attributes.items() if name in KEPT_ATTRIBUTES}
         if style:
-            kept["style"] = style
-        written = "".join(f' {name}="{escape(value)}"' for name, value in kept.items())
+            kept_attributes["style"] = style
+        written = "".join(f' {name}="{escape(value)}"' for name, value in kept_attributes.items())
         return f"<{tag}{written}>", f"</{tag}>"
 
     def handle_endtag(self, tag: str) -> None:

@@ -24,7 +24,7 @@ class Tabs(anywidget.AnyWidget):
     badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(sync=True)
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names=list(names), value=names[0], layout=controls.layout())
+        super().__init__(names=list(names), value=names[0], layout=controls.share_layout())
         self.add_class("ss-tabs")
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
@@ -37,15 +37,15 @@ class Tabs(anywidget.AnyWidget):
             self.error = ""
 
     @traitlets.validate("value")
-    def _known(self, proposal: dict[str, str]) -> str:
+    def _check_tab(self, proposal: dict[str, str]) -> str:
         if proposal["value"] not in self.names:
             raise traitlets.TraitError(f"{proposal['value']!r} is no tab; there are {', '.join(self.names)}")
         return proposal["value"]
 
-    def mark(self, name: str, count: int, words: str, severity: str) -> None:
+    def set_badge(self, name: str, count: int, meaning: str, severity: str) -> None:
         """Show ``count`` next to a tab's name, and its meaning in the tooltip; 0 removes it.
 
         ``severity``, the worst among the counted items, sets the colour.
         """
-        others = {key: value for key, value in self.badges.items() if key != name}
-        self.badges = {**others, name: [str(count), words, severity]} if count else others
+        badges = {key: value for key, value in self.badges.items() if key != name}
+        self.badges = {**badges, name: [str(count), meaning, severity]} if count else badges

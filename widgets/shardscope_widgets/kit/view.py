@@ -23,7 +23,7 @@ class View(widgets.VBox):
             return
         if self._saved is not None:
             self._saved.close()
-        for part in list(_parts(self)):
+        for part in list(_find_own_widgets(self)):
             if part is not self:
                 part.close()
         super().close()
@@ -42,9 +42,9 @@ class View(widgets.VBox):
         return bundle
 
 
-def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
+def _find_own_widgets(view: widgets.Widget) -> Iterator[widgets.Widget]:
     """Yield each widget that belongs to ``view`` alone once, starting with ``view``."""
-    found, waiting = {view.model_id}, [view]
+    seen, waiting = {view.model_id}, [view]
     while waiting:
         widget = waiting.pop()
         yield widget
@@ -54,6 +54,6 @@ def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
                 # Shared widgets are skipped together with their layouts.
                 if not isinstance(part, widgets.Widget) or part.comm is None or controls.is_shared(part):
                     continue
-                if part.model_id not in found:
-                    found.add(part.model_id)
+                if part.model_id not in seen:
+                    seen.add(part.model_id)
                     waiting.append(part)

@@ -13,36 +13,36 @@ from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT
-from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
+from shardscope_widgets.memory.rows import Bar, Mode, ShownMemory, list_bars
 
 GIB = 2**30
 ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
 LEFT_PIXELS, RIGHT_PIXELS = 96, 108
 NUM_ROWS = 3
 """Rows that are always present: they set the minimum height of the chart in both modes."""
-COURSE_LABEL_PIXELS = 14
-COURSE_END = 0.98
-PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
+TIMELINE_LABEL_PIXELS = 14
+TIMELINE_END = 0.98
+PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", TIMELINE_END))
 INK = "#7f8790"
 SMALL = {"size": 12}
-EVERYWHERE, NOWHERE = (0, 1), (0, 0.001)
+FULL_DOMAIN, COLLAPSED_DOMAIN = (0, 1), (0, 0.001)
 """Domains of the subplots, as fractions of the figure."""
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
-MAX_PIN_COURSES = 4
-COURSES = ("rehearsed", "measured", *(f"pin {index}" for index in range(MAX_PIN_COURSES)))
+MAX_PIN_TIMELINES = 4
+TIMELINES = ("rehearsed", "measured", *(f"pin {index}" for index in range(MAX_PIN_TIMELINES)))
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot", "5px 2px 2px 2px")
 DASH_SIGNS = ("– –", "···", "– ·", "— —", "— ·", "–··")
 
 
-def _pattern(name: str) -> dict[str, Any]:
+def _build_pattern(name: str) -> dict[str, Any]:
     pattern = {"shape": COMPONENT_PATTERNS.get(name, ""), "size": 5, "solidity": 0.25}
     # Lines are light on dark colours.
     light = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.75)"}
     return {**pattern, **light} if name == "communication" else pattern
 
 
-def empty_figure(on_component: Callable[[str], None]) -> Chart:
-    """Return the chart with all traces and axes but no data; :func:`draw` fills it repeatedly.
+def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
+    """Return the chart with all traces and axes but no data; :func:`draw_memory` fills it repeatedly.
 
     ``on_component`` receives the name of the component whose bar or area was clicked.
     """
@@ -53,7 +53,7 @@ def empty_figure(on_component: Callable[[str], None]) -> Chart:
             marker={
                 "color": {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name],
                 "line": {"width": 0},
-                "pattern": _pattern(name),
+                "pattern": _build_pattern(name),
             },
             hovertemplate="%{customdata}<extra></extra>",
         )
@@ -82,21 +82,21 @@ def empty_figure(on_component: Callable[[str], None]) -> Chart:
             line={"width": 1.5, "color": INK, "dash": dash},
             hovertemplate="%{customdata} %{y:.3g} GiB<extra></extra>",
         )
-        for name, dash in zip(COURSES, DASHES, strict=True)
+        for name, dash in zip(TIMELINES, DASHES, strict=True)
     ]
-    figure = Chart([*bars, *areas, *lines], layout=_layout())
+    figure = Chart([*bars, *areas, *lines], layout=_build_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     clickable = (*NAMES, *COMPONENTS)
 
-    def press(trace: int, point: int, customdata: object) -> None:
+    def report_click(trace: int, point: int, customdata: object) -> None:
         if trace < len(clickable):
             on_component(clickable[trace])
 
-    figure.on_click(press)
+    figure.on_click(report_click)
     return figure
 
 
-def _layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, Any]:
     return {
         "barmode": "stack",
         "bargap": 0.2,
@@ -149,41 +149,43 @@ def _layout() -> dict[str, Any]:
     }
 
 
-def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
+def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
     """Show a plan's bars, stages or timeline in ``figure``, in one update."""
     rows = list_bars(shown, mode)
     pixels = STAGE_PIXELS if mode == "stages" else ROW_PIXELS
     # The timeline is as high as the bars, so that the content below does not move.
     inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
-    is_course = mode == "step"
+    is_timeline = mode == "step"
     # Of two overlapping subplots the upper one receives all clicks and hovers, so the other is collapsed.
-    bars_domain, course_domain = (NOWHERE, EVERYWHERE) if is_course else (EVERYWHERE, NOWHERE)
+    bars_domain, timeline_domain = (
+        (COLLAPSED_DOMAIN, FULL_DOMAIN) if is_timeline else (FULL_DOMAIN, COLLAPSED_DOMAIN)
+    )
     layout: dict[str, Any] = {
         "xaxis.domain": bars_domain,
         "yaxis.domain": bars_domain,
-        "xaxis2.domain": course_domain,
-        "yaxis2.domain": course_domain,
+        "xaxis2.domain": timeline_domain,
+        "yaxis2.domain": timeline_domain,
         "height": inner + TOP_PIXELS + BOTTOM_PIXELS,
-        "xaxis.visible": not is_course,
-        "yaxis.visible": not is_course,
-        "xaxis2.visible": is_course,
-        "yaxis2.visible": is_course,
+        "xaxis.visible": not is_timeline,
+        "yaxis.visible": not is_timeline,
+        "xaxis2.visible": is_timeline,
+        "yaxis2.visible": is_timeline,
     }
     # Invisible traces stay empty: filling them takes half of a redraw's time.
-    if is_course:
+    if is_timeline:
         hidden: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
-        courses = _other_courses(shown)
-        layout |= _course_layout(shown, courses, inner)
-        figure.redraw([*hidden, *_areas(shown.report), *_lines(courses)], layout)
+        overlays = _list_overlays(shown)
+        layout |= _build_timeline_layout(shown, overlays, inner)
+        figure.redraw([*hidden, *_build_areas(shown.report), *_build_lines(overlays)], layout)
     else:
-        hidden = [{"visible": False}] * (len(COMPONENTS) + len(COURSES))
-        figure.redraw([*_bars(rows), *hidden], {**layout, **_bars_layout(rows, inner)})
+        hidden = [{"visible": False}] * (len(COMPONENTS) + len(TIMELINES))
+        figure.redraw([*_build_bars(rows), *hidden], {**layout, **_build_bars_layout(rows, inner)})
 
 
 # Bars
 
 
-def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
+def _build_bars(rows: list[Bar]) -> list[dict[str, Any]]:
     """Return each component's part of every bar that has data."""
     filled = [row for row in rows if row.components]
     return [
@@ -197,8 +199,8 @@ def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
     ]
 
 
-def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
-    widest = _widest(rows)
+def _build_bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
+    widest = _find_axis_end(rows)
     keys = [row.key for row in rows]
     # Rows keep their height and start at the top if they do not fill the chart.
     height = max(
@@ -211,15 +213,15 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
         "yaxis.categoryarray": keys,
         "yaxis.tickvals": keys,
         "yaxis.ticktext": [wrap_label(row.label) for row in rows],
-        "shapes": _marks(rows),
+        "shapes": _build_capacity_marks(rows),
         "annotations": [
-            *(_total(row, widest) for row in rows),
-            _capacity_label(rows, widest),
+            *(_build_total_label(row, widest) for row in rows),
+            _build_capacity_label(rows, widest),
         ],
     }
 
 
-def _widest(rows: list[Bar]) -> float:
+def _find_axis_end(rows: list[Bar]) -> float:
     """Return the end of the axis in GiB, which covers every bar, band and capacity."""
     ends = [max(row.total * 1.01, row.band[1] * 1.01 if row.band else 0) for row in rows]
     capacities = [row.capacity_bytes * 1.01 for row in rows if row.is_on_gpu]
@@ -228,7 +230,7 @@ def _widest(rows: list[Bar]) -> float:
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
+def _build_capacity_marks(rows: list[Bar]) -> list[dict[str, Any]]:
     """Return each row's capacity and, for bars that have one, the band from minimum to maximum."""
     marks = []
     thick = {"type": "line", "xref": "x", "yref": "y", "line": {"width": 2, "color": INK}}
@@ -241,12 +243,13 @@ def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
             low, high = (value / GIB for value in row.band)
             marks.append({**thin, "x0": low, "x1": high, "y0": index, "y1": index})
             marks += [
-                {**thin, "x0": at, "x1": at, "y0": index - 0.14, "y1": index + 0.14} for at in (low, high)
+                {**thin, "x0": end_, "x1": end_, "y0": index - 0.14, "y1": index + 0.14}
+                for end_ in (low, high)
             ]
     return marks
 
 
-def _total(row: Bar, widest: float) -> dict[str, Any]:
+def _build_total_label(row: Bar, widest: float) -> dict[str, Any]:
     """Return the bar's bytes for the right margin or, for an empty bar, why it is empty."""
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
@@ -276,7 +279,7 @@ def _total(row: Bar, widest: float) -> dict[str, Any]:
     }
 
 
-def _capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
+def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
     """Return the label of the GPU's capacity mark, below all rows so that no bar crosses it."""
     capacity = rows[0].capacity_bytes / GIB
     where = "" if all(row.is_on_gpu for row in rows) else " on each GPU"
@@ -291,90 +294,102 @@ def _capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
 # The timeline of one step
 
 
-class _Course(NamedTuple):
+class _Timeline(NamedTuple):
     """A line drawn over the areas."""
 
     name: str
-    """One of :data:`COURSES`."""
+    """One of :data:`TIMELINES`."""
     label: str
     title: str
     report: MemoryReport
 
 
-def _other_courses(shown: Shown) -> list[_Course]:
-    tiers = [_Course(tier, tier, tier, shown.reports[tier]) for tier in COURSES if tier in shown.reports]
+def _list_overlays(shown: ShownMemory) -> list[_Timeline]:
+    tiers = [_Timeline(tier, tier, tier, shown.reports[tier]) for tier in TIMELINES if tier in shown.reports]
     pins = [
-        _Course(f"pin {index}", pin.name.short, f"pinned: {pin.name.full}", pin.report)
-        for index, pin in enumerate(shown.pins[:MAX_PIN_COURSES])
+        _Timeline(f"pin {index}", pin.name.short, f"pinned: {pin.name.full}", pin.report)
+        for index, pin in enumerate(shown.pins[:MAX_PIN_TIMELINES])
     ]
     return [*tiers, *pins]
 
 
-def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:
+def _read_timeline(report: MemoryReport) -> tuple[list[float], list[Any]]:
     """Return fractions of a step and the components at each; a step ends as it began."""
-    moments = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
-    if not moments:
+    phases = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
+    if not phases:
         return [], []
-    rest = next((m for m in moments if m.phase == "rest"), moments[0])
-    return [*(m.fraction for m in moments), 1.0], [*(m.components for m in moments), rest.components]
+    rest = next((m for m in phases if m.phase == "rest"), phases[0])
+    return [*(m.fraction for m in phases), 1.0], [*(m.components for m in phases), rest.components]
 
 
-def _heights(report: MemoryReport) -> list[float]:
-    return [sum(components.values()) / GIB for components in _course(report)[1]]
+def _sum_components(report: MemoryReport) -> list[float]:
+    return [sum(components.values()) / GIB for components in _read_timeline(report)[1]]
 
 
-def _areas(report: MemoryReport) -> list[dict[str, Any]]:
+def _build_areas(report: MemoryReport) -> list[dict[str, Any]]:
     """Return the prediction's components over one step."""
-    times, course = _course(report)
+    times, components_by_time = _read_timeline(report)
     return [
-        {"visible": True, "x": times, "y": [components[name] / GIB for components in course]}
+        {"visible": True, "x": times, "y": [components[name] / GIB for components in components_by_time]}
         for name in COMPONENTS
     ]
 
 
-def _lines(courses: Sequence[_Course]) -> list[dict[str, Any]]:
+def _build_lines(timelines: Sequence[_Timeline]) -> list[dict[str, Any]]:
     lines = []
-    by_name = {course.name: course for course in courses}
-    for name in COURSES:
-        course = by_name.get(name)
-        if course is None:
+    by_name = {timeline.name: timeline for timeline in timelines}
+    for name in TIMELINES:
+        timeline = by_name.get(name)
+        if timeline is None:
             lines.append({"visible": False, "x": [], "y": [], "customdata": []})
         else:
-            heights = _heights(course.report)
-            titles = [escape(course.title)] * len(heights)
-            times = _course(course.report)[0]
+            heights = _sum_components(timeline.report)
+            titles = [escape(timeline.title)] * len(heights)
+            times = _read_timeline(timeline.report)[0]
             lines.append({"visible": True, "x": times, "y": heights, "customdata": titles})
     return lines
 
 
-def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) -> dict[str, Any]:
+def _build_timeline_layout(
+    shown: ShownMemory, overlays: Sequence[_Timeline], inner_pixels: int
+) -> dict[str, Any]:
     report = shown.report
     capacity = report.usable_bytes / GIB
-    highest = max(capacity, *_heights(report), *(max(_heights(one.report), default=0) for one in courses))
+    highest = max(
+        capacity,
+        *_sum_components(report),
+        *(max(_sum_components(overlay.report), default=0) for overlay in overlays),
+    )
     # Room for the peak's label above the highest line.
     top = highest * inner_pixels / (inner_pixels - 18)
     pixels = inner_pixels / top
     labels = [(capacity, f"{gib(capacity * GIB)} GiB usable", "")]
-    for one in courses:
-        sign = DASH_SIGNS[COURSES.index(one.name)]
-        label = one.label if len(one.label) < LABEL_CHARACTERS else one.label[: LABEL_CHARACTERS - 2] + "…"
-        labels.append((max(_heights(one.report), default=0), f"{sign} {escape(label)}", one.title))
+    for overlay in overlays:
+        sign = DASH_SIGNS[TIMELINES.index(overlay.name)]
+        label = (
+            overlay.label
+            if len(overlay.label) < LABEL_CHARACTERS
+            else overlay.label[: LABEL_CHARACTERS - 2] + "…"
+        )
+        labels.append(
+            (max(_sum_components(overlay.report), default=0), f"{sign} {escape(label)}", overlay.title)
+        )
     return {
         "yaxis2.range": [0, top],
-        "shapes": [_capacity_across(capacity), *_phase_lines()],
-        "annotations": [_peak_label(report, pixels), *_margin_labels(labels, pixels, top)],
+        "shapes": [_build_capacity_line(capacity), *_build_phase_lines()],
+        "annotations": [_build_peak_label(report, pixels), *_place_margin_labels(labels, pixels, top)],
     }
 
 
-def _margin_labels(
+def _place_margin_labels(
     labels: Sequence[tuple[float, str, str]], pixels: float, top: float
 ) -> list[dict[str, Any]]:
     """Return labels for the right margin at their heights in GiB, moved apart where they would overlap."""
     placed = []
-    ceiling = top * pixels - COURSE_LABEL_PIXELS / 2
+    ceiling = top * pixels - TIMELINE_LABEL_PIXELS / 2
     for height, text, hint in sorted(labels, reverse=True):
         at = min(height * pixels, ceiling)
-        ceiling = at - COURSE_LABEL_PIXELS
+        ceiling = at - TIMELINE_LABEL_PIXELS
         placed.append({
             "x": 1, "xref": "paper", "xanchor": "left", "xshift": 4, "y": at / pixels, "yref": "y2",
             "text": text, "hovertext": hint, "showarrow": False, "font": SMALL,
@@ -382,7 +397,7 @@ def _margin_labels(
     return placed
 
 
-def _peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
+def _build_peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
     """Return the label at the peak, placed above the capacity line if it would overlap that."""
     peak = report.worst_stage.peak
     height, capacity = peak.total / GIB, report.usable_bytes / GIB
@@ -396,7 +411,7 @@ def _peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _capacity_across(capacity: float) -> dict[str, Any]:
+def _build_capacity_line(capacity: float) -> dict[str, Any]:
     line = {"width": 1, "color": INK, "dash": "dot"}
     return {
         "type": "line", "xref": "x2 domain", "yref": "y2", "x0": 0, "x1": 1, "y0": capacity, "y1": capacity,
@@ -404,7 +419,7 @@ def _capacity_across(capacity: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _phase_lines() -> list[dict[str, Any]]:
+def _build_phase_lines() -> list[dict[str, Any]]:
     line = {"width": 1, "color": INK}
     return [
         {

@@ -15,17 +15,17 @@ Result = Fit | Exception | None
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Request:
     plan: ss.Plan
-    on_found: Callable[[Result], None]
+    on_result: Callable[[Result], None]
     loop: asyncio.AbstractEventLoop | None
     """The kernel's event loop, on which inputs may be set; None in a script."""
 
-    def answer(self, found: Result) -> None:
+    def deliver(self, result: Result) -> None:
         if self.loop is None:
-            self.on_found(found)
+            self.on_result(result)
         else:
-            self.loop.call_soon_threadsafe(self.on_found, found)
+            self.loop.call_soon_threadsafe(self.on_result, result)
 
 
 class FitSearch:
@@ -33,42 +33,42 @@ class FitSearch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._questions: list[_Question] = []
+        self._requests: list[_Request] = []
         self._known: tuple[ss.Plan, Result] | None = None
         self.is_searching = False
 
-    def ask(self, plan: ss.Plan, on_found: Callable[[Result], None]) -> None:
-        """Call ``on_found`` with what makes ``plan`` fit, unless another plan is requested meanwhile."""
+    def request(self, plan: ss.Plan, on_result: Callable[[Result], None]) -> None:
+        """Call ``on_result`` with what makes ``plan`` fit, unless another plan is requested meanwhile."""
         with self._lock:
             known = self._known
             if known is None or known[0] != plan:
                 known = None
-                self._questions.append(_Question(plan, on_found, _running_loop()))
+                self._requests.append(_Request(plan, on_result, _running_loop()))
                 starts, self.is_searching = not self.is_searching, True
         if known is not None:
-            on_found(known[1])
+            on_result(known[1])
         elif starts:
-            threading.Thread(target=self._search, daemon=True, name="shardscope-make-it-fit").start()
+            threading.Thread(target=self._run_searches, daemon=True, name="shardscope-make-it-fit").start()
 
-    def _search(self) -> None:
+    def _run_searches(self) -> None:
         while True:
             with self._lock:
-                if not self._questions:
+                if not self._requests:
                     self.is_searching = False
                     return
-                plan = self._questions[-1].plan
-            found: Result
+                plan = self._requests[-1].plan
+            result: Result
             try:
-                found = make_it_fit(plan)
+                result = make_it_fit(plan)
             except Exception as error:  # An exception raised in a thread would not be shown.
-                found = error
+                result = error
             with self._lock:
-                self._known = (plan, found)
-                asked = [one for one in self._questions if one.plan == plan]
-                later = self._questions.index(asked[-1]) + 1
-                self._questions = [one for one in self._questions[later:] if one.plan != plan]
-            for question in asked:
-                question.answer(found)
+                self._known = (plan, result)
+                finished = [entry for entry in self._requests if entry.plan == plan]
+                later = self._requests.index(finished[-1]) + 1
+                self._requests = [entry for entry in self._requests[later:] if entry.plan != plan]
+            for request in finished:
+                request.deliver(result)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -9,7 +9,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.rehearsal.extent import estimate_seconds
-from shardscope_widgets.kit.background_work import Progress, WorkPanel, about
+from shardscope_widgets.kit.background_work import Progress, WorkPanel, describe_duration
 
 TIMEOUT_SECONDS = 600.0
 LABEL = "Check memory without GPUs"
@@ -27,36 +27,41 @@ class RehearsePanel(WorkPanel):
         self._plan: ss.Plan | None = None
         self._pace = 1.0
         """Ratio of the last rehearsal's duration to its expected duration."""
-        super().__init__(LABEL, "", self._rehearse)
+        super().__init__(LABEL, "", self._start_rehearsal)
         self.children = [self.button]
         self.status = widgets.HBox([self.progress, self.words, self.cancel], layout=widgets.Layout())
         self.status.add_class("ss-status-line")
         # ss.Plan has no such method if the rehearsal's dependencies are not installed.
         self.layout.display = "" if hasattr(ss.Plan, "rehearse") else "none"
 
-    def offer(self, plan: ss.Plan) -> None:
+    def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to check, and show the expected duration in the tooltip."""
         changed, self._plan = plan != self._plan, plan
         self.button.tooltip = (
             "Run the framework's own code at true sizes, without a GPU and without the memory: "
-            f"{about(self._expected(plan))} on an idle machine"
+            f"{describe_duration(self._estimate_seconds(plan))} on an idle machine"
         )
         if changed and not self.is_busy:
             self.words.value = ""
 
-    def _expected(self, plan: ss.Plan) -> float:
+    def _estimate_seconds(self, plan: ss.Plan) -> float:
         return estimate_seconds(plan) * self._pace
 
-    def _rehearse(self) -> None:
+    def _start_rehearsal(self) -> None:
         plan = self._plan
         if plan is None:
             return
 
-        def work(progress: Progress) -> MemoryReport:
+        def rehearse(progress: Progress) -> MemoryReport:
             return plan.rehearse(progress=progress, timeout=TIMEOUT_SECONDS)
 
-        def done(_: MemoryReport, seconds: float) -> str:
+        def describe_result(_: MemoryReport, seconds: float) -> str:
             self._pace = seconds / estimate_seconds(plan)
             return ""  # The new row of the chart shows the result.
 
-        self.start(work, lambda report: self._on_report(plan, report), done, self._expected(plan))
+        self.start(
+            rehearse,
+            lambda report: self._on_report(plan, report),
+            describe_result,
+            self._estimate_seconds(plan),
+        )

@@ -17,7 +17,7 @@ from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.savings import changed_fields, find_savings
 from shardscope.planner.verdict import assess
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 
 MAX_CHIPS = 3
@@ -55,63 +55,63 @@ class RepairsPanel(widgets.VBox):
         self._chips = [self._make_chip(index) for index in range(MAX_CHIPS)]
         self._repairs: list[Repair] = []
         self._fit: Fit | None = None
-        self._asked: tuple[ss.Plan, MemoryReport] | None = None
-        self._offered: ss.Plan | None = None
-        self._pause = Later(self._offer_asked, PAUSE_SECONDS)
-        self.make_it_fit = controls.button(
+        self._requested: tuple[ss.Plan, MemoryReport] | None = None
+        self._shown_plan: ss.Plan | None = None
+        self._pause = Debounced(self._show_requested, PAUSE_SECONDS)
+        self.make_it_fit = controls.create_button(
             "Make it fit", "ss-button", "ss-make-it-fit", layout=widgets.Layout()
         )
-        self.make_it_fit.on_click(lambda _: self._make_it_fit())
-        self.fit_words = controls.html()
+        self.make_it_fit.on_click(lambda _: self._apply_fit())
+        self.fit_words = controls.create_html()
         self._first_row = widgets.Box([self.make_it_fit, self.fit_words], layout=widgets.Layout())
         self._first_row.add_class("ss-fit")
-        self.words = controls.html("", "ss-hint")
-        self.buttons = widgets.Box(layout=controls.layout())
+        self.words = controls.create_html("", "ss-hint")
+        self.buttons = widgets.Box(layout=controls.share_layout())
         self._second_row = widgets.Box([self.words, self.buttons], layout=widgets.Layout())
         self.buttons.add_class("ss-chips")
         self._second_row.add_class("ss-room")
-        super().__init__([self._first_row, self._second_row], layout=controls.layout())
+        super().__init__([self._first_row, self._second_row], layout=controls.share_layout())
         self.add_class("ss-repairs")
-        self._show("")
+        self._show_chips("")
 
-    def offer_soon(self, plan: ss.Plan, report: MemoryReport) -> None:
+    def show_repairs_later(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Offer changes of ``plan`` once the user pauses; remove those of another plan immediately."""
-        if plan == self._offered:
+        if plan == self._shown_plan:
             return
-        self._asked = (plan, report)
-        if self._offered is not None:
-            self._offered, self._repairs, self._fit = None, [], None
-            self._freeze(True)
-        self._pause.ask()
+        self._requested = (plan, report)
+        if self._shown_plan is not None:
+            self._shown_plan, self._repairs, self._fit = None, [], None
+            self._disable_buttons(True)
+        self._pause.request()
 
-    def _offer_asked(self) -> None:
-        if self._asked is not None:
-            self.offer(*self._asked)
+    def _show_requested(self) -> None:
+        if self._requested is not None:
+            self.show_repairs(*self._requested)
 
-    def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
+    def show_repairs(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Show the changes that make ``plan`` fit, or that free memory in it."""
-        self._offered = plan
+        self._shown_plan = plan
         if fits(plan, report):
             self._fit, self._repairs = None, find_savings(plan, report)
-            self._show("Make room:" if self._repairs else "")
+            self._show_chips("Make room:" if self._repairs else "")
         else:
             self._fit = None
-            enough = [one for one in plan.repairs() if fits(one.plan, one.plan.memory())]
-            enough.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(changed_fields(plan, one.plan)))
-            self._repairs = enough[:MAX_CHIPS]
+            fitting = [repair for repair in plan.repairs() if fits(repair.plan, repair.plan.memory())]
+            fitting.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(changed_fields(plan, one.plan)))
+            self._repairs = fitting[:MAX_CHIPS]
             self.fit_words.value = "Looking for the cheapest changes that make it fit …"
-            self._show("Or one change:" if self._repairs else "", is_short=True)
-            self.fit_search.ask(plan, lambda found: self._show_fit(plan, found))
+            self._show_chips("Or one change:" if self._repairs else "", is_short=True)
+            self.fit_search.request(plan, lambda found: self._show_fit(plan, found))
         for chip, repair in zip(self._chips, self._repairs, strict=False):
-            chip.description = chip.tooltip = chip_words(plan, repair)
-        self._freeze(False)
+            chip.description = chip.tooltip = describe_repair(plan, repair)
+        self._disable_buttons(False)
 
-    def _make_it_fit(self) -> None:
-        if self._fit is not None and self._offered is not None:
-            self._on_fit(self._offered, self._fit)
+    def _apply_fit(self) -> None:
+        if self._fit is not None and self._shown_plan is not None:
+            self._on_fit(self._shown_plan, self._fit)
 
     def _show_fit(self, plan: ss.Plan, fit: Result) -> None:
-        if plan != self._offered:  # The user has switched to another plan meanwhile.
+        if plan != self._shown_plan:  # The user has switched to another plan meanwhile.
             return
         if isinstance(fit, Exception):
             self.fit_words.value = escape(str(fit) or type(fit).__name__)
@@ -121,11 +121,11 @@ class RepairsPanel(widgets.VBox):
         self.fit_words.value = (
             "Nothing that can be changed makes it fit: use more GPUs or a smaller model."
             if fit is None
-            else escape(fit_words(plan, fit))
+            else escape(describe_fit(plan, fit))
         )
 
-    def _show(self, words: str, is_short: bool = False) -> None:
-        self.words.value = words
+    def _show_chips(self, heading: str, is_short: bool = False) -> None:
+        self.words.value = heading
         self._first_row.layout.display = "" if is_short else "none"
         self.make_it_fit.layout.display = "" if self._fit is not None else "none"
         chips = self._chips[: len(self._repairs)]
@@ -134,36 +134,36 @@ class RepairsPanel(widgets.VBox):
 
     def close(self) -> None:
         """Close the chips too: hidden chips are not children."""
-        self._offered = None  # A search that finishes later shows nothing.
+        self._shown_plan = None  # A search that finishes later shows nothing.
         for chip in self._chips:
             chip.close()
         super().close()
 
-    def _freeze(self, frozen: bool) -> None:
+    def _disable_buttons(self, frozen: bool) -> None:
         for button in (self.make_it_fit, *self._chips):
             button.disabled = frozen
 
     def _make_chip(self, index: int) -> widgets.Button:
-        chip = controls.button("", "ss-chip")
-        chip.on_click(lambda _: self._apply(index))
+        chip = controls.create_button("", "ss-chip")
+        chip.on_click(lambda _: self._apply_repair(index))
         return chip
 
-    def _apply(self, index: int) -> None:
+    def _apply_repair(self, index: int) -> None:
         # The second of two quick clicks may arrive when fewer changes are offered.
         if index < len(self._repairs):
             self._on_apply(self._repairs[index].plan)
 
 
-def chip_words(plan: ss.Plan, repair: Repair) -> str:
+def describe_repair(plan: ss.Plan, repair: Repair) -> str:
     """Return ``Recompute selectively: −14.8 GiB, 3 % slower``."""
-    short = shortages(plan, plan.memory())
-    where = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} on a node"
-    cost = cost_words(repair.seconds_lost, predict_seconds(plan))
+    shortage = shortages(plan, plan.memory())
+    where = "" if not shortage or shortage[0].name == "GPU memory" else f" of {shortage[0].name} on a node"
+    cost = describe_cost(repair.seconds_lost, predict_seconds(plan))
     change = SHORT_CHANGES.get(repair.change, repair.change)
     return f"{change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
 
 
-def cost_words(seconds_lost: float, seconds: float) -> str:
+def describe_cost(seconds_lost: float, seconds: float) -> str:
     """Return ``3 % slower``, ``1.4x slower``, ``as fast``, ``2 % faster`` or ``time not known``."""
     if math.isnan(seconds_lost) or math.isnan(seconds):
         return "time not known"
@@ -177,11 +177,11 @@ def cost_words(seconds_lost: float, seconds: float) -> str:
     return f"{share:.0%} {'slower' if ratio > 1 else 'faster'}".replace("%", " %")
 
 
-def fit_words(plan: ss.Plan, fit: Fit) -> str:
+def describe_fit(plan: ss.Plan, fit: Fit) -> str:
     """Return ``Tensor parallel 8, recompute full: fits, 61.2 of 79.1 GiB, about 1.4x slower``."""
     report = fit.plan.memory()
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
-    cost = cost_words(fit.seconds_lost, predict_seconds(plan))
+    cost = describe_cost(fit.seconds_lost, predict_seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
     changes = ", ".join(fit.changes)
     state = assess(fit.plan, report).state

@@ -16,7 +16,7 @@ from shardscope_widgets.kit.pins import PinName, name_pins
 Mode = Literal["peak", "step", "stages"]
 MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
-WAITING = {"rehearsed": "not checked yet", "measured": "no run of this plan yet"}
+EMPTY_NOTES = {"rehearsed": "not checked yet", "measured": "no run of this plan yet"}
 TOOLTIP_CHARACTERS = 72
 
 
@@ -53,7 +53,7 @@ class Pin(NamedTuple):
     """Its memory prediction."""
 
 
-class Shown(NamedTuple):
+class ShownMemory(NamedTuple):
     """The current plan, its reports by tier, and the pinned plans."""
 
     plan: ss.Plan
@@ -73,46 +73,48 @@ def pin_plans(pins: tuple[ss.Plan, ...], plan: ss.Plan) -> tuple[Pin, ...]:
     return tuple(Pin(name, pin, pin.memory()) for name, pin in named)
 
 
-def list_bars(shown: Shown, mode: Mode = "peak") -> list[Bar]:
+def list_bars(shown: ShownMemory, mode: Mode = "peak") -> list[Bar]:
     """Return every row from top to bottom: GPUs first, then host memory and NVMe."""
-    rows = _stage_bars(shown) if mode == "stages" else [*_tier_bars(shown), *_pin_bars(shown)]
-    return [*rows, *_offload_bars(shown)]
+    rows = (
+        _build_stage_bars(shown) if mode == "stages" else [*_build_tier_bars(shown), *_build_pin_bars(shown)]
+    )
+    return [*rows, *_build_offload_bars(shown)]
 
 
-def _tier_bars(shown: Shown) -> list[Bar]:
+def _build_tier_bars(shown: ShownMemory) -> list[Bar]:
     """Return the worst rank in each tier; a tier without a report keeps its row."""
     rows = []
     for tier in TIERS:
         report = shown.reports.get(tier)
         if report is None:
-            rows.append(Bar(tier, tier, {}, shown.report.usable_bytes, note=WAITING[tier]))
+            rows.append(Bar(tier, tier, {}, shown.report.usable_bytes, note=EMPTY_NOTES[tier]))
         else:
             band = (report.low_bytes, report.high_bytes) if tier == "predicted" else None
-            rows.append(_bar(tier, tier, tier, report.worst_stage, report, band))
+            rows.append(_build_bar(tier, tier, tier, report.worst_stage, report, band))
     return rows
 
 
-def _pin_bars(shown: Shown) -> list[Bar]:
+def _build_pin_bars(shown: ShownMemory) -> list[Bar]:
     rows = []
     for index, pin in enumerate(shown.pins):
         title = f"pinned, predicted: {pin.name.full}"
-        rows.append(_bar(f"pin {index}", pin.name.short, title, pin.report.worst_stage, pin.report))
+        rows.append(_build_bar(f"pin {index}", pin.name.short, title, pin.report.worst_stage, pin.report))
     return rows
 
 
-def _stage_bars(shown: Shown) -> list[Bar]:
+def _build_stage_bars(shown: ShownMemory) -> list[Bar]:
     """Return the prediction of every pipeline stage, with the band at the worst one."""
     report = shown.report
     rows = []
-    for stage in chosen_stages(report):
+    for stage in choose_stages(report):
         label = f"stage {stage.stage}"
         is_worst = stage.stage == report.worst_stage.stage
         band = (report.low_bytes, report.high_bytes) if is_worst else None
-        rows.append(_bar(label, label, f"{label}, predicted", stage, report, band))
+        rows.append(_build_bar(label, label, f"{label}, predicted", stage, report, band))
     return rows
 
 
-def chosen_stages(report: MemoryReport) -> list[StageMemory]:
+def choose_stages(report: MemoryReport) -> list[StageMemory]:
     """Return all stages, or if there are many, evenly spaced ones with the first, the last and the worst."""
     stages = list(report.by_stage)
     if len(stages) <= MAX_STAGES:
@@ -122,7 +124,7 @@ def chosen_stages(report: MemoryReport) -> list[StageMemory]:
     return [stages[index] for index in sorted(chosen)]
 
 
-def _bar(
+def _build_bar(
     key: str,
     label: str,
     title: str,
@@ -144,7 +146,7 @@ def _bar(
     return Bar(key, label, stage.components, report.usable_bytes, explain, band if has_band else None)
 
 
-def _offload_bars(shown: Shown) -> list[Bar]:
+def _build_offload_bars(shown: ShownMemory) -> list[Bar]:
     """Return a rank's host memory and NVMe next to its share of the node's capacity."""
     rows = []
     for place in beside_the_card(shown.plan, shown.report):

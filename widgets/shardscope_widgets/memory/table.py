@@ -8,49 +8,49 @@ from html import escape
 from shardscope.core.number_format import gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.planner.capacity import beside_the_card
-from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
+from shardscope_widgets.kit.display_names import count_devices
+from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import (
     BESIDE_COLOURS,
     COMPONENT_COLOURS,
     COMPONENT_PATTERNS,
     PATTERN_CLASSES,
 )
-from shardscope_widgets.kit.words import device_count
-from shardscope_widgets.memory.rows import TIERS, Mode, Shown, chosen_stages
+from shardscope_widgets.memory.rows import TIERS, Mode, ShownMemory, choose_stages
 
 TOTAL = "total"
 OUTSIDE = {"host memory": "host", "NVMe": "nvme"}
 """Rows of memory outside the GPU, by display name."""
 
 
-def caption(shown: Shown, mode: Mode = "peak") -> str:
+def write_caption(shown: ShownMemory, mode: Mode = "peak") -> str:
     """Return the caption of the chart: the ranks, the phase, the usable memory and the likely range."""
     plan, report = shown.plan, shown.report
     sharers = plan.cluster.gpus_per_node if plan.cluster.gpu.memory_is_shared else 1
     parts = [
-        _ranks(shown, mode),
-        f"peak {_phase(report)}",
-        f"{gib(report.usable_bytes)} GiB usable of {_round(plan.cluster.gpu.memory_bytes / sharers)}",
-        f"likely {_round(report.low_bytes)} to {_round(report.high_bytes)} GiB",
-        *_outside(shown),
+        _describe_ranks(shown, mode),
+        f"peak {_describe_phase(report)}",
+        f"{gib(report.usable_bytes)} GiB usable of {_round_gib(plan.cluster.gpu.memory_bytes / sharers)}",
+        f"likely {_round_gib(report.low_bytes)} to {_round_gib(report.high_bytes)} GiB",
+        *_describe_outside_memory(shown),
     ]
     return escape(" · ".join(parts))
 
 
-def _ranks(shown: Shown, mode: Mode) -> str:
+def _describe_ranks(shown: ShownMemory, mode: Mode) -> str:
     plan, report = shown.plan, shown.report
     num_stages = len(report.by_stage)
     if num_stages == 1:
-        devices = device_count(plan.cluster)
+        devices = count_devices(plan.cluster)
         return f"the same on all {devices}" if plan.world_size > 1 else f"on one {devices.partition(' ')[2]}"
     ranks = f"{plan.world_size // plan.degrees.pp:,} ranks each"
-    num_shown = len(chosen_stages(report))
+    num_shown = len(choose_stages(report))
     if mode == "stages" and num_shown < num_stages:
         return f"{num_shown} of {num_stages} pipeline stages shown, {ranks}"
     return f"stage {report.worst_stage.stage}, the fullest of {num_stages}, {ranks}"
 
 
-def _phase(report: MemoryReport) -> str:
+def _describe_phase(report: MemoryReport) -> str:
     early = report.worst_stage.peak.fraction < 0.5
     return {
         "backward": f"at the {'start' if early else 'end'} of backward",
@@ -61,13 +61,13 @@ def _phase(report: MemoryReport) -> str:
     }[report.peak_phase]
 
 
-def _round(num_bytes: float) -> str:
+def _round_gib(num_bytes: float) -> str:
     """Return GiB without decimals that would overstate the precision: ``52``, ``7.4``, ``80.0``."""
     value = num_bytes / 2**30
     return gib(num_bytes) if value < 9.5 or value == round(value) else f"{value:,.0f}"
 
 
-def _outside(shown: Shown) -> list[str]:
+def _describe_outside_memory(shown: ShownMemory) -> list[str]:
     """Return the memory that the plan uses outside the GPU, and the node's capacity of it."""
     parts = []
     for place in beside_the_card(shown.plan, shown.report):
@@ -77,28 +77,30 @@ def _outside(shown: Shown) -> list[str]:
             if place.room_bytes is None
             else f"{needed} of {gib(place.room_bytes)} GiB on each node"
         )
-        each = f", {gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
-        parts.append(f"{place.name}: {amount}{each}")
+        per_rank = f", {gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
+        parts.append(f"{place.name}: {amount}{per_rank}")
     return parts
 
 
-def component_table(shown: Shown) -> str:
+def render_component_table(shown: ShownMemory) -> str:
     """Return the table: one row per component, largest first; a row expands to its formula and source."""
-    columns = [_tier_column(shown, tier) for tier in TIERS]
+    columns = [_build_tier_column(shown, tier) for tier in TIERS]
     for index, pin in enumerate(shown.pins):
-        columns += Column.of_pin(index, pin.name)
+        columns += Column.for_pin(index, pin.name)
     reports = [*shown.reports.values(), *(pin.report for pin in shown.pins)]
-    names = [name for name in (*COMPONENTS, "other") if any(name in one.components for one in reports)]
+    names = [name for name in (*COMPONENTS, "other") if any(name in report.components for report in reports)]
     names.sort(key=lambda name: -max(shown.report.components.get(name, 0), 0))
-    rows = [_component_row(shown, name) for name in names]
-    rows += [_outside_row(shown, place_name, len(columns)) for place_name in _places(shown)]
-    rows.append(_total_row(shown))
+    rows = [_build_component_row(shown, name) for name in names]
+    rows += [
+        _build_outside_row(shown, place_name, len(columns)) for place_name in _list_outside_memory(shown)
+    ]
+    rows.append(_build_total_row(shown))
     stage = shown.report.worst_stage.stage
     corner = "GiB, at the peak" + (f" of stage {stage}" if len(shown.report.by_stage) > 1 else "")
-    return part_table(corner, columns, rows)
+    return render_part_table(corner, columns, rows)
 
 
-def _tier_column(shown: Shown, tier: str) -> Column:
+def _build_tier_column(shown: ShownMemory, tier: str) -> Column:
     report = shown.reports.get(tier)
     hint = {
         "predicted": "from formulas",
@@ -108,69 +110,74 @@ def _tier_column(shown: Shown, tier: str) -> Column:
     return Column(tier, hint if report else "", is_empty=report is None)
 
 
-def _component_row(shown: Shown, name: str) -> PartRow:
-    cells = [_tier_cell(shown.reports.get(tier), name) for tier in TIERS]
-    here = shown.report.components.get(name, 0)
+def _build_component_row(shown: ShownMemory, name: str) -> PartRow:
+    cells = [_format_tier_cell(shown.reports.get(tier), name) for tier in TIERS]
+    current = shown.report.components.get(name, 0)
     for pin in shown.pins:
-        there = pin.report.components.get(name, 0)
-        cells += [_amount(there), signed(here - there, _amount(abs(here - there)))]
-    return PartRow(name, name.replace("_", " "), cells, _why(shown, name), swatch(name))
+        pinned = pin.report.components.get(name, 0)
+        cells += [_format_amount(pinned), add_sign(current - pinned, _format_amount(abs(current - pinned)))]
+    return PartRow(name, name.replace("_", " "), cells, _render_explanation(shown, name), render_swatch(name))
 
 
-def _total_row(shown: Shown) -> PartRow:
+def _build_total_row(shown: ShownMemory) -> PartRow:
     report = shown.report
-    cells = [_total_cell(shown.reports.get(tier)) for tier in TIERS]
+    cells = [_format_total_cell(shown.reports.get(tier)) for tier in TIERS]
     for pin in shown.pins:
         difference = report.peak_bytes - pin.report.peak_bytes
-        cells += [_amount(pin.report.peak_bytes), signed(difference, _amount(abs(difference)))]
-    words = [
-        f"The sum at the peak, {_phase(report)}. Library buffers and the allocator may take less or more: "
-        f"likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB.",
+        cells += [
+            _format_amount(pin.report.peak_bytes),
+            add_sign(difference, _format_amount(abs(difference))),
+        ]
+    lines = [
+        f"The sum at the peak, {_describe_phase(report)}. Library buffers and the allocator may take less or "
+        f"more: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB.",
         getattr(shown.reports.get("measured"), "sentence", ""),
     ]
-    why = "".join(f"<p>{escape(line)}</p>" for line in words if line)
+    why = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
     return PartRow(TOTAL, TOTAL, cells, why, is_total=True)
 
 
-def _places(shown: Shown) -> list[str]:
+def _list_outside_memory(shown: ShownMemory) -> list[str]:
     """Return the names of the memory outside the GPU that the plan or a pinned one needs."""
     plans = [(shown.plan, shown.report), *((pin.plan, pin.report) for pin in shown.pins)]
     needed = {place.name for plan, report in plans for place in beside_the_card(plan, report)}
     return [name for name in OUTSIDE if name in needed]
 
 
-def _outside_row(shown: Shown, place_name: str, num_columns: int) -> PartRow:
-    def rank_bytes(plan: object, report: MemoryReport) -> int:
-        places = beside_the_card(plan, report)  # type: ignore[arg-type]
-        return sum(place.rank_bytes for place in places if place.name == place_name)
+def _build_outside_row(shown: ShownMemory, place_name: str, num_columns: int) -> PartRow:
+    def sum_rank_bytes(plan: object, report: MemoryReport) -> int:
+        memories = beside_the_card(plan, report)  # type: ignore[arg-type]
+        return sum(place.rank_bytes for place in memories if place.name == place_name)
 
-    here = rank_bytes(shown.plan, shown.report)
-    cells = [_amount(here), "", ""]
+    current = sum_rank_bytes(shown.plan, shown.report)
+    cells = [_format_amount(current), "", ""]
     for pin in shown.pins:
-        there = rank_bytes(pin.plan, pin.report)
-        cells += [_amount(there), signed(here - there, _amount(abs(here - there)))]
+        pinned = sum_rank_bytes(pin.plan, pin.report)
+        cells += [_format_amount(pinned), add_sign(current - pinned, _format_amount(abs(current - pinned)))]
     assert len(cells) == num_columns
-    words = next((line for line in _outside(shown) if line.startswith(place_name)), "")
+    description = next((line for line in _describe_outside_memory(shown) if line.startswith(place_name)), "")
     key = OUTSIDE[place_name]
-    return PartRow(key, f"{place_name}, outside the GPU", cells, f"<p>{escape(words)}</p>", swatch(key))
+    return PartRow(
+        key, f"{place_name}, outside the GPU", cells, f"<p>{escape(description)}</p>", render_swatch(key)
+    )
 
 
-def _tier_cell(report: MemoryReport | None, name: str) -> str:
+def _format_tier_cell(report: MemoryReport | None, name: str) -> str:
     """Return a component's GiB in a tier, or a dash if the tier could not measure it separately."""
     if report is None:
         return ""
-    return _amount(report.components[name]) if name in report.components else NOT_REPORTED
+    return _format_amount(report.components[name]) if name in report.components else NOT_REPORTED
 
 
-def _total_cell(report: MemoryReport | None) -> str:
-    return "" if report is None else _amount(report.peak_bytes)
+def _format_total_cell(report: MemoryReport | None) -> str:
+    return "" if report is None else _format_amount(report.peak_bytes)
 
 
-def _amount(num_bytes: float) -> str:
+def _format_amount(num_bytes: float) -> str:
     return gib(num_bytes) if num_bytes else "0"
 
 
-def swatch(name: str) -> str:
+def render_swatch(name: str) -> str:
     """Return the component's colour and pattern as in the chart."""
     colour = {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name]
     pattern = COMPONENT_PATTERNS.get(name, "")
@@ -179,18 +186,18 @@ def swatch(name: str) -> str:
     return f"<i class='ss-mark{kind}' style='background-color:{colour}'></i>"
 
 
-def _why(shown: Shown, name: str) -> str:
+def _render_explanation(shown: ShownMemory, name: str) -> str:
     """Return the component's formula and source in every tier that has one."""
     reports: dict[str, MemoryReport] = {tier: shown.reports[tier] for tier in TIERS if tier in shown.reports}
-    lines = _formulas(reports, name)
+    lines = _list_formulas(reports, name)
     return "".join(f"<p><b>{title}</b> {escape(formula)}</p>" for title, formula in lines)
 
 
-def _formulas(reports: Mapping[str, MemoryReport], name: str) -> list[tuple[str, str]]:
+def _list_formulas(reports: Mapping[str, MemoryReport], name: str) -> list[tuple[str, str]]:
     lines = []
     for title, report in reports.items():
         if name not in report.components and name not in COMPONENTS:
             continue
-        words = report.explain(name)
-        lines.append((title, words.partition(" = ")[2] or words.partition(": ")[2] or words))
+        formula = report.explain(name)
+        lines.append((title, formula.partition(" = ")[2] or formula.partition(": ")[2] or formula))
     return lines

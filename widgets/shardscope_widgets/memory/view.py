@@ -14,12 +14,12 @@ from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.pins import Pins
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.memory.figure import draw, empty_figure
+from shardscope_widgets.memory.figure import create_memory_figure, draw_memory
 from shardscope_widgets.memory.fit_search import FitSearch
 from shardscope_widgets.memory.rehearsal import RehearsePanel
 from shardscope_widgets.memory.repairs import OnFit, RepairsPanel
-from shardscope_widgets.memory.rows import Shown, pin_plans
-from shardscope_widgets.memory.table import caption, component_table
+from shardscope_widgets.memory.rows import ShownMemory, pin_plans
+from shardscope_widgets.memory.table import render_component_table, write_caption
 
 MAX_REMEMBERED = 32
 """Maximum stored reports of rehearsals and runs, which are shown again with their plan."""
@@ -52,19 +52,19 @@ class MemoryView(View):
         # A rehearsal or a run ends in its own thread while the user may change an input: the lock ensures
         # that the last drawing shows the current state.
         self._lock = threading.RLock()
-        self._pins = Pins(self._draw, on_pin)
-        self.mode = controls.segments(MODES, "Memory")
-        self.mode.observe(self._draw, "value")
-        self.rehearse = RehearsePanel(on_report=self.add)
-        actions = widgets.HBox([self.rehearse, self._pins.button], layout=controls.layout())
+        self._pins = Pins(self._redraw, on_pin)
+        self.mode = controls.create_segments(MODES, "Memory")
+        self.mode.observe(self._redraw, "value")
+        self.rehearse = RehearsePanel(on_report=self.add_report)
+        actions = widgets.HBox([self.rehearse, self._pins.button], layout=controls.share_layout())
         actions.add_class("ss-actions")
-        bar = widgets.HBox([self.mode, actions], layout=controls.layout())
+        bar = widgets.HBox([self.mode, actions], layout=controls.share_layout())
         bar.add_class("ss-toolbar")
-        self.table = Clickable(self._pins.press)
-        self.figure = empty_figure(self.table.open_row)
-        self.caption = controls.html("", "ss-hint", layout=widgets.Layout())
+        self.table = Clickable(self._pins.press_button)
+        self.figure = create_memory_figure(self.table.open_row)
+        self.caption = controls.create_html("", "ss-hint", layout=widgets.Layout())
         # Progress replaces the caption while there is any, so that the content below does not move.
-        line = widgets.Box([self.caption, self.rehearse.status], layout=controls.layout())
+        line = widgets.Box([self.caption, self.rehearse.status], layout=controls.share_layout())
         line.add_class("ss-caption")
         self.rehearse.button.observe(self._show_progress, "disabled")
         self.repairs = RepairsPanel(on_apply or self.show, on_fit, fit_search)
@@ -89,25 +89,25 @@ class MemoryView(View):
         report = report or plan.memory()
         with self._lock:
             self.plan, self.report = plan, report
-            self._pins.offer(plan)
-            self.rehearse.offer(plan)
+            self._pins.set_plan(plan)
+            self.rehearse.set_plan(plan)
             self._offer_modes(len(report.by_stage) > 1)
-            self._draw()
-        self.repairs.offer_soon(plan, report)
+            self._redraw()
+        self.repairs.show_repairs_later(plan, report)
 
-    def add(self, plan: ss.Plan, report: MemoryReport) -> None:
+    def add_report(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Store a rehearsed or measured report; it is shown whenever its plan is."""
         with self._lock:
-            others = [
+            remaining = [
                 (known, old)
                 for known, old in self._remembered
                 if not (known == plan and old.tier == report.tier)
             ]
-            self._remembered = [*others, (plan, report)][-MAX_REMEMBERED:]
-            self._draw()
+            self._remembered = [*remaining, (plan, report)][-MAX_REMEMBERED:]
+            self._redraw()
 
     @property
-    def shown(self) -> Shown | None:
+    def shown(self) -> ShownMemory | None:
         """The current plan, its reports by tier, and the pinned plans."""
         plan = self.plan
         if plan is None or self.report is None:
@@ -115,24 +115,24 @@ class MemoryView(View):
         known: dict[str, MemoryReport] = {
             report.tier: report for other, report in self._remembered if other == plan
         }
-        return Shown(plan, {"predicted": self.report, **known}, pin_plans(self.pins, plan))
+        return ShownMemory(plan, {"predicted": self.report, **known}, pin_plans(self.pins, plan))
 
     def _offer_modes(self, has_stages: bool) -> None:
         modes = [*MODES, STAGES] if has_stages else MODES
         if len(self.mode.options) != len(modes):
             chosen = self.mode.value
             self.mode.options = modes
-            self.mode.tooltips = [f"Memory: {words}" for words, _ in modes]
+            self.mode.tooltips = [f"Memory: {label}" for label, _ in modes]
             self.mode.value = chosen if chosen in dict(modes).values() else "peak"
 
     def _show_progress(self, change: object) -> None:
         self.caption.layout.display = "none" if self.rehearse.is_busy else ""
 
-    def _draw(self, change: object = None) -> None:
+    def _redraw(self, change: object = None) -> None:
         with self._lock:
             shown = self.shown
             if shown is None:
                 return
-            draw(self.figure, shown, self.mode.value)
-            self.caption.value = caption(shown, self.mode.value)
-            self.table.value = component_table(shown)
+            draw_memory(self.figure, shown, self.mode.value)
+            self.caption.value = write_caption(shown, self.mode.value)
+            self.table.value = render_component_table(shown)

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.catalog import load_model_names
 from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
@@ -31,7 +31,7 @@ class ArchitecturePicker(Picker):
 
     def __init__(self, name: str = "llama-3.1-8b") -> None:
         self.name = widgets.Combobox(
-            layout=controls.filling(),
+            layout=controls.share_filling_layout(),
             value=name,
             options=list(ss.models),
             continuous_update=False,
@@ -39,7 +39,7 @@ class ArchitecturePicker(Picker):
             tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a folder or "
             "config.json",
         )
-        self.hint = controls.html("", "ss-hint")
+        self.hint = controls.create_html("", "ss-hint")
         self._weights: Path | None = None
         """The weights folder that :meth:`make` found last."""
         self._taken: dict[str, ss.Architecture] = {}
@@ -117,7 +117,7 @@ class ArchitecturePicker(Picker):
             mixture = (
                 f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
             )
-            self.answer = f"{short(arch.num_parameters)}, {arch.num_hidden_layers} layers"
+            self.answer = f"{format_short(arch.num_parameters)}, {arch.num_hidden_layers} layers"
             kept = " · weights to fine-tune" if self.weights_folder else ""
             self.hint.value = (
                 f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · "

@@ -27,13 +27,13 @@ class Row(widgets.HBox):
     """One labelled input (or several in a row) with an error message and its fix below."""
 
     def __init__(self, label: str, *inputs: widgets.Widget) -> None:
-        self.name = controls.label(label, LABEL_WIDTH)
+        self.name = controls.create_label(label, LABEL_WIDTH)
         self.message = ""
         """The error message, or empty."""
         self._error: Clickable | None = None
         self._fix: Callable[[], None] | None = None
         # Hidden with a class, so that all rows share one layout: a reloaded page has less to load.
-        super().__init__([self.name, *inputs], layout=controls.layout())
+        super().__init__([self.name, *inputs], layout=controls.share_layout())
         self.add_class("ss-row")
         self.is_shown = True
 
@@ -85,7 +85,7 @@ class Picker(widgets.VBox):
         self._own_error = False
         # A row may serve several fields; it is shown once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__([*unique, *([hint] if hint else [])], layout=controls.layout())
+        super().__init__([*unique, *([hint] if hint else [])], layout=controls.share_layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:

@@ -10,7 +10,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.words import device_count, title
+from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, typed_bytes, typed_number, typed_size
 
 GIB = 2**30
@@ -33,22 +33,30 @@ class ClusterPicker(Picker):
         self.machine = ss.Cluster.detect()
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
-        self.type = controls.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "34px")
-        self.nodes = controls.text(cluster.num_nodes, "Nodes", "36px")
-        self.host = controls.text("", "Host memory of each node, in GiB; empty: not known", "64px")
-        self.nvme = controls.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
-        self.speed = controls.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")
-        self.hint = controls.html("", "ss-hint")
-        self.host_hint = controls.html(HOST_NOT_KNOWN, "ss-hint", "ss-warning")
-        self.more = controls.button("More options", "ss-link", icon="chevron-right")
+        self.type = controls.create_dropdown(
+            options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
+        )
+        self.count = controls.create_text_box(cluster.gpus_per_node, "GPUs in each node", "34px")
+        self.nodes = controls.create_text_box(cluster.num_nodes, "Nodes", "36px")
+        self.host = controls.create_text_box("", "Host memory of each node, in GiB; empty: not known", "64px")
+        self.nvme = controls.create_text_box("", "NVMe space of each node, in GiB; empty: not known", "64px")
+        self.speed = controls.create_text_box(
+            "", "What a node reads from its NVMe, in GB/s; empty: not known", "48px"
+        )
+        self.hint = controls.create_html("", "ss-hint")
+        self.host_hint = controls.create_html(HOST_NOT_KNOWN, "ss-hint", "ss-warning")
+        self.more = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.more.on_click(self._show_more)
         self._is_open = False
-        self.use_machine = controls.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
-        counts = Row("Count", self.count, controls.label("GPUs ×"), self.nodes, controls.label("nodes"))
-        self._host_row = host = Row("Host memory", self.host, controls.label("GiB a node"))
+        self.use_machine = controls.create_button(
+            "Use this machine", "ss-link", tooltip=f"Here: {self.machine}"
+        )
+        counts = Row(
+            "Count", self.count, controls.create_label("GPUs ×"), self.nodes, controls.create_label("nodes")
+        )
+        self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB a node"))
         self._nvme_row = nvme = Row(
-            "NVMe", self.nvme, controls.label("GiB at"), self.speed, controls.label("GB/s")
+            "NVMe", self.nvme, controls.create_label("GiB at"), self.speed, controls.create_label("GB/s")
         )
         super().__init__(
             {
@@ -61,7 +69,7 @@ class ClusterPicker(Picker):
             },
             widgets.VBox(
                 [self.host_hint, self.more, self.hint, self.use_machine],
-                layout=controls.layout(align_items="flex-start"),
+                layout=controls.share_layout(align_items="flex-start"),
             ),
         )
         self._filling = False
@@ -165,27 +173,26 @@ class ClusterPicker(Picker):
         self.answer = _answer(cluster)
         if cluster.gpu.name == "cpu":
             self.hint.value = (
-                f"{device_count(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
+                f"{count_devices(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
             )
             return
         inside = cluster.intra_node_link
-        words = f"{title(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
+        words = f"{format_name(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
         if cluster.num_nodes > 1:
             across = cluster.inter_node_link
-            words += (
-                f" · {title(across.name)}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
-            )
+            speed = f"{across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
+            words += f" · {format_name(across.name)}: {speed}"
         self.hint.value = words
 
 
 def _answer(cluster: ss.Cluster) -> str:
     """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``."""
     if cluster.gpu.name == "cpu":
-        return device_count(cluster)
-    name = title(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
+        return count_devices(cluster)
+    name = format_name(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
     if cluster.num_nodes > 1:
         return f"{cluster.num_gpus:,} × {name}, {cluster.num_nodes:,} nodes"
-    return f"{cluster.num_gpus} × {name}, {title(cluster.intra_node_link.name)}"
+    return f"{cluster.num_gpus} × {name}, {format_name(cluster.intra_node_link.name)}"
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -50,7 +50,7 @@ class LayoutPicker(Picker):
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
         layout = layout or ss.Layout.fsdp2()
         self._layouts[layout.framework] = layout
-        self.framework = controls.dropdown(
+        self.framework = controls.create_dropdown(
             options=[(framework.title, name) for name, framework in frameworks.items()],
             value=layout.framework,
             tooltip="Framework",
@@ -65,7 +65,7 @@ class LayoutPicker(Picker):
         """Framework -> the model and cluster for which its degrees were chosen, by default or by the user."""
         self._auto: dict[str, ss.Layout] = {}
         """Framework -> its default layout, until the user changes it."""
-        self.hint = controls.html("", "ss-hint")
+        self.hint = controls.create_html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
         self.framework.observe(self._choose_framework, "value")
@@ -237,9 +237,9 @@ class LayoutPicker(Picker):
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _options(field, values or (1,))
         control = (
-            controls.dropdown(options=options, tooltip=f"{label} parallel ranks")
+            controls.create_dropdown(options=options, tooltip=f"{label} parallel ranks")
             if values is None
-            else controls.segments(options, label)
+            else controls.create_segments(options, label)
         )
         default = getattr(self._layouts[name], field)
         offered = [value for _, value in options]

@@ -133,20 +133,20 @@ class OpenPlan(widgets.VBox):
     def __init__(self, on_open: Callable[[ss.Plan], None], current: Callable[[], ss.Plan]) -> None:
         self._on_open, self._current = on_open, current
         tooltip = f"Open a plan: the path of {ALLOWED}"
-        self.path = controls.text("", tooltip, placeholder="plan or config file")
+        self.path = controls.create_text_box("", tooltip, placeholder="plan or config file")
         self.upload = widgets.FileUpload(
             description="",
             icon="upload",
             multiple=False,
-            layout=controls.fixed("34px"),
+            layout=controls.share_fixed_layout("34px"),
             tooltip="Upload a file",
         )
         self.row = Row("Open plan", self.path, self.upload)
-        self.save = controls.button(
+        self.save = controls.create_button(
             "Save plan as JSON", "ss-link", tooltip="Into a file beside this notebook, which Open reads"
         )
-        self.words = controls.html("", "ss-hint")
-        super().__init__([self.row, self.save, self.words], layout=controls.layout())
+        self.words = controls.create_html("", "ss-hint")
+        super().__init__([self.row, self.save, self.words], layout=controls.share_layout())
         self.add_class("ss-open-plan")
         self.path.observe(self._open_path, "value")
         self.upload.observe(self._open_upload, "value")

@@ -22,25 +22,35 @@ class RecipePicker(Picker):
         recipe = recipe or ss.Recipe()
         self._base = recipe
         self._taking = False
-        self.method = controls.segments(options("method", None, None), "Method")
+        self.method = controls.create_segments(options("method", None, None), "Method")
         self.method.value = recipe.method
-        self.lora_rank = controls.text(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
-        self.precision = controls.dropdown(
+        self.lora_rank = controls.create_text_box(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
+        self.precision = controls.create_dropdown(
             options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
-        self.seq_len = controls.text(recipe.seq_len, "Tokens in one sequence")
-        self.micro = controls.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "36px")
-        self.global_batch = controls.text(recipe.global_batch_size, "Sequences in one optimizer step", "52px")
-        self.recompute = controls.dropdown(
+        self.seq_len = controls.create_text_box(recipe.seq_len, "Tokens in one sequence")
+        self.micro = controls.create_text_box(
+            recipe.micro_batch_size, "Sequences that a GPU takes at once", "36px"
+        )
+        self.global_batch = controls.create_text_box(
+            recipe.global_batch_size, "Sequences in one optimizer step", "52px"
+        )
+        self.recompute = controls.create_dropdown(
             options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
         )
         batch = Row(
-            "Batch", self.micro, controls.label("a GPU,"), self.global_batch, controls.label("in all")
+            "Batch",
+            self.micro,
+            controls.create_label("a GPU,"),
+            self.global_batch,
+            controls.create_label("in all"),
         )
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
-        self.also = controls.html("", "ss-hint")
-        self.reset = controls.button("Back to defaults", "ss-link", layout=widgets.Layout(display="none"))
+        self.also = controls.create_html("", "ss-hint")
+        self.reset = controls.create_button(
+            "Back to defaults", "ss-link", layout=widgets.Layout(display="none")
+        )
         self.reset.on_click(self._forget_unshown)
         super().__init__(
             {
@@ -53,7 +63,7 @@ class RecipePicker(Picker):
                 "recompute": Row("Recompute", self.recompute),
                 **self.advanced.rows,
             },
-            widgets.VBox([self.also, self.reset], layout=controls.layout()),
+            widgets.VBox([self.also, self.reset], layout=controls.share_layout()),
         )
         # The button is between the basic rows and those that it opens.
         first = self.children.index(self.rows["optimizer"])

@@ -84,19 +84,19 @@ class Advanced:
 
     def __init__(self, recipe: ss.Recipe) -> None:
         self.dropdowns: dict[str, widgets.Dropdown] = {
-            field: controls.dropdown(options=options(field, None, None), tooltip=label)
+            field: controls.create_dropdown(options=options(field, None, None), tooltip=label)
             for field, label in ADVANCED.items()
         }
-        self.interval = controls.text(recipe.recompute_interval, "Every how many layers", "44px")
-        self.dropout = controls.text(recipe.dropout, "Probability of dropout", "64px")
+        self.interval = controls.create_text_box(recipe.recompute_interval, "Every how many layers", "44px")
+        self.dropout = controls.create_text_box(recipe.dropout, "Probability of dropout", "64px")
         self.rows: dict[str, Row] = {
             field: Row(label, self.dropdowns[field]) for field, label in ADVANCED.items()
         }
         self.rows["recompute_interval"] = Row(
-            "Every", self.interval, controls.label("layers, 1: all of them")
+            "Every", self.interval, controls.create_label("layers, 1: all of them")
         )
         self.rows["dropout"] = Row("Dropout", self.dropout)
-        self.button = controls.button("More options", "ss-link", icon="chevron-right")
+        self.button = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.is_open = False
         self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.open(not self.is_open))

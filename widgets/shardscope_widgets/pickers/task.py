@@ -42,8 +42,10 @@ class RunOptions(Picker):
     """Options of a run: its steps, its learning rate, its records, and whether it outlives the kernel."""
 
     def __init__(self) -> None:
-        self.steps = controls.text(40, "Optimizer steps", "64px")
-        self.rate = controls.text("", "Peak learning rate; empty: the usual one for this model", "72px")
+        self.steps = controls.create_text_box(40, "Optimizer steps", "64px")
+        self.rate = controls.create_text_box(
+            "", "Peak learning rate; empty: the usual one for this model", "72px"
+        )
         self.profile = _checkbox("Record a trace", "Profile a few steady steps on every rank", value=True)
         self.outlive = _checkbox(
             "Keep running if the kernel stops",
@@ -55,7 +57,7 @@ class RunOptions(Picker):
         self.has_steps = True
         """Whether the task takes steps and a learning rate; the user's own code has its own."""
         super().__init__(
-            {"num_steps": row, "learning_rate": row}, controls.vertical(self.profile, self.outlive)
+            {"num_steps": row, "learning_rate": row}, controls.stack_vertically(self.profile, self.outlive)
         )
         for control in (self.steps, self.rate, self.profile, self.outlive):
             control.observe(self.read, "value")
@@ -116,14 +118,14 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
-        self.menu = controls.dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
-        self.text = controls.text("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
-        self.code = controls.text(
+        self.menu = controls.create_dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
+        self.text = controls.create_text_box("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
+        self.code = controls.create_text_box(
             "", "The path of a script, or the name of a function f(ctx) in this notebook"
         )
         self.code.placeholder = "train.py, or a function's name"
         self._text_row, self._code_row = Row("Text", self.text), Row("Code", self.code)
-        self.note = controls.html("", "ss-hint")
+        self.note = controls.create_html("", "ss-hint")
         kind_row = Row("Task", self.menu)
         kind_row.add_class("ss-wide")
         rows = {"kind": kind_row, "text": self._text_row, "code": self._code_row}
@@ -289,5 +291,5 @@ def _takes_context(function: Callable[..., Any]) -> bool:
 
 def _checkbox(words: str, why: str, *, value: bool = False) -> widgets.Checkbox:
     return widgets.Checkbox(
-        value=value, description=words, indent=False, layout=controls.filling(), tooltip=why
+        value=value, description=words, indent=False, layout=controls.share_filling_layout(), tooltip=why
     )

@@ -11,7 +11,7 @@ from shardscope.planner.advice.words import named
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import does_the_same
 from shardscope.timing.report import seconds_words
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 
 MAX_ALTERNATIVES = 2
 
@@ -70,7 +70,7 @@ def figures(plan: ss.Plan) -> str:
     if _seconds(plan) is None:
         return words
     step = plan.step()
-    rate = short(step.tokens_per_second_per_gpu)
+    rate = format_short(step.tokens_per_second_per_gpu)
     return f"{words}, {seconds_words(step.seconds)} a step, {rate} tokens/s per GPU"
 
 

@@ -12,9 +12,9 @@ import shardscope as ss
 from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import WorkPanel
+from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.familiar_frameworks import FamiliarToggles
 from shardscope_widgets.plans.ranking_view import RankingView
@@ -49,7 +49,7 @@ class Question(NamedTuple):
         return cls(plan.architecture, plan.cluster, (*asked, rank), familiar_with)
 
     def __str__(self) -> str:
-        return f"{title(self.architecture.name)} on {device_count(self.cluster)}"
+        return f"{format_name(self.architecture.name)} on {count_devices(self.cluster)}"
 
     def outdated_by(self, other: Question) -> str:
         """Return a phrase for what a result was computed for, if the current question is ``other``."""
@@ -78,7 +78,7 @@ class PlansPage(View):
         self._is_frozen = False
         self._is_next = False
         """Whether a toggle was pressed during a request: the next request starts when that one ends."""
-        self.mode = controls.segments([("Advice", "advice"), ("All layouts", "search")], "Plans")
+        self.mode = controls.create_segments([("Advice", "advice"), ("All layouts", "search")], "Plans")
         self.mode.observe(self._look, "value")
         self.ask = WorkPanel(
             "Update the advice", "Ask for advice on the model, GPUs and training on screen", self._ask
@@ -96,8 +96,8 @@ class PlansPage(View):
         self._panels = {"advice": self.ask, "search": self.search}
         self._views: dict[str, AdviceView | RankingView] = {"advice": self.advice, "search": self.ranking}
         words = [panel.words for panel in self._panels.values()]
-        self.about = controls.html("", "ss-hint")
-        bar = widgets.HBox([self.mode, *self._panels.values(), *words], layout=controls.layout())
+        self.about = controls.create_html("", "ss-hint")
+        bar = widgets.HBox([self.mode, *self._panels.values(), *words], layout=controls.share_layout())
         bar.add_class("ss-toolbar")
         super().__init__([Sheet("plans"), bar, self.familiar, self.about, *self._views.values()])
         for panel in self._panels.values():

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from shardscope.core.number_format import gib
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.plans.ranking_rows import Sign, marks, signs
 from shardscope_widgets.plans.ranking_table import layout_words
 from shardscope_widgets.plans.standing import Standing, standing
@@ -184,7 +184,7 @@ def draw(figure: Chart, ranking: Ranking) -> int:
 def _tooltip(ranking: Ranking, index: int, found: Standing) -> str:
     """Return the tooltip of a mark: layout, memory, rate, and why the plan cannot be run."""
     plan = ranking.plan(index)
-    rate = short(float(ranking.tokens_per_second_per_gpu[index]))
+    rate = format_short(float(ranking.tokens_per_second_per_gpu[index]))
     lines = [
         *_wrapped(layout_words(plan.layout), bold=True),
         f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}",

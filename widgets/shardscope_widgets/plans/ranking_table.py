@@ -11,7 +11,7 @@ import numpy as np
 import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.planner.search.misses import instead_words
-from shardscope_widgets.kit.numbers import Scale, dollars, keep_units, short
+from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
 from shardscope_widgets.plans.standing import why_not_launched, why_unknown
@@ -43,7 +43,7 @@ def page_of(
     """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
-    scale = Scale.of(float(steps[order[0]]))
+    scale = Scale.for_seconds(float(steps[order[0]]))
     head = _heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"
     head += "".join(
@@ -75,7 +75,7 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     sign = signs()[plan.layout.framework]
     rate = float(ranking.tokens_per_second_per_gpu[index])
     costs = ranking.cost_per_token
-    cost = "–" if costs is None else dollars(1e6 * float(costs[index]))
+    cost = "–" if costs is None else format_dollars(1e6 * float(costs[index]))
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
     name = escape(layout_words(plan.layout))
@@ -94,8 +94,8 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
         f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
-        f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
-        f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
+        f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"
+        f"<td>{scale.format(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
         f"<td>{gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
     )
 

@@ -58,10 +58,10 @@ class RankingView(View):
         own = [] if work else [self.work, self.work.words]
         if own:
             self.work.show_button(False)  # Hidden until a search is requested.
-        self._place = widgets.VBox(layout=controls.layout())
-        self.key, self.caption = controls.html(), controls.html("", "ss-hint")
+        self._place = widgets.VBox(layout=controls.share_layout())
+        self.key, self.caption = controls.create_html(), controls.create_html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
-        self.room = controls.segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
+        self.room = controls.create_segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
         self.room.observe(self._sort, "value")
         # Hidden until a search has ended.
         self._bar = widgets.HBox([self.room, self.caption], layout=widgets.Layout(display="none"))
@@ -108,7 +108,7 @@ class RankingView(View):
             self._order = self._ordered(ranking)
             if self.figure is None:
                 self.figure = empty_figure()
-                on_plan_click(self.figure, lambda index: self.table.press(f"apply:{index}"))
+                on_plan_click(self.figure, lambda index: self.table.press_button(f"apply:{index}"))
                 self._place.children = [self.figure]
                 self._bar.layout.display = ""
             num_marks = draw(self.figure, ranking)

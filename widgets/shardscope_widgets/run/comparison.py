@@ -12,7 +12,7 @@ import ipywidgets as widgets
 from shardscope.runs.explain.compare import Comparison, Curve
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.lines import Line
@@ -31,7 +31,7 @@ class ComparisonView(View):
     """A table and two charts, hidden until :meth:`show` fills them."""
 
     def __init__(self) -> None:
-        self.table = controls.html("", "ss-compared")
+        self.table = controls.create_html("", "ss-compared")
         self.chart = _empty_chart()
         super().__init__([self.table, self.chart], layout=widgets.Layout(display="none"))
         self.add_class("ss-compare")
@@ -56,7 +56,7 @@ class ComparisonView(View):
                 "rangemode": "normal" if is_log or number == 0 else "tozero",
             }
             layout["annotations"].append(_title(label + (", logarithmic" if is_log else ""), number))
-            predicted = dict.fromkeys(short(curve.predicted) for curve in curves if curve.predicted)
+            predicted = dict.fromkeys(format_short(curve.predicted) for curve in curves if curve.predicted)
             if predicted:
                 layout["annotations"].append(_predicted(" and ".join(predicted), number))
             for index, curve in enumerate(curves):

@@ -30,16 +30,16 @@ class ExportPanel(WorkPanel):
         """Whether an input is invalid: the files would be those of an earlier plan."""
         super().__init__("Write files to train it elsewhere", TOOLTIP, self._export, Clickable(_press))
 
-    def offer(self, plan: ss.Plan) -> None:
+    def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to export; remove the file list of an earlier plan."""
         self._plan = plan
         if not self.is_busy:
-            self.say("")
+            self.show_message("")
 
     def _export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
-            self.say("Fix the input marked in red first.")
+            self.show_message("Fix the input marked in red first.")
             return
         folder = Path(FOLDER) / folder_name(plan)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.run.lines import Line
 from shardscope_widgets.run.panels import (
@@ -357,7 +357,7 @@ def _level(slot: int, height: float) -> dict[str, Any]:
 def _level_words(height: float, place: Place) -> dict[str, Any]:
     """Return the prediction's number for the title line; inside the plot, grid lines would cross it."""
     return {
-        "text": f"predicted {short(height)}",
+        "text": f"predicted {format_short(height)}",
         "x": place.x[1],
         "y": place.y[1],
         "xref": "paper",

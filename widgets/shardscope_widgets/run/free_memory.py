@@ -9,7 +9,7 @@ from html import escape
 from shardscope.core.number_format import gib
 from shardscope.runs.watch.free_memory import FreeMemory, read_free_memory
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
@@ -50,10 +50,10 @@ class FreeView(View):
         self.places.look()
 
 
-def first_look(places: FreePlaces) -> Later:
+def first_look(places: FreePlaces) -> Debounced:
     """Schedule the first query for after the Studio is drawn."""
-    later = Later(places.ask, FIRST_LOOK_SECONDS)
-    later.ask()
+    later = Debounced(places.ask, FIRST_LOOK_SECONDS)
+    later.request()
     return later
 
 

@@ -44,9 +44,9 @@ class LaunchButton:
         self._report: MemoryReport | None = None
         self._busy, self._blocked = False, ""
         self.current = Offer(label="Launch")
-        self.button = controls.button("Launch", "ss-button", "ss-main-button")
+        self.button = controls.create_button("Launch", "ss-button", "ss-main-button")
         self.button.on_click(lambda _: self.launch())
-        self.note = controls.html("", "ss-hint")
+        self.note = controls.create_html("", "ss-hint")
         self.free = FreePlaces()
         first_look(self.free)
 

@@ -37,19 +37,20 @@ class RunLog(widgets.VBox):
         self._is_chosen = False
         """Whether the user has selected a log of this run."""
         self._is_setting = False
-        self.whose = controls.dropdown(
-            options=[("rank 0", 0)], tooltip="Whose log", layout=controls.fixed("116px")
+        self.whose = controls.create_dropdown(
+            options=[("rank 0", 0)], tooltip="Whose log", layout=controls.share_fixed_layout("116px")
         )
-        self.words = controls.text(
+        self.words = controls.create_text_box(
             "", "Search this log", "200px", continuous_update=True, placeholder="Search this log"
         )
-        self.found = controls.html("", "ss-hint")
-        self.pane = LogPane(layout=controls.layout())
+        self.found = controls.create_html("", "ss-hint")
+        self.pane = LogPane(layout=controls.share_layout())
         head = widgets.HBox(
-            [controls.html("<h2>Log</h2>"), self.whose, self.words, self.found], layout=controls.layout()
+            [controls.create_html("<h2>Log</h2>"), self.whose, self.words, self.found],
+            layout=controls.share_layout(),
         )
         head.add_class("ss-log-head")
-        super().__init__([head, self.pane], layout=controls.layout())
+        super().__init__([head, self.pane], layout=controls.share_layout())
         for control in (self.whose, self.words):
             control.observe(lambda _: on_change(), "value")
         self.whose.observe(self._choose, "value")

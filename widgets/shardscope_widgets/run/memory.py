@@ -19,7 +19,7 @@ class RunMemory:
     """The measured-memory table of a run, in ``html``."""
 
     def __init__(self) -> None:
-        self.html = controls.html()
+        self.html = controls.create_html()
         self._seen: object = None
         self._engine: object = None
 

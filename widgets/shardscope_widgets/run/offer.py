@@ -15,7 +15,7 @@ from shardscope.planner.capacity import shortages
 from shardscope.planner.cpu_plan import rehearsal_of
 from shardscope.planner.verdict import assess
 from shardscope.runs.task_source import uses_engine
-from shardscope_widgets.kit.words import device_count
+from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
 TRIAL_RANKS = 2
@@ -49,7 +49,7 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: Ta
     The plan itself if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if
     enough memory is free, else a tiny model with random weights, which the label mentions.
     """
-    label = f"{task.verb} on {device_count(plan.cluster)}"
+    label = f"{task.verb} on {count_devices(plan.cluster)}"
     missing = [
         module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
     ]
@@ -87,7 +87,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
         return Offer(label=label)
     if is_here:
         return _unless_refused(label, code, plan, "")
-    refused = Offer(label=label, note=f"{device_count(plan.cluster)} are not on this machine.")
+    refused = Offer(label=label, note=f"{count_devices(plan.cluster)} are not on this machine.")
     for layout in _layouts_on_cpu(plan):
         moved = _moved(plan, layout)
         if moved is None or not _is_room_for(moved):
@@ -177,7 +177,7 @@ def _say_moved(plan: ss.Plan, moved: ss.Plan) -> str:
     for name, words in (("seq_len", "tokens a sequence"), ("global_batch_size", "sequences a step")):
         if getattr(now, name) != getattr(before, name):
             parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {words}")
-    return f"{device_count(plan.cluster)} are not here. On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
+    return f"{count_devices(plan.cluster)} are not here. On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
 
 
 def _trial(plan: ss.Plan, warning: str, task: TaskPicker) -> Offer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, TypeGuard
 
-from shardscope_widgets.kit.numbers import Scale, Unit, short, three
+from shardscope_widgets.kit.numbers import Scale, Unit, format_short, format_three_digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,22 @@ class Panel:
         if self.decimals is not None:
             return f"{value:,.{self.decimals}f}"
         shown = abs(value) / scale
-        words = short(shown) if shown >= 9995 else three(shown) if shown >= 0.1 else f"{shown:.3g}"
+        words = (
+            format_short(shown)
+            if shown >= 9995
+            else format_three_digits(shown)
+            if shown >= 0.1
+            else f"{shown:.3g}"
+        )
         return ("-" if value < 0 else "") + words
 
     def unit(self, typical: float) -> tuple[str, float]:
         """Return the unit that suits a value of this magnitude, and the divisor of its values."""
         if self.metric.endswith("_bytes"):
-            unit = Unit.of(typical)
+            unit = Unit.for_bytes(typical)
             return unit.name, float(unit.num_bytes)
         if self.metric.endswith("_seconds"):
-            scale = Scale("s", 1.0) if typical >= 1 else Scale.of(typical)
+            scale = Scale("s", 1.0) if typical >= 1 else Scale.for_seconds(typical)
             return scale.unit, 1 / scale.factor
         return "", 1.0
 

@@ -10,7 +10,7 @@ from math import isfinite
 
 from shardscope.core.number_format import count
 from shardscope.runs.summaries import RunSummary
-from shardscope_widgets.kit.words import devices, title
+from shardscope_widgets.kit.display_names import describe_devices, format_name
 from shardscope_widgets.run.words import seconds_words, status_sign
 
 EMPTY = (
@@ -58,7 +58,8 @@ def plan_words(summary: RunSummary) -> str:
     if plan is None:
         return "its plan cannot be read"
     method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
-    return f"{title(plan.architecture.name)} on {devices(plan.cluster)}, {plan.layout.description}{method}"
+    model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
+    return f"{model} on {gpus}, {plan.layout.description}{method}"
 
 
 def when_words(created: float, now: float | None = None) -> str:

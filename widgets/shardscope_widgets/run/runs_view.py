@@ -82,7 +82,7 @@ class RunsView(View):
         self.toolbar = Clickable(self._press, "ss-runs-bar")
         self.table = Clickable(self._press)
         self.more = Clickable(self._press, "ss-runs-more")
-        scroll = widgets.VBox([self.table, self.more], layout=controls.layout(), tabbable=True)
+        scroll = widgets.VBox([self.table, self.more], layout=controls.share_layout(), tabbable=True)
         scroll.add_class("ss-runs-scroll")
         self._list = widgets.VBox([self.toolbar, scroll], layout=widgets.Layout())
         # One run, two runs or a trace, below a row with the back button.

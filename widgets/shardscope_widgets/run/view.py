@@ -19,7 +19,7 @@ from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run import words as run_words
@@ -68,29 +68,31 @@ class RunView(View):
         self._gpu_time = 0.0
         self._sheet = Sheet("run", measures=True)
         self._sheet.observe(lambda _: self._fit(), "width")
-        self.head = controls.html()
-        self.save_button = controls.button(
+        self.head = controls.create_html()
+        self.save_button = controls.create_button(
             "Save and stop",
             "ss-ghost",
             tooltip=SAVES,
             layout=widgets.Layout(display="none"),
         )
         self.save_button.on_click(lambda _: self._press("Save and stop"))
-        self.stop_button = controls.button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
+        self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
         self.stop_button.on_click(lambda _: self._press("Stop"))
-        self.progress = controls.html()
-        self.facts = controls.html()
+        self.progress = controls.create_html()
+        self.facts = controls.create_html()
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
         self._figure_place = widgets.VBox(layout=widgets.Layout())
         self.memory = RunMemory()
-        self.engine = controls.html()
-        self.error = controls.html("", "ss-run-error")
+        self.engine = controls.create_html()
+        self.error = controls.create_html("", "ss-run-error")
         self.logs = RunLog(on_change=self._wake)
         self.logs.add_class("ss-run-log")
-        self.table = controls.html()
-        buttons = widgets.HBox([self.save_button, self.stop_button], layout=controls.layout(flex="0 0 auto"))
-        top = widgets.HBox([self.head, buttons], layout=controls.layout())
+        self.table = controls.create_html()
+        buttons = widgets.HBox(
+            [self.save_button, self.stop_button], layout=controls.share_layout(flex="0 0 auto")
+        )
+        top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
         # The log comes before parts that appear after some steps, so that it does not move.
         parts = [self.error, self.facts, self._figure_place, self.table]
@@ -321,7 +323,7 @@ class RunView(View):
         names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0"))
         pace = next(((own[name], words) for name, words in names if is_number(own.get(name))), None)
         if pace is not None:
-            entries.append((short(pace[0]), f"tokens/s, {pace[1]}", "In the last step"))
+            entries.append((format_short(pace[0]), f"tokens/s, {pace[1]}", "In the last step"))
         elif is_known:
             entries.append((PLACEHOLDER, "tokens/s, all ranks", "In the last step"))
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None

@@ -12,9 +12,9 @@ from shardscope.records.follow import Follow
 from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope.runs.explain.memory_by_rank import RankMemory
 from shardscope.runs.watch.pace import SlowestRank
+from shardscope_widgets.kit.display_names import describe_plan
 from shardscope_widgets.kit.numbers import Scale, Unit
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
-from shardscope_widgets.kit.words import sentence
 from shardscope_widgets.run.figure import MAX_LINES
 from shardscope_widgets.run.panels import Panel, is_number
 
@@ -59,7 +59,7 @@ def status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> 
 def status_words(run: ss.Run, status: str) -> str:
     """Return three lines of fixed height: status and name, the reason, the plan that is trained."""
     try:
-        plan = sentence(run.plan)
+        plan = describe_plan(run.plan)
     except Exception:  # The plan is damaged or of another version: show the run without it.
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
@@ -126,8 +126,8 @@ def slowest_words(slowest: SlowestRank) -> tuple[str, str, str]:
             "each other in every step; a trace shows which rank the others wait for."
         )
         return "even", f"{ranks}' pace, within 2\u00a0%", why
-    typical = Scale.of(slowest.seconds)
-    step = f"Its median step takes {typical.show(slowest.seconds)} {typical.unit}"
+    typical = Scale.for_seconds(slowest.seconds)
+    step = f"Its median step takes {typical.format(slowest.seconds)} {typical.unit}"
     if slowest.steps_behind:
         by = f"{slowest.steps_behind:,} steps behind"
         return (
@@ -236,7 +236,7 @@ def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int]
         name for name in (*COMPONENT_COLOURS, "other") if any(components.get(name) for _, components in rows)
     ]
     most = max(sum(components.values()) for _, components in rows)
-    unit = Unit.of(most)
+    unit = Unit.for_bytes(most)
     head = "".join(
         f"<th><i class='ss-swatch ss-block' style='background:{_colour(name)}'></i>"
         f"{name.replace('_', ' ')}</th>"
@@ -244,9 +244,9 @@ def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int]
     )
     body = "".join(
         f"<tr><th scope='row'>{who}</th><td class='ss-bar-cell'>{_bar(components, names, most, unit)}</td>"
-        f"<td><b>{unit.show(sum(components.values()))}</b></td>"
+        f"<td><b>{unit.format(sum(components.values()))}</b></td>"
         + "".join(
-            f"<td>{unit.show(components[name]) if components.get(name) else '–'}</td>" for name in names
+            f"<td>{unit.format(components[name]) if components.get(name) else '–'}</td>" for name in names
         )
         + "</tr>"
         for who, components in rows
@@ -263,7 +263,7 @@ def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int]
 
 def _bar(components: Mapping[str, int], names: Sequence[str], most: int, unit: Unit) -> str:
     parts = "".join(
-        f"<i title='{name.replace('_', ' ')}: {unit.show(components[name])} {unit.name}' "
+        f"<i title='{name.replace('_', ' ')}: {unit.format(components[name])} {unit.name}' "
         f"style='width:{100 * components[name] / most:.2f}%;background:{_colour(name)}'></i>"
         for name in names
         if components.get(name)

@@ -22,7 +22,7 @@ class FitButton:
     def __init__(self, search: FitSearch, on_fit: Callable[[ss.Plan, Result], None]) -> None:
         self._search, self._on_fit = search, on_fit
         self._plan: ss.Plan | None = None
-        self.button = controls.button(
+        self.button = controls.create_button(
             LABEL, "ss-button", "ss-fit-button", tooltip=TOOLTIP, layout=widgets.Layout(display="none")
         )
         self.button.on_click(lambda _: self.start())
@@ -38,7 +38,7 @@ class FitButton:
         plan = self._plan
         if plan is not None:
             self._show_looking(True)
-            self._search.ask(plan, lambda found: self._report(plan, found))
+            self._search.request(plan, lambda found: self._report(plan, found))
 
     def _report(self, plan: ss.Plan, found: Result) -> None:
         # The inputs changed during the search: this result is for an outdated plan.

@@ -9,7 +9,7 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import Verdict
-from shardscope_widgets.kit.words import devices, title
+from shardscope_widgets.kit.display_names import describe_devices, format_name
 
 STATE_CLASSES = {"fits": "ss-fits", "tight": "ss-tight", "unknown": "ss-tight", "does not fit": "ss-lacks"}
 STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕"}
@@ -24,7 +24,7 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return the two lines as HTML. Long lines are truncated and show the full text on hover."""
     rank = plan.recipe.adapter_rank
     method = {"full": "full", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}[plan.recipe.method]
-    model, gpus = title(plan.architecture.name), devices(plan.cluster)
+    model, gpus = format_name(plan.architecture.name), describe_devices(plan.cluster)
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
     short = FORM_FACTOR.sub("", NODES.sub(f"{plan.cluster.num_gpus:,}", gpus))

@@ -11,13 +11,13 @@ DISMISS = "dismiss"
 
 
 class Notice(Clickable):
-    """A notice, empty until :meth:`say` is called, with a button that dismisses it."""
+    """A notice, empty until :meth:`show_message` is called, with a button that dismisses it."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Callable[[], None]] = {}
         super().__init__(self._act, "ss-notice")
 
-    def say(
+    def show_message(
         self, words: str, actions: Mapping[str, Callable[[], None]] | None = None, *, is_error: bool = False
     ) -> None:
         """Show ``words`` with one button per action; empty ``words`` dismiss the notice."""
@@ -33,12 +33,12 @@ class Notice(Clickable):
 
     def _act(self, name: str) -> None:
         if name == DISMISS:
-            self.say("")
+            self.show_message("")
             return
         if name not in self._actions:
             raise IgnoredError(name)
         do = self._actions[name]
-        self.say("")
+        self.show_message("")
         do()
 
 

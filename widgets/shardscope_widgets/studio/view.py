@@ -25,7 +25,7 @@ from shardscope.records.folder import FINAL
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.full_window import FullWindow
 from shardscope_widgets.kit.sheet import Sheet
@@ -52,8 +52,8 @@ from shardscope_widgets.studio.fit_button import FitButton
 from shardscope_widgets.studio.fit_question import fit_question
 from shardscope_widgets.studio.headline import headline
 from shardscope_widgets.studio.notice import Notice
-from shardscope_widgets.time.rates import rates
-from shardscope_widgets.time.rows import RunSteps, shown_step
+from shardscope_widgets.time.rates import render_rates
+from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
@@ -92,7 +92,7 @@ class Studio(View):
         for name in ("ss-root", "ss-studio"):
             self.add_class(name)
         self._observe_inputs()
-        self._pause = Later(self._on_pause, PAUSE_SECONDS)
+        self._pause = Debounced(self._on_pause, PAUSE_SECONDS)
         self._show_page()
         self._replan()
 
@@ -123,7 +123,7 @@ class Studio(View):
             "Run": Fold("Run", self.options, self.launch.note, *export, self.launch.free),
         }
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
-            fold.follow(picker)
+            fold.follow_picker(picker)
             picker.on_fix = self._apply_fix
         for picker in self._pickers:
             picker.complete = self._complete_fix
@@ -159,15 +159,15 @@ class Studio(View):
             "Plans": lambda: self.plans.offer(self.plan),
             "Checks": self._draw_checks,
         }
-        panel = widgets.VBox(list(self._pages.values()), layout=controls.layout())
+        panel = widgets.VBox(list(self._pages.values()), layout=controls.share_layout())
         panel.add_class("ss-panel")
-        self._main = widgets.VBox([self.tabs, panel], layout=controls.layout())
+        self._main = widgets.VBox([self.tabs, panel], layout=controls.share_layout())
         self._main.add_class("ss-main")
 
     def _make_head(self) -> widgets.Box:
         """Build the header, which is always visible: headline, numbers and buttons."""
-        self.headline = controls.html("", "ss-headline")
-        self.rates = controls.html("", "ss-head-rates", layout=widgets.Layout())
+        self.headline = controls.create_html("", "ss-headline")
+        self.rates = controls.create_html("", "ss-head-rates", layout=widgets.Layout())
         self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
         return _box(
             self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
@@ -188,7 +188,7 @@ class Studio(View):
         view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin)
         view.pins = self.pins
         for plan, steps in self._measured:
-            view.add(plan, steps)
+            view.add_measured(plan, steps)
         return self._put("Time", view)
 
     @cached_property
@@ -328,18 +328,20 @@ class Studio(View):
         before = self.plan
         self.apply(plan)
         if self.is_wrong:
-            self.notice.say("The plan was opened in part: correct the input marked in red.", is_error=True)
+            self.notice.show_message(
+                "The plan was opened in part: correct the input marked in red.", is_error=True
+            )
         else:
-            self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
+            self.notice.show_message("The plan was opened.", {"Undo": lambda: self.apply(before)})
 
     def _offer_fit(self, before: ss.Plan, fit: Result) -> None:
         """Apply the fit for ``before``; ask first if it changes more than degrees and recomputation."""
         if isinstance(fit, Exception):
-            self.notice.say(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
+            self.notice.show_message(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
             return
         if fit is None:
             words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
-            self.notice.say(words, is_error=True)
+            self.notice.show_message(words, is_error=True)
             return
         if self.is_wrong:  # An input was changed during the search.
             return
@@ -348,11 +350,11 @@ class Studio(View):
             self._make_it_fit(before, fit)
         else:
             words, label = question
-            self.notice.say(words, {label: lambda: self._make_it_fit(before, fit)})
+            self.notice.show_message(words, {label: lambda: self._make_it_fit(before, fit)})
 
     def _make_it_fit(self, before: ss.Plan, fit: Fit) -> None:
         self.apply(fit.plan)
-        self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
+        self.notice.show_message(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
 
     def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
         """Restore ``before``, and reset the framework of the plan that is undone."""
@@ -387,7 +389,7 @@ class Studio(View):
     def _draw(self, change: object) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
-        self.notice.say("")  # The notice was about the previous plan.
+        self.notice.show_message("")  # The notice was about the previous plan.
         self._verdict = assess(plan, report)
         self.headline.value = headline(plan, report, self._verdict)
         self.fit.offer(plan, self._verdict)
@@ -395,8 +397,8 @@ class Studio(View):
         self._draw_shown()
         self._show_rates()
         self._offer_launch()
-        self.export_panel.offer(plan)
-        self._pause.ask()
+        self.export_panel.set_plan(plan)
+        self._pause.request()
 
     def _offer_launch(self) -> None:
         self.task.offer(self.plan, self.architecture.weights_folder)
@@ -412,7 +414,7 @@ class Studio(View):
     def _show_rates(self) -> None:
         lacks = self._verdict is not None and self._verdict.state == "does not fit"
         self.rates.layout.display = "none" if lacks else ""
-        self.rates.value = rates(shown_step(self.plan))
+        self.rates.value = render_rates(build_shown_step(self.plan))
 
     def _draw_shown(self) -> None:
         """Update the visible page; the other pages are updated when they are shown."""
@@ -468,7 +470,7 @@ class Studio(View):
         self._drawn.pop("Checks", None)
         self.launch.update()
         self._draw_shown()
-        self._pause.ask()
+        self._pause.request()
 
     def _apply_task(self, task: object) -> None:
         if isinstance(task, ss.Pretrain | ss.Finetune):
@@ -476,16 +478,16 @@ class Studio(View):
 
     def _on_pause(self) -> None:
         worst = worst_first(self.findings)[0].severity if self.findings else ""
-        self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
+        self.tabs.set_badge("Checks", len(self.findings), summary(self.findings), worst)
         num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
-        self.tabs.mark("Runs", num_runs, f"{num_runs} runs in this folder", "")
+        self.tabs.set_badge("Runs", num_runs, f"{num_runs} runs in this folder", "")
 
     # ---- runs
 
     def _watch(self, run: ss.Run, notes: str) -> None:
         """Show a run that the button started."""
         self.run = run
-        self.notice.say("")
+        self.notice.show_message("")
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.runs.open(run)
         self.tabs.value = "Runs"
@@ -499,7 +501,7 @@ class Studio(View):
         self._show_trace(_hint("The trace appears here when the run has ended."))
 
     def _say_error(self, words: str, retry: Callable[[], None] | None) -> None:
-        self.notice.say(words, {"Launch all the same": retry} if retry else {}, is_error=True)
+        self.notice.show_message(words, {"Launch all the same": retry} if retry else {}, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
         if self.run is None or self.run.folder == run.folder:
@@ -518,12 +520,12 @@ class Studio(View):
             return
         measured = run.memory()
         if measured.tensor_bytes:
-            self.memory.add(plan, measured)
-        steps = RunSteps.of(run)
+            self.memory.add_report(plan, measured)
+        steps = RunSteps.from_run(run)
         if steps is None:
             return
         if "time" in vars(self):
-            self.time.add(plan, steps)
+            self.time.add_measured(plan, steps)
         else:
             self._measured.append((plan, steps))
 
@@ -548,10 +550,10 @@ class Studio(View):
 
 
 def _hint(words: str) -> widgets.HTML:
-    return controls.html(escape(words), "ss-hint")
+    return controls.create_html(escape(words), "ss-hint")
 
 
 def _box(*children: widgets.Widget, kind: str) -> widgets.Box:
-    box = widgets.Box(list(children), layout=controls.layout())
+    box = widgets.Box(list(children), layout=controls.share_layout())
     box.add_class(kind)
     return box

@@ -19,27 +19,27 @@ class CalibratePanel(WorkPanel):
         super().__init__(
             "Measure this machine",
             "About a minute: matrix products, memory, links and collectives, kept for predictions",
-            self._calibrate,
+            self._start_calibration,
         )
         self.layout.display = "none"
 
-    def offer(self, plan: ss.Plan) -> None:
+    def show_for_plan(self, plan: ss.Plan) -> None:
         """Show the button if ``plan`` is for GPUs, or CPU ranks, of this machine."""
-        cluster, here = plan.cluster, self._machine
+        cluster, machine = plan.cluster, self._machine
         is_here = (
             cluster.num_nodes == 1
-            and cluster.gpu.name == here.gpu.name
-            and (cluster.gpus_per_node <= here.gpus_per_node or not plan.on_gpu)
+            and cluster.gpu.name == machine.gpu.name
+            and (cluster.gpus_per_node <= machine.gpus_per_node or not plan.on_gpu)
         )
         self._cluster = cluster if is_here else None
         self.layout.display = "" if is_here or self.is_busy else "none"
 
-    def _calibrate(self) -> None:
+    def _start_calibration(self) -> None:
         cluster = self._cluster
         if cluster is None:
             return
 
-        def work(progress: Progress) -> Any:
+        def calibrate(progress: Progress) -> Any:
             return ss.calibrate(cluster, progress=progress)
 
-        self.start(work, lambda _: self._on_done(), lambda _, seconds: f"measured in {seconds:.0f} s")
+        self.start(calibrate, lambda _: self._on_done(), lambda _, seconds: f"measured in {seconds:.0f} s")

@@ -23,8 +23,8 @@ OVERLAPPED_OPACITY = 0.55
 SMALL = {"size": 12}
 
 
-def empty_figure(on_part: Callable[[str], None]) -> Chart:
-    """Return the chart with all traces and axes but no data; :func:`draw` fills it repeatedly.
+def create_step_figure(on_part: Callable[[str], None]) -> Chart:
+    """Return the chart with all traces and axes but no data; :func:`draw_step` fills it repeatedly.
 
     ``on_part`` receives the name of the part whose bar was clicked.
     """
@@ -53,18 +53,18 @@ def empty_figure(on_part: Callable[[str], None]) -> Chart:
         marker={"color": MEASURED_COLOUR, "line": {"width": 0}},
         hovertemplate="%{customdata}<extra></extra>",
     )
-    figure = Chart([*bars, measured], layout=_layout())
+    figure = Chart([*bars, measured], layout=_build_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
 
-    def press(trace: int, point: int, customdata: object) -> None:
+    def report_click(trace: int, point: int, customdata: object) -> None:
         if trace < len(PARTS):
             on_part(PARTS[trace])
 
-    figure.on_click(press)
+    figure.on_click(report_click)
     return figure
 
 
-def _layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, Any]:
     return {
         "barmode": "stack",
         "bargap": 0.2,
@@ -92,16 +92,16 @@ def _layout() -> dict[str, Any]:
     }
 
 
-def draw(figure: Chart, shown: ShownStep) -> None:
+def draw_step(figure: Chart, shown: ShownStep) -> None:
     """Show a plan's step in ``figure``, in one update."""
     scale, report, measured = shown.scale, shown.report, shown.measured
     pinned = [(f"pin {index}", pin) for index, pin in enumerate(shown.pins)]
-    bars = [_part_bars(shown, name) for name in PARTS]
+    bars = [_build_part_bars(shown, name) for name in PARTS]
     bars.append(
         {
             "y": ["measured"] if measured else [],
             "x": [measured.seconds * scale.factor] if measured else [],
-            "customdata": [_measured_tooltip(shown)] if measured else [],
+            "customdata": [_write_measured_tooltip(shown)] if measured else [],
         }
     )
     lengths = [
@@ -121,37 +121,37 @@ def draw(figure: Chart, shown: ShownStep) -> None:
             "yaxis.categoryarray": keys,
             "yaxis.tickvals": keys,
             "yaxis.ticktext": labels,
-            "annotations": _notes(shown),
+            "annotations": _build_notes(shown),
         },
     )
 
 
-def _part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
+def _build_part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
     """Return one part of the predicted row, of the overlapped row, and of every pinned plan's row."""
     scale = shown.scale
     bars: list[tuple[str, float, str, float]] = []
     if shown.report is not None:
-        words = _part_tooltip(shown.report, name)
-        bars.append(("predicted", shown.report.parts[name], words, 1.0))
-        bars.append(("overlapped", shown.report.hidden[name], words, OVERLAPPED_OPACITY))
+        tooltip = _write_part_tooltip(shown.report, name)
+        bars.append(("predicted", shown.report.parts[name], tooltip, 1.0))
+        bars.append(("overlapped", shown.report.hidden[name], tooltip, OVERLAPPED_OPACITY))
     for index, pin in enumerate(shown.pins):
         if pin.step.report is not None:
-            words = f"<b>{escape(pin.name.full)}</b><br>{_part_tooltip(pin.step.report, name)}"
-            bars.append((f"pin {index}", pin.step.report.parts[name], words, 1.0))
+            tooltip = f"<b>{escape(pin.name.full)}</b><br>{_write_part_tooltip(pin.step.report, name)}"
+            bars.append((f"pin {index}", pin.step.report.parts[name], tooltip, 1.0))
     return {
         "y": [key for key, *_ in bars],
         "x": [seconds * scale.factor for _, seconds, *_ in bars],
-        "customdata": [words for *_, words, _ in bars],
+        "customdata": [tooltip for *_, tooltip, _ in bars],
         "marker.opacity": [opacity for *_, opacity in bars],
     }
 
 
-def _part_tooltip(report: StepReport, name: Any) -> str:
-    spoken = name.replace("_", " ") + report.explain(name).removeprefix(name)
-    return "<br>".join(wrap(escape(spoken), 72, break_on_hyphens=False))
+def _write_part_tooltip(report: StepReport, name: Any) -> str:
+    text = name.replace("_", " ") + report.explain(name).removeprefix(name)
+    return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 
 
-def _notes(shown: ShownStep) -> list[dict[str, Any]]:
+def _build_notes(shown: ShownStep) -> list[dict[str, Any]]:
     """Return each row's total for the right margin or, for an empty row, why it is empty."""
     report, measured = shown.report, shown.measured
     overlapped = sum(report.hidden.values()) if report else 0.0
@@ -170,27 +170,27 @@ def _notes(shown: ShownStep) -> list[dict[str, Any]]:
             empty = {"x": 0, "xref": "x", "xanchor": "left", "text": why, "font": SMALL, "opacity": 0.75}
             notes.append({**place, **empty})
             continue
-        text = _sum_words(shown.scale, seconds, is_part=key == "overlapped")
+        text = _format_total(shown.scale, seconds, is_part=key == "overlapped")
         if report and key == "measured":
-            text += f" {_off_by(seconds, report.seconds)}"
+            text += f" {_format_deviation(seconds, report.seconds)}"
         right = {"x": 1, "xref": "paper", "xanchor": "right", "xshift": RIGHT_PIXELS - 6, "text": text}
         notes.append({**place, **right, "font": {"size": 13}})
     return notes
 
 
-def _sum_words(scale: Scale, seconds: float, is_part: bool) -> str:
-    text = f"{scale.show(seconds)} {scale.unit}"
+def _format_total(scale: Scale, seconds: float, is_part: bool) -> str:
+    text = f"{scale.format(seconds)} {scale.unit}"
     return text if is_part else f"<b>{text}</b>"
 
 
-def _off_by(measured: float, predicted: float) -> str:
+def _format_deviation(measured: float, predicted: float) -> str:
     """Return the deviation of the measured step from the predicted one: ``+6 %``."""
     return f"{100 * (measured / predicted - 1):+.0f} %".replace("-", "−")
 
 
-def _measured_tooltip(shown: ShownStep) -> str:
+def _write_measured_tooltip(shown: ShownStep) -> str:
     measured = shown.measured
     if measured is None:
         return ""
-    words = f"measured: {seconds_words(measured.seconds)}, the median of {measured.num_steps:,} steps"
-    return words + (f"<br>predicted: {seconds_words(shown.report.seconds)}" if shown.report else "")
+    tooltip = f"measured: {seconds_words(measured.seconds)}, the median of {measured.num_steps:,} steps"
+    return tooltip + (f"<br>predicted: {seconds_words(shown.report.seconds)}" if shown.report else "")

@@ -24,7 +24,7 @@ class RunSteps(NamedTuple):
     """The median step."""
 
     @classmethod
-    def of(cls, run: ss.Run) -> RunSteps | None:
+    def from_run(cls, run: ss.Run) -> RunSteps | None:
         """Return the last steps that ``run`` logged; None if there are too few."""
         median = median_step(read_latest_records(RunFolder(run.folder), run.world_size))
         return None if median is None else cls(*median)
@@ -40,7 +40,7 @@ class PlanStep(NamedTuple):
     """Why the plan does not fit; empty if it does. A plan that does not fit has no tokens/s and no price."""
 
     @classmethod
-    def of(cls, plan: ss.Plan) -> PlanStep:
+    def from_plan(cls, plan: ss.Plan) -> PlanStep:
         """Predict the step of ``plan``; store the message of an error."""
         verdict = assess(plan)
         lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
@@ -85,20 +85,22 @@ class ShownStep(NamedTuple):
         """The common unit of all times in the view."""
         known = [self.report.seconds] if self.report else []
         known += [self.measured.seconds] if self.measured else []
-        return Scale.of(max(known, default=1.0))
+        return Scale.for_seconds(max(known, default=1.0))
 
 
-def shown_step(plan: ss.Plan, measured: RunSteps | None = None, pins: Sequence[ss.Plan] = ()) -> ShownStep:
+def build_shown_step(
+    plan: ss.Plan, measured: RunSteps | None = None, pins: Sequence[ss.Plan] = ()
+) -> ShownStep:
     """Return the step of ``plan``, its prediction and any ``measured`` steps, with those of the ``pins``."""
     names = name_pins(pins, plan)
-    pinned = tuple(PinStep(name, PlanStep.of(pin)) for name, pin in zip(names, pins, strict=True))
-    return ShownStep(plan, PlanStep.of(plan), measured, pinned)
+    pinned = tuple(PinStep(name, PlanStep.from_plan(pin)) for name, pin in zip(names, pins, strict=True))
+    return ShownStep(plan, PlanStep.from_plan(plan), measured, pinned)
 
 
-def residual_words(plan: ss.Plan) -> str:
+def describe_residual(plan: ss.Plan) -> str:
     """Return the deviation of finished runs on this machine from such predictions; empty without runs."""
     try:
-        found = residual(plan)
-    except ValueError as damaged:
-        return str(damaged)
-    return "" if found is None else found.words
+        deviation = residual(plan)
+    except ValueError as error:
+        return str(error)
+    return "" if deviation is None else deviation.words

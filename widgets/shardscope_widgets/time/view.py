@@ -12,15 +12,15 @@ import shardscope as ss
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.numbers import dollars, duration, short, typed_tokens
+from shardscope_widgets.kit.numbers import format_dollars, format_duration, format_short, parse_tokens
 from shardscope_widgets.kit.pins import Pins
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.time.calibration import CalibratePanel
-from shardscope_widgets.time.figure import draw, empty_figure
-from shardscope_widgets.time.rows import RunSteps, ShownStep, shown_step
-from shardscope_widgets.time.table import caption, part_rows, rate_table
+from shardscope_widgets.time.figure import create_step_figure, draw_step
+from shardscope_widgets.time.rows import RunSteps, ShownStep, build_shown_step
+from shardscope_widgets.time.table import render_part_rows, render_rate_table, write_caption
 
 MAX_REMEMBERED = 32
 """Maximum stored measurements, which are shown again with their plan."""
@@ -48,19 +48,19 @@ class StepView(View):
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         # A run or a calibration ends in its own thread while the user may change an input.
         self._lock = threading.RLock()
-        self._pins = Pins(self._draw, on_pin)
-        self.calibrate = CalibratePanel(machine or ss.Cluster.detect(), self._calibrated)
-        actions = widgets.HBox([self._pins.button], layout=controls.layout())
+        self._pins = Pins(self._redraw, on_pin)
+        self.calibrate = CalibratePanel(machine or ss.Cluster.detect(), self._show_calibration)
+        actions = widgets.HBox([self._pins.button], layout=controls.share_layout())
         actions.add_class("ss-actions")
-        bar = widgets.HBox([self.calibrate, self.calibrate.words, actions], layout=controls.layout())
+        bar = widgets.HBox([self.calibrate, self.calibrate.words, actions], layout=controls.share_layout())
         bar.add_class("ss-toolbar")
-        self.table = Clickable(self._pins.press)
-        self.figure = empty_figure(self.table.open_row)
-        self.caption = controls.html("", "ss-hint", "ss-caption")
-        self.figures = Clickable(self._pins.press)
-        self.budget = controls.text("15B", "Tokens to train on, as 15T, 300B or 1.5e12", "72px")
+        self.table = Clickable(self._pins.press_button)
+        self.figure = create_step_figure(self.table.open_row)
+        self.caption = controls.create_html("", "ss-hint", "ss-caption")
+        self.figures = Clickable(self._pins.press_button)
+        self.budget = controls.create_text_box("15B", "Tokens to train on, as 15T, 300B or 1.5e12", "72px")
         self.budget.observe(self._show_budget, "value")
-        self.budget_words = controls.html("", "ss-budget")
+        self.budget_words = controls.create_html("", "ss-budget")
         self.budget_row = Row("For tokens", self.budget, self.budget_words)
         parts = [bar, self.figure, self.caption, self.figures, self.budget_row, self.table]
         super().__init__([Sheet("pickers", "memory", "time"), *parts])
@@ -87,31 +87,31 @@ class StepView(View):
     def show(self, plan: ss.Plan, report: StepReport | None = None) -> None:
         """Draw a plan's step, or why it cannot be predicted. ``report`` is its prediction, if known."""
         with self._lock:
-            self.calibrate.offer(plan)
-            self._pins.offer(plan)
+            self.calibrate.show_for_plan(plan)
+            self._pins.set_plan(plan)
             measured = next((step for known, step in self._measured if known == plan), None)
-            self.shown = shown_step(plan, measured, self.pins)
+            self.shown = build_shown_step(plan, measured, self.pins)
             if report is not None:
                 self.shown = self.shown._replace(step=self.shown.step._replace(report=report))
-            draw(self.figure, self.shown)
-            self.caption.value = caption(self.shown)
-            self.figures.value = rate_table(self.shown)
-            self.table.value = part_rows(self.shown)
+            draw_step(self.figure, self.shown)
+            self.caption.value = write_caption(self.shown)
+            self.figures.value = render_rate_table(self.shown)
+            self.table.value = render_part_rows(self.shown)
             self._show_budget()
 
-    def _draw(self) -> None:
+    def _redraw(self) -> None:
         if self.shown is not None:
             self.show(self.shown.plan)
 
-    def add(self, plan: ss.Plan, measured: RunSteps) -> None:
+    def add_measured(self, plan: ss.Plan, measured: RunSteps) -> None:
         """Store the measured steps of a run of ``plan``; they are shown whenever that plan is."""
         with self._lock:
-            others = [(known, step) for known, step in self._measured if known != plan]
-            self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
+            remaining = [(known, step) for known, step in self._measured if known != plan]
+            self._measured = [*remaining, (plan, measured)][-MAX_REMEMBERED:]
             if self.shown is not None and self.shown.plan == plan:
                 self.show(plan)
 
-    def _calibrated(self) -> None:
+    def _show_calibration(self) -> None:
         with self._lock:
             if self.shown is not None:
                 self.show(self.shown.plan)
@@ -129,15 +129,15 @@ class StepView(View):
             self.budget_words.value = f"<span title='{hint}'>– <span class='ss-hint'>{hint}</span></span>"
             return
         try:
-            num_tokens = typed_tokens(self.budget.value)
+            num_tokens = parse_tokens(self.budget.value)
         except ValueError as error:
             self.budget_row.show_error(str(error))
             self.budget_words.value = ""
             return
         steps = num_tokens / report.num_tokens
-        parts = [f"<b>{escape(duration(report.days(num_tokens)))}</b> if nothing fails"]
+        parts = [f"<b>{escape(format_duration(report.days(num_tokens)))}</b> if nothing fails"]
         cost = report.cost(num_tokens)
         if cost is not None:
-            parts.append(f"<b>{dollars(cost)}</b>")
-        parts.append(f"{short(steps)} steps")
+            parts.append(f"<b>{format_dollars(cost)}</b>")
+        parts.append(f"{format_short(steps)} steps")
         self.budget_words.value = " · ".join(parts)

@@ -72,14 +72,14 @@ def test_only_a_finding_with_a_fix_has_a_button_which_says_what_it_does() -> Non
     assert re.findall(r"data-act='([^']+)' aria-label='([^']+)'", view.list.value) == [
         ("a-danger", "Apply the fix: set it to 8")
     ]
-    view.list.press("a-danger")
+    view.list.press_button("a-danger")
     assert applied == [PLAN] and view.plan is PLAN
 
 
 @pytest.mark.parametrize("act", ["a-warning", "gone", ""])
 def test_fault_44_a_click_on_a_finding_without_a_fix_does_nothing(act: str) -> None:
     view = shown(*FOUND, on_apply=lambda _: pytest.fail("applied"))
-    view.list.press(act)
+    view.list.press_button(act)
 
 
 def test_nothing_found_is_said() -> None:
@@ -110,16 +110,16 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
         replace(finding("a-danger", "danger"), search=way), finding("a-hint", "hint"), on_apply=applied.append
     )
     assert "Find a fix" in words(view.list.value) and not asked
-    view.list.press("a-danger")
+    view.list.press_button("a-danger")
     assert len(asked) == 1 and LOOKING in asked[0], "the page says so meanwhile"
     assert "Recompute selectively Apply" in words(view.list.value)
     assert not applied and LOOKING not in view.list.value
-    view.list.press("a-danger")
+    view.list.press_button("a-danger")
     assert applied == [PLAN]
     view.show([replace(finding("a-danger", "danger"), search=way)])
-    view.list.press("a-danger")
+    view.list.press_button("a-danger")
     assert "none was found" in words(view.list.value) and "<button" not in view.list.value
-    view.list.press("a-danger")
+    view.list.press_button("a-danger")
     assert "means nothing here" in view.list.error and applied == [PLAN]
 
 
@@ -141,7 +141,7 @@ def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
         view.list._handle_custom_msg(content, [])
         assert "means nothing here" in view.list.error and len(applied) == 1
     unasked = shown(finding("a-hint", "hint", PLAN))
-    unasked.list.answer("a-hint", "1")
+    unasked.list.submit_text("a-hint", "1")
     assert "means nothing here" in unasked.list.error
 
 
@@ -151,7 +151,7 @@ def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
     view = ChecksView(on_apply=applied.append, on_apply_task=applied.append)
     view.show([finding("a", "danger", PLAN), replace(finding("a", "danger"), task=task)])
     for act in re.findall(r"data-act='([^']+)'", view.list.value):
-        view.list.press(act)
+        view.list.press_button(act)
     assert applied == [PLAN, task]
 
 

@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope_widgets.kit.numbers import Scale, dollars, duration, short, three, typed_tokens
+from shardscope_widgets.kit.numbers import (
+    Scale,
+    format_dollars,
+    format_duration,
+    format_short,
+    format_three_digits,
+    parse_tokens,
+)
 
 
 @pytest.mark.parametrize(
     ("value", "said"), [(412.4, "412"), (41.24, "41.2"), (4.124, "4.12"), (0.4124, "0.41"), (0, "0")]
 )
 def test_three_digits(value: float, said: str) -> None:
-    assert three(value) == said
+    assert format_three_digits(value) == said
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,7 @@ def test_three_digits(value: float, said: str) -> None:
     ],
 )
 def test_large_numbers_have_a_letter(value: float, said: str) -> None:
-    assert short(value) == said
+    assert format_short(value) == said
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def test_large_numbers_have_a_letter(value: float, said: str) -> None:
     ],
 )
 def test_prices_have_cents(value: float, said: str) -> None:
-    assert dollars(value) == said
+    assert format_dollars(value) == said
 
 
 @pytest.mark.parametrize(
@@ -51,7 +58,7 @@ def test_prices_have_cents(value: float, said: str) -> None:
     [(0.01, "14.4 minutes"), (0.5, "12.0 hours"), (3, "3.00 days"), (1460, "4.00 years")],
 )
 def test_durations_have_the_unit_that_reads_well(days: float, said: str) -> None:
-    assert duration(days) == said
+    assert format_duration(days) == said
 
 
 @pytest.mark.parametrize(
@@ -66,25 +73,25 @@ def test_durations_have_the_unit_that_reads_well(days: float, said: str) -> None
     ],
 )
 def test_budgets_as_people_type_them(text: str, tokens: float) -> None:
-    assert typed_tokens(text) == tokens
+    assert parse_tokens(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "T", "-5B", "nan", "inf", "1.2.3", "15X", "0", "1e30", "15e", "9" * 40])
 def test_what_is_no_budget_is_refused_in_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"num_tokens is .* allowed: .* Nearest fix: "):
-        typed_tokens(text)
+        parse_tokens(text)
 
 
 @given(st.text(max_size=12))
 def test_no_text_breaks_the_budget(text: str) -> None:
     try:
-        assert 1 <= typed_tokens(text) <= 1e18
+        assert 1 <= parse_tokens(text) <= 1e18
     except ValueError as refused:
         assert "Nearest fix" in str(refused)
 
 
 @given(st.floats(1e-6, 1e4))
 def test_times_of_one_report_have_one_unit_and_keep_three_digits(seconds: float) -> None:
-    scale = Scale.of(seconds)
-    told = float(scale.show(seconds).replace(",", "")) / scale.factor
+    scale = Scale.for_seconds(seconds)
+    told = float(scale.format(seconds).replace(",", "")) / scale.factor
     assert told == pytest.approx(seconds, rel=0.006)

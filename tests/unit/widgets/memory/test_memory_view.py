@@ -22,10 +22,10 @@ from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
-from shardscope_widgets.kit.background_work import Takes, about
+from shardscope_widgets.kit.background_work import DurationEstimate, describe_duration
 from shardscope_widgets.memory import fit_search
 from shardscope_widgets.memory import view as memory_view
-from shardscope_widgets.memory.repairs import cost_words
+from shardscope_widgets.memory.repairs import describe_cost
 
 GIB = 2**30
 
@@ -79,7 +79,7 @@ def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(plan)
     height, num_rows = view.figure.layout.height, len(rows_of(view))
-    view.add(plan, as_tier(plan, "rehearsed"))
+    view.add_report(plan, as_tier(plan, "rehearsed"))
     assert list(drawn(view)) == ["predicted", "rehearsed"]
     assert view.figure.layout.height == height, "nothing below the chart moves"
     assert len(rows_of(view)) == num_rows and column(view, "rehearsed")["activations"]
@@ -95,7 +95,7 @@ def test_a_measurement_brings_its_error_in_words() -> None:
     )
     phases = {"rest": {"parameters": 4 * 2**20}, "forward": {"parameters": 4 * 2**20, "activations": 2**20}}
     view = MemoryView(plan)
-    view.add(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
+    view.add_report(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
     assert drawn(view)["measured"]["activations"] == 2**20 / GIB
     assert "Measured 5 MiB of tensors" in words(view.table.value)
     assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
@@ -210,9 +210,9 @@ def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
     assert button.description == "Pin for comparison"
     button.click()
     assert view.pins == (one, two)
-    view.table.press("unpin 0")
+    view.table.press_button("unpin 0")
     assert view.pins == (two,) and list(drawn(view)) == ["predicted", "pin 0"]
-    view.table.press("unpin 7")
+    view.table.press_button("unpin 7")
     assert view.table.error and view.pins == (two,)
     button.click()
     assert view.pins == () and list(drawn(view)) == ["predicted"]
@@ -226,7 +226,7 @@ def test_whoever_keeps_the_pins_for_several_views_is_asked() -> None:
     assert asked == [one] and view.pins == ()
     view.pins = (two, one, two)
     assert view.pins == (two, one), "each once"
-    view.table.press("unpin 0")
+    view.table.press_button("unpin 0")
     assert asked == [one, two]
 
 
@@ -334,7 +334,7 @@ def changes_of(view: MemoryView) -> list[ss.Plan]:
         assert view.plan is not None and view.plan != before
         changed.append(view.plan)
         view.show(before)
-        view.repairs.offer(before, before.memory())
+        view.repairs.show_repairs(before, before.memory())
     return changed
 
 
@@ -429,7 +429,7 @@ def test_changes_of_another_plan_cannot_be_pressed() -> None:
     ],
 )
 def test_what_a_change_costs_in_time(lost: float, said: str) -> None:
-    assert said in cost_words(lost * 4.0, 4.0)
+    assert said in describe_cost(lost * 4.0, 4.0)
 
 
 SITUATIONS: list[dict[str, Any]] = [
@@ -488,7 +488,7 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     panel = view.rehearse
     assert panel.layout.display == ""
     expected = estimate_seconds(view.plan)
-    assert about(expected) == "about 40 s" and about(expected) in panel.button.tooltip
+    assert describe_duration(expected) == "about 40 s" and describe_duration(expected) in panel.button.tooltip
     panel.button.click()
     assert until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
@@ -507,7 +507,7 @@ def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
     """A rehearsal's thread draws the old plan; meanwhile a person asks for another: that one stays."""
     old, new = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(old)
-    is_drawing, goes_on, real = threading.Event(), threading.Event(), memory_view.draw
+    is_drawing, goes_on, real = threading.Event(), threading.Event(), memory_view.draw_memory
 
     def slow(figure: Any, shown: Any, mode: Any) -> None:
         if threading.current_thread().name == "rehearsal":
@@ -515,8 +515,8 @@ def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
             goes_on.wait(1)
         real(figure, shown, mode)
 
-    monkeypatch.setattr(memory_view, "draw", slow)
-    ends = threading.Thread(target=view.add, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
+    monkeypatch.setattr(memory_view, "draw_memory", slow)
+    ends = threading.Thread(target=view.add_report, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
     ends.start()
     assert is_drawing.wait(10)
     asks = threading.Thread(target=view.show, args=(new,))
@@ -530,13 +530,13 @@ def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
 
 
 def test_what_is_done_says_how_long_the_rest_takes() -> None:
-    takes = Takes(40)
-    assert takes.words(4, 0.1) == "4 s of about 40 s", "it was only starting"
-    assert takes.words(30, 0.3) == "30 s of about 2 minutes"
-    assert takes.words(60, 0.3) == "60 s of about 2 minutes", "in the midst of a part nothing new is known"
-    assert takes.words(70, 0.9) == "70 s of about 80 s"
-    assert takes.words(90, 0.9) == "90 s", "it took longer, and nobody knows how much"
-    assert Takes(None).words(12, 0.9) == "12 s"
+    takes = DurationEstimate(40)
+    assert takes.format(4, 0.1) == "4 s of about 40 s", "it was only starting"
+    assert takes.format(30, 0.3) == "30 s of about 2 minutes"
+    assert takes.format(60, 0.3) == "60 s of about 2 minutes", "in the midst of a part nothing new is known"
+    assert takes.format(70, 0.9) == "70 s of about 80 s"
+    assert takes.format(90, 0.9) == "90 s", "it took longer, and nobody knows how much"
+    assert DurationEstimate(None).format(12, 0.9) == "12 s"
 
 
 def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer() -> None:

@@ -80,11 +80,11 @@ def test_what_was_asked_for_in_place_goes_to_its_input() -> None:
     studio.apply(replace(studio.plan, layout=layout))
     studio.tabs.value = "Checks"
     assert "nvme-not-known" in [one.name for one in studio.checks.findings]
-    studio.checks.list.answer("nvme-not-known", "lots")
+    studio.checks.list.submit_text("nvme-not-known", "lots")
     assert (
         "Cluster.nvme_bytes is 'lots'" in studio.checks.list.error and studio.plan.cluster.nvme_bytes is None
     )
-    studio.checks.list.answer("nvme-not-known", "4,096")
+    studio.checks.list.submit_text("nvme-not-known", "4,096")
     assert studio.plan.cluster.nvme_bytes == 2**42 and studio.cluster.nvme.value == "4,096"
     assert "nvme-not-known" not in [one.name for one in studio.checks.findings]
     assert not studio.checks.list.error

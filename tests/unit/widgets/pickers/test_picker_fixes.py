@@ -30,7 +30,7 @@ def shown(row: Any) -> str:
 def press(row: Any) -> None:
     """Press the button of the message under the row's input."""
     assert "data-act='fix'" in row.children[-1].value, shown(row)
-    row.children[-1].press("fix")
+    row.children[-1].press_button("fix")
 
 
 @pytest.fixture
@@ -218,9 +218,9 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.fit.button.click()
     assert until(lambda: "data-act" in studio.notice.value, 120)
     assert studio.plan == before, "another framework is named before it is chosen"
-    studio.notice.press(offered_action(studio))
+    studio.notice.press_button(offered_action(studio))
     assert studio.plan == fit.plan
-    studio.notice.press("Undo")
+    studio.notice.press_button("Undo")
     assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
     studio.layout_picker.framework.value = "deepspeed"
     expected = first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
@@ -274,18 +274,18 @@ def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -
     panel = studio.memory.repairs
     for button in (studio.fit.button, panel.make_it_fit):
         if button is panel.make_it_fit:
-            panel.offer(studio.plan, studio.plan.memory())
+            panel.show_repairs(studio.plan, studio.plan.memory())
             assert until(lambda: panel.make_it_fit.layout.display == "", 120)
         button.click()
         assert until(lambda: "No Megatron-core layout fits." in unescape(studio.notice.value), 120)
         assert studio.plan == before
         label = offered_action(studio)
         assert label.startswith("Use DeepSpeed ZeRO-3")
-        studio.notice.press(label)
+        studio.notice.press_button(label)
         assert studio.plan.layout.framework == "deepspeed"
         assert gib(studio.plan.memory().peak_bytes) in label
         assert "Made it fit" in studio.notice.value
-        studio.notice.press("Undo")
+        studio.notice.press_button("Undo")
         assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
         before = studio.plan
     studio.close()
@@ -297,12 +297,12 @@ def test_what_stays_with_its_framework_is_applied_at_once_with_undo() -> None:
     before, panel = studio.plan, studio.memory.repairs
     for button in (studio.fit.button, panel.make_it_fit):
         if button is panel.make_it_fit:
-            panel.offer(studio.plan, studio.plan.memory())
+            panel.show_repairs(studio.plan, studio.plan.memory())
             assert until(lambda: panel.make_it_fit.layout.display == "", 60)
         button.click()
         assert until(lambda: "Made it fit" in studio.notice.value, 60)
         assert studio.plan.layout.framework == before.layout.framework
-        studio.notice.press("Undo")
+        studio.notice.press_button("Undo")
         assert studio.plan == before
     studio.close()
 

@@ -71,7 +71,7 @@ def test_a_button_applies_the_plan_and_each_alternative() -> None:
     applied: list[ss.Plan] = []
     view = AdviceView(advice_of(), on_apply=applied.append)
     for act in re.findall(r"data-act='([^']+)'", view.words.value):
-        view.words.press(act)
+        view.words.press_button(act)
     assert applied == [PLAN, OTHER]
     assert view.plan is OTHER
 
@@ -79,7 +79,7 @@ def test_a_button_applies_the_plan_and_each_alternative() -> None:
 @pytest.mark.parametrize("act", ["1", "-1", "x", "", "99999999999999999999", "plan"])
 def test_a_click_on_what_is_no_longer_there_does_nothing(act: str) -> None:
     view = AdviceView(advice_of(plan=None), on_apply=lambda _: pytest.fail("applied"))
-    view.words.press(act)
+    view.words.press_button(act)
     assert view.plan is None
 
 
@@ -95,7 +95,7 @@ def test_there_is_one_recommendation_and_at_most_two_alternatives() -> None:
     view = AdviceView(advice_of(alternatives=tuple((plan, f"{plan.layout}.") for plan in plans)))
     assert view.words.value.count("data-act='plan'") == 1 and "search" not in words(view.words.value)
     assert re.findall(r"data-act='(\d)'", view.words.value) == ["0", "1"]
-    view.words.press("2")
+    view.words.press_button("2")
     assert view.plan is None and "means nothing here" in view.words.error
 
 
@@ -104,7 +104,7 @@ def test_the_plan_on_screen_is_kept_where_it_is_the_recommended_one() -> None:
     view.mark(plan_of(recompute="selective"))
     assert "Keep the plan on screen: FSDP2" in words(view.words.value)
     assert "data-act='plan'" not in view.words.value
-    view.words.press("plan")
+    view.words.press_button("plan")
     assert view.plan is None and "means nothing here" in view.words.error
     view.mark(plan_of(ss.Layout.ddp()))
     assert "Start with FSDP2." in words(view.words.value) and "data-act='plan'" in view.words.value

@@ -81,7 +81,7 @@ def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
 ) -> None:
     before = page.advice.advice
     assert before is not None and before.plan is not None and before.plan.layout.framework == "fsdp2"
-    page.familiar.press("deepspeed")
+    page.familiar.press_button("deepspeed")
     assert until(lambda: is_answered(page) and page.advice.advice is not before)
     after = page.advice.advice
     assert after is not None and after.plan is not None and after.plan.layout.framework == "deepspeed"
@@ -93,18 +93,18 @@ def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
     asked: list[tuple[str, ...]], page: PlansPage
 ) -> None:
     for name in reversed(TITLES):
-        page.familiar.press(name)
+        page.familiar.press_button(name)
         assert until(lambda: is_answered(page))
     assert asked[-1] == tuple(TITLES), "and advice takes each of them"
     assert set(pressed(page).values()) == {"true"}
-    page.familiar.press("ddp")
+    page.familiar.press_button("ddp")
     assert until(lambda: is_answered(page))
     assert asked[-1] == tuple(TITLES)[1:] and pressed(page)["ddp"] == "false"
     assert not page.familiar.error
 
 
 def test_a_name_that_nobody_knows_is_ignored_and_said(asked: list[tuple[str, ...]], page: PlansPage) -> None:
-    page.familiar.press("horovod")
+    page.familiar.press_button("horovod")
     assert "'horovod' means nothing here" in page.familiar.error
     assert page.familiar.names == () and asked == [()]
 
@@ -116,14 +116,14 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     page = PlansPage(on_apply=applied.append)
     page.offer(plan_of())
     assert page.ask.is_busy
-    page.familiar.press("deepspeed")
-    page.familiar.press("ddp")
+    page.familiar.press_button("deepspeed")
+    page.familiar.press_button("ddp")
     assert not page.about.value, "it is on its way: there is nothing to press"
     held()
     assert until(lambda: len(asked) == 2 and is_answered(page))
     assert asked == [(), ("ddp", "deepspeed")], "not once for each press"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
-    page.advice.words.press("plan")
+    page.advice.words.press_button("plan")
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
 
 
@@ -131,7 +131,7 @@ def test_an_answer_to_another_question_says_so_beside_one_button(
     page: PlansPage, held: Callable[[], None]
 ) -> None:
     assert page.ask.button.layout.display == "none", "there is nothing to ask again"
-    page.familiar.press("deepspeed")
+    page.familiar.press_button("deepspeed")
     assert not page.about.value, "it is on its way: there is nothing to press"
     assert page.ask.button.layout.display == "none"
     assert "ss-old" in page.advice._dom_classes, "and what is there answers another question"
@@ -150,7 +150,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
 ) -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.offer(plan_of())
-    page.familiar.press("deepspeed")
+    page.familiar.press_button("deepspeed")
     page.ask.cancel.click()
     held()
     assert until(lambda: not page.ask.is_busy)
@@ -163,7 +163,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
 def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.offer(plan_of())
-    page.familiar.press("deepspeed")
+    page.familiar.press_button("deepspeed")
     page.close()
     page.ask.close()
     held()
@@ -182,7 +182,7 @@ def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_aga
 
     with monkeypatch.context() as patched:
         patched.setattr(ss, "recommend", refused)
-        page.familiar.press("megatron")
+        page.familiar.press_button("megatron")
         assert not page.about.value
         goes_on.set()
         assert until(lambda: "a figure is not known" in page.ask.words.value and not page.ask.is_busy)
@@ -200,7 +200,7 @@ def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.Monk
     page.mode.value = "search"
     assert until(lambda: page.ranking.ranking is found and not page.search.is_busy)
     assert page.familiar.layout.display == "none", "a search asks for every layout"
-    page.familiar.press("ddp")
+    page.familiar.press_button("ddp")
     assert until(lambda: is_answered(page))
     assert "ss-old" not in page.ranking._dom_classes and not page.about.value
     assert not page.ranking.table.frozen and len(searched) == 1
@@ -215,7 +215,7 @@ def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, .
     studio.tabs.value = "Plans"
     assert until(lambda: is_answered(studio.plans))
     plan = studio.plan
-    studio.plans.familiar.press("deepspeed")
+    studio.plans.familiar.press_button("deepspeed")
     assert studio.plan is plan
     assert until(lambda: is_answered(studio.plans))
     studio.recipe.seq_len.value = "2048"

@@ -22,7 +22,7 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope_widgets import RankingView, Studio
-from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.theme import (
     COMPONENT_COLOURS,
     COMPONENT_PATTERNS,
@@ -189,7 +189,7 @@ def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
         assert layout_words(plan.layout) in told
         assert f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}" in told
         assert f"{gib(plan.memory().peak_bytes)} GiB" in told
-        assert f"{short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in told
+        assert f"{format_short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in told
         assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a chart of 390 pixels has room for it"
 
 
@@ -291,7 +291,7 @@ def test_the_best_come_first_with_their_numbers(found: Any) -> None:
     assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist()
     best, first = found.best, words(view.table.value.partition("<tbody>")[2].partition("</tr>")[0])
     assert layout_words(best.layout) in first
-    assert short(best.step().tokens_per_second_per_gpu) in first
+    assert format_short(best.step().tokens_per_second_per_gpu) in first
     assert gib(best.memory().peak_bytes) in first
     assert f"{found.num_evaluated:,} plans evaluated" in words(view.caption.value)
 
@@ -303,7 +303,7 @@ def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> Non
     view = showing_all(found)
     values = getattr(found, column)
     for _ in range(2):
-        view.table.press(f"sort:{column}")
+        view.table.press_button(f"sort:{column}")
         upwards = "aria-sort='ascending'" in view.table.value
         everything = ordered(found, column, upwards)
         told = values[everything].tolist()
@@ -335,16 +335,16 @@ def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -
 
 def test_pages_follow_each_other_and_end(found: Any) -> None:
     view = showing_all(found)
-    view.table.press("page:-1")
+    view.table.press_button("page:-1")
     assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist(), "nothing is before the first page"
-    view.table.press("page:1")
+    view.table.press_button("page:1")
     assert rows_of(view) == found.order[ROWS_ON_A_PAGE : 2 * ROWS_ON_A_PAGE].tolist()
     seen = 2 * ROWS_ON_A_PAGE
     while seen < len(found.order):
-        view.table.press("page:1")
+        view.table.press_button("page:1")
         seen += ROWS_ON_A_PAGE
     last = rows_of(view)
-    view.table.press("page:1")
+    view.table.press_button("page:1")
     assert rows_of(view) == last and last[-1] == found.order[-1]
 
 
@@ -352,7 +352,7 @@ def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
     applied: list[ss.Plan] = []
     view = showing_all(found, on_apply=applied.append)
     third = rows_of(view)[2]
-    view.table.press(f"apply:{third}")
+    view.table.press_button(f"apply:{third}")
     assert applied == [found.plan(third)] and view.plan == found.plan(third)
     marked = re.findall(r"<tr data-act='apply:(\d+)' class='ss-current'>", view.table.value)
     assert marked == [str(third)] and view.table.value.count("this plan") == 1
@@ -368,7 +368,7 @@ def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
 def test_fault_44_what_no_row_says_does_nothing(found: Any, act: str) -> None:
     view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
     before = view.table.value
-    view.table.press(act)
+    view.table.press_button(act)
     assert view.table.value == before
 
 
@@ -383,7 +383,7 @@ def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack()
     assert told.startswith("Nothing fits")
     for miss in found.misses:
         assert " ".join(miss.words.split()) in told
-    view.table.press(f"apply:{found.misses[0].index}")
+    view.table.press_button(f"apply:{found.misses[0].index}")
     assert applied == [found.plan(found.misses[0].index)]
 
 
@@ -393,7 +393,7 @@ def test_where_the_batch_cannot_be_divided_the_nearest_one_that_can_is_offered()
     applied: list[ss.Plan] = []
     view = showing_all(found, on_apply=applied.append)
     assert "With a global batch of 65" in words(view.table.value)
-    view.table.press("instead")
+    view.table.press_button("instead")
     assert applied == [found.instead.best]
 
 
@@ -423,7 +423,7 @@ def test_plans_that_need_a_host_of_unknown_size_are_counted_under_the_table() ->
 def test_the_order_is_the_rankings_until_speed_is_asked_for(found: Any) -> None:
     view = showing_all(found)
     assert "aria-sort" not in view.table.value
-    view.table.press("sort:tokens_per_second_per_gpu")
+    view.table.press_button("sort:tokens_per_second_per_gpu")
     assert "aria-sort='descending'" in view.table.value
     assert rows_of(view)[0] in np.flatnonzero(found.step_seconds == found.step_seconds[found.order].min())
 
@@ -538,12 +538,12 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
     assert page.search.button.layout.display == "", "and one button asks again"
     act = f"apply:{found.order[0]}"
-    page.ranking.table.press(act)
+    page.ranking.table.press_button(act)
     assert not applied and page.ranking.room.disabled, "what looks as if it cannot be pressed cannot"
     page.search.button.click()
     assert until(lambda: len(asked) == 2 and not page.search.is_busy)
     assert asked[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
-    page.ranking.table.press(act)
+    page.ranking.table.press_button(act)
     assert len(applied) == 1 and not page.ranking.room.disabled and not page.about.value
     assert page.search.button.layout.display == "none", "there is nothing to ask again"
 

@@ -77,7 +77,7 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
     assert "role='img' aria-label='94 % in use'" in view.places.value
     pretend_cards(monkeypatch, [TOTAL, 6 * GIB])
     monkeypatch.setattr(free_now_module, "_describe_process", lambda pid: "<img src=x>")
-    view.places.press("look")
+    view.places.press_button("look")
     assert until(lambda: "6.00 of 79.6 GiB" in view.places.value)
     pretend_cards(monkeypatch, [GIB], [(5, GIB)])
     view.places.look()

@@ -54,7 +54,7 @@ def act(view: RunsView, kind: str, name: str) -> str:
 
 
 def press(view: RunsView, kind: str, name: str) -> None:
-    view.table.press(act(view, kind, name))
+    view.table.press_button(act(view, kind, name))
 
 
 def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
@@ -75,7 +75,7 @@ def test_without_runs_the_list_says_where_they_will_be() -> None:
     view = RunsView()
     assert view.num_runs == 0 and rows(view) == [] and "runs/" in view.table.value
     write_run("first")
-    view.toolbar.press("look")
+    view.toolbar.press_button("look")
     assert view.num_runs == 1 and len(rows(view)) == 1
 
 
@@ -139,7 +139,7 @@ def test_pressing_what_is_not_there_is_refused() -> None:
     write_run("one")
     view = RunsView()
     for odd in ("open:one", "open:../runs", "resume:", "stop:zzz", "nothing", "trace:<b>"):
-        view.table.press(odd)
+        view.table.press_button(odd)
         assert "means nothing here" in view.table.error and view.is_list_shown
 
 
@@ -151,7 +151,7 @@ def test_a_row_opens_the_run_in_place_and_a_button_leads_back(views: list[Any]) 
     press(view, "open", "yesterday")
     assert until(lambda: view.run_view.status == "finished" and "40 of 40" in view.run_view.facts.value)
     assert not view.is_list_shown
-    view.bar.press("back")
+    view.bar.press_button("back")
     assert view.is_list_shown and ended == [], "nobody waits for the end of a run that ended yesterday"
 
 
@@ -179,7 +179,7 @@ def test_on_end_is_called_though_another_run_is_shown_meanwhile(
     views.append(view)
     run = ss.Run.attach(path)
     view.open(run)
-    view.bar.press("back")
+    view.bar.press_button("back")
     press(view, "open", "yesterday")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
     assert until(lambda: ended == [run])
@@ -205,15 +205,15 @@ def test_two_runs_are_compared_and_a_third_tick_replaces_the_first() -> None:
     for number, name in enumerate(("a", "b", "c")):
         write_run(name, number=number, task=ss.Pretrain(num_steps=40, learning_rate=10.0**-number))
     view = RunsView()
-    view.toolbar.press("compare")
+    view.toolbar.press_button("compare")
     assert view.is_list_shown, "nothing is selected"
     for name in ("a", "b", "c"):
         press(view, "select", name)
     assert view.table.value.count("aria-checked='true'") == 2
-    view.toolbar.press("compare")
+    view.toolbar.press_button("compare")
     text = unescape(re.sub(r"<[^>]+>", " ", view.comparison.table.value))
     assert not view.is_list_shown and "learning rate 0.1 → 0.01" in text, text
-    view.bar.press("back")
+    view.bar.press_button("back")
     assert view.is_list_shown
 
 
@@ -223,9 +223,9 @@ def test_twenty_rows_are_shown_and_more_when_asked() -> None:
     view = RunsView()
     assert len(rows(view)) == 20 and rows(view)[0].startswith("run-44") and view.num_runs == 45
     assert "20 of 45" in view.more.value
-    view.more.press("more")
+    view.more.press_button("more")
     assert len(rows(view)) == 40
-    view.more.press("more")
+    view.more.press_button("more")
     assert len(rows(view)) == 45 and view.more.value == ""
 
 
@@ -324,8 +324,8 @@ def test_resume_is_off_while_a_run_that_was_resumed_is_living(
     view = RunsView()
     views.append(view)
     twice = act(view, "resume", "saved")
-    view.table.press(twice)
-    view.table.press(twice)
+    view.table.press_button(twice)
+    view.table.press_button(twice)
     assert len(launched) == 1 and "under way" in view.bar.value
     view.show_list()
     for name in ("saved", "other"):
@@ -391,7 +391,7 @@ def test_a_recorded_trace_opens_where_it_is_wanted(views: list[Any]) -> None:
     views.append(alone)
     press(alone, "trace", "traced")
     assert not alone.is_list_shown and "Trace of" in alone.bar.value
-    alone.bar.press("back")
+    alone.bar.press_button("back")
     assert alone.is_list_shown
 
 

@@ -23,8 +23,8 @@ import shardscope as ss
 from shardscope.memory.report import COMPONENTS
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.checks.view import summary
-from shardscope_widgets.kit.numbers import short
-from shardscope_widgets.kit.words import device_count, title
+from shardscope_widgets.kit.display_names import count_devices, format_name
+from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.pickers import LayoutPicker
 from shardscope_widgets.studio.view import PAUSE_SECONDS
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio
     assert "global_batch_size=63" in row.message
     assert studio.plan.cluster.num_gpus == 8
     # The fix is a button at the input.
-    row.children[-1].press("fix")
+    row.children[-1].press_button("fix")
     assert studio.recipe.global_batch.value == "63"
     assert studio.plan.cluster.num_gpus == 3
     assert not studio.recipe.rows["global_batch_size"].message
@@ -211,11 +211,11 @@ def widgets_in(widget: Widget) -> Iterator[Widget]:
 
 
 def test_names_as_people_say_them() -> None:
-    assert title("h100-sxm-80gb") == "H100 SXM 80 GB"
-    assert title("llama-3.1-8b") == "Llama 3.1 8B"
-    assert title("rtx-pro-6000-blackwell-96gb") == "RTX PRO 6000 Blackwell 96 GB"
-    assert device_count(ss.Cluster.parse("2xcpu")) == "2 CPU ranks"
-    assert device_count(ss.Cluster.parse("h200-sxm-141gb")) == "1 GPU"
+    assert format_name("h100-sxm-80gb") == "H100 SXM 80 GB"
+    assert format_name("llama-3.1-8b") == "Llama 3.1 8B"
+    assert format_name("rtx-pro-6000-blackwell-96gb") == "RTX PRO 6000 Blackwell 96 GB"
+    assert count_devices(ss.Cluster.parse("2xcpu")) == "2 CPU ranks"
+    assert count_devices(ss.Cluster.parse("h200-sxm-141gb")) == "1 GPU"
 
 
 def test_the_verdict_says_by_how_much() -> None:
@@ -343,7 +343,7 @@ def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
             continue
         told += 1
         assert studio.plan.architecture.name == name
-        assert words(studio.headline.value).startswith(f"{title(name)} on"), name
+        assert words(studio.headline.value).startswith(f"{format_name(name)} on"), name
         assert verdict(studio.plan, studio.plan.memory()) in words(studio.headline.value), name
         assert FRAMEWORKS[framework] in words(studio.headline.value), name
     assert told > 70
@@ -430,7 +430,7 @@ def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
     report = studio.plan.step()
     said = words(studio.rates.value)
     assert f"{100 * report.mfu:.0f} % MFU" in said
-    assert f"{short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
+    assert f"{format_short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
     studio.architecture.name.value = "llama-3.2-1b"
     assert words(studio.rates.value) != said
 
@@ -507,7 +507,7 @@ def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:
     studio.recipe.micro.value = "4"
     studio.tabs.value = "Checks"
     mended = next(finding for finding in studio.plan.findings() if finding.plan is not None)
-    studio.checks.list.press(mended.name)
+    studio.checks.list.press_button(mended.name)
     assert mended.plan is not None
     assert studio.plan.memory().peak_bytes == mended.plan.memory().peak_bytes
     assert mended.name not in [finding.name for finding in studio.plan.findings()]
@@ -523,14 +523,14 @@ def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio
     panel.rate.value = "0.05"
     assert "6.5e+02 times" in words(studio.checks.list.value)
     assert studio.tabs.badges["Checks"][2] == "danger"
-    studio.checks.list.press("learning-rate-against-batch")
+    studio.checks.list.press_button("learning-rate-against-batch")
     assert studio.task.task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
     assert names(studio) == ["text-read-many-times"]
-    studio.checks.list.press("text-read-many-times")
+    studio.checks.list.press_button("text-read-many-times")
     assert panel.steps.value == "5" and not names(studio) and "Checks" not in studio.tabs.badges
     panel.profile.value = False
     assert names(studio) == ["never-profiled"] and "Never profiled" in words(studio.checks.list.value)
-    studio.checks.list.press("never-profiled")
+    studio.checks.list.press_button("never-profiled")
     assert panel.profile.value and not names(studio)
 
 

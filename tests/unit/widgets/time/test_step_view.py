@@ -17,9 +17,9 @@ from shardscope_widgets import StepView
 from shardscope_widgets.kit import numbers
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.time import rows as step_rows
-from shardscope_widgets.time.rates import rates
-from shardscope_widgets.time.rows import RunSteps, shown_step
-from shardscope_widgets.time.table import part_rows, rate_table
+from shardscope_widgets.time.rates import render_rates
+from shardscope_widgets.time.rows import RunSteps, build_shown_step
+from shardscope_widgets.time.table import render_part_rows, render_rate_table
 
 
 def plan_of(
@@ -110,7 +110,7 @@ def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
 
 def test_rates_name_their_convention() -> None:
     plan = plan_of()
-    report, told = plan.step(), words(rate_table(shown_step(plan)))
+    report, told = plan.step(), words(render_rate_table(build_shown_step(plan)))
     assert report.mfu is not None
     assert f"MFU, % {100 * report.mfu:.1f}" in told
     assert "causal attention" in told and "no recomputation" in told
@@ -124,7 +124,7 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
     kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
     assert 0 < len(kinds) < len(report.communication)
     assert {(call.part, call.collective, call.ranks, call.link) for call in report.sent} == kinds
-    rows = part_rows(shown_step(plan)).partition("Communication")[2].partition("<tbody>")[2]
+    rows = render_part_rows(build_shown_step(plan)).partition("Communication")[2].partition("<tbody>")[2]
     assert rows.count("<tr>") == len(kinds) + len(report.staged)
 
 
@@ -136,9 +136,9 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
 def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layout) -> None:
     """What is sent, copies included, adds up to the part's row; its words name the same numbers."""
     plan = plan_of(layout=layout)
-    shown = shown_step(plan)
+    shown = build_shown_step(plan)
     report, scale = plan.step(), shown.scale
-    parts, _, sent = part_rows(shown).partition("Communication")
+    parts, _, sent = render_part_rows(shown).partition("Communication")
     told = {}
     for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
         part, _, _, _, moved, _, waited = re.findall(r"<td[^>]*>(.*?)</td>", row)
@@ -156,7 +156,7 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
 
 
 def test_what_is_not_known_is_a_dash_that_says_why() -> None:
-    html = rate_table(shown_step(without_a_price(plan_of())))
+    html = render_rate_table(build_shown_step(without_a_price(plan_of())))
     for rate, why in (("$ per M tokens", "The price of"), ("kWh per M tokens", "The power limit of")):
         cell = re.search(rf"{re.escape(rate)}</button></th><td title='([^']+)'>–", html)
         assert cell and cell[1].startswith(why) and "H100 SXM 80 GB" in cell[1]
@@ -182,7 +182,7 @@ def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
     assert len(cells) == 6 and {row[0] for row in cells.values()} == {"–"}
     assert re.search(r"title='Does not fit: [^']*85\.5 GiB[^']*79\.1", view.figures.value)
     assert "$" not in words(view.budget_words.value) and "Does not fit" in view.budget_words.value
-    head = rates(shown_step(short))
+    head = render_rates(build_shown_step(short))
     assert re.findall(r"<b>(.*?)</b>", head) == ["–"] * 3 and "Does not fit" in head
     view.show(plan_of())
     assert "–" not in words(view.budget_words.value)
@@ -193,18 +193,18 @@ def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
     """It ran, whatever was predicted of it."""
     short = plan_of(micro_batch_size=2)
     view = StepView(short)
-    view.add(short, RunSteps(20, 2 * short.step().seconds))
+    view.add_measured(short, RunSteps(20, 2 * short.step().seconds))
     predicted, measured = rate_cells(view.figures.value)["tokens/s"][:2]
-    assert predicted == "–" and measured == numbers.short(short.step().tokens_per_second / 2)
+    assert predicted == "–" and measured == numbers.format_short(short.step().tokens_per_second / 2)
 
 
 def test_the_head_has_three_numbers_above_their_units() -> None:
-    report, html = plan_of().step(), rates(shown_step(plan_of()))
+    report, html = plan_of().step(), render_rates(build_shown_step(plan_of()))
     assert report.mfu is not None and report.cost_per_token is not None
     assert re.findall(r"<b>(.*?)</b> <span>(.*?)</span>", html) == [
-        (numbers.short(report.tokens_per_second_per_gpu), "tokens/s per GPU"),
+        (numbers.format_short(report.tokens_per_second_per_gpu), "tokens/s per GPU"),
         (f"{100 * report.mfu:.0f} %", "MFU"),
-        (numbers.dollars(1e6 * report.cost_per_token), "per M tokens"),
+        (numbers.format_dollars(1e6 * report.cost_per_token), "per M tokens"),
     ]
 
 
@@ -216,10 +216,10 @@ def test_pinned_plans_compare_seconds_speed_and_price() -> None:
     cells = rate_cells(view.figures.value)
     seconds = next(cells[key] for key in cells if key.startswith("one step"))
     assert seconds[3].startswith("−"), "the plan on screen is quicker"
-    assert cells["tokens/s"][2] == numbers.short(pin.step().tokens_per_second)
+    assert cells["tokens/s"][2] == numbers.format_short(pin.step().tokens_per_second)
     assert cells["tokens/s"][3].startswith("+") and cells["$ per M tokens"][3].startswith("−$")
     assert "recompute full" in words(view.figures.value) and "recompute full" in words(view.table.value)
-    view.figures.press("unpin 0")
+    view.figures.press_button("unpin 0")
     assert view.pins == () and "pin 0" not in drawn(view)
 
 
@@ -285,7 +285,7 @@ def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = StepView(plan)
     seconds = plan.step().seconds * 1.25
-    view.add(plan, RunSteps(20, seconds))
+    view.add_measured(plan, RunSteps(20, seconds))
     factor = view.shown.scale.factor if view.shown else 0
     assert drawn(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
     assert notes(view)["measured"].endswith("+25 %")
@@ -303,7 +303,7 @@ def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pyte
 
     monkeypatch.setattr(ss.Plan, "step", refused)
     view = StepView()
-    view.add(plan, RunSteps(20, 0.5))
+    view.add_measured(plan, RunSteps(20, 0.5))
     view.show(plan)
     assert drawn(view) == {"measured": {"measured": 500.0}}
     assert notes(view)["measured"] == "500 ms"

@@ -34,12 +34,12 @@ _SPELLED = {
 }
 
 
-def title(name: str) -> str:
+def format_name(name: str) -> str:
     """Return ``Llama 3.1 8B`` for ``llama-3.1-8b``, ``H100 SXM 80 GB`` for ``h100-sxm-80gb``."""
-    return " ".join(_word(part) for part in re.split(r"[-_ ]", name) if part)
+    return " ".join(_format_word(part) for part in re.split(r"[-_ ]", name) if part)
 
 
-def _word(part: str) -> str:
+def _format_word(part: str) -> str:
     if part in _SPELLED:
         return _SPELLED[part]
     if match := re.fullmatch(r"(\d+)gb", part):
@@ -51,26 +51,26 @@ def _word(part: str) -> str:
     return part[:1].upper() + part[1:]
 
 
-def devices(cluster: ss.Cluster) -> str:
+def describe_devices(cluster: ss.Cluster) -> str:
     """Return ``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...`` or ``2 CPU ranks``."""
     if cluster.gpu.name == "cpu":
         return count(cluster.num_gpus, "CPU rank")
-    one_node = f"{cluster.gpus_per_node} × {title(cluster.gpu.name)}"
+    one_node = f"{cluster.gpus_per_node} × {format_name(cluster.gpu.name)}"
     return one_node if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of {one_node}"
 
 
-def device_count(cluster: ss.Cluster) -> str:
+def count_devices(cluster: ss.Cluster) -> str:
     """Return ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks``."""
     return count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
 
 
-def sentence(plan: ss.Plan) -> str:
+def describe_plan(plan: ss.Plan) -> str:
     """Return a sentence with the task, the model, the hardware and the framework as HTML."""
     rank = plan.recipe.adapter_rank
     methods = {"full": "full training", "lora": f"LoRA of rank {rank}", "qlora": f"QLoRA of rank {rank}"}
     method = methods[plan.recipe.method]
     return (
-        f"<span class='what'><b>{escape(title(plan.architecture.name))}</b> on "
-        f"<b>{escape(devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "
+        f"<span class='what'><b>{escape(format_name(plan.architecture.name))}</b> on "
+        f"<b>{escape(describe_devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "
         f"{method}, {escape(plan.recipe.precision)}</span>"
     )
