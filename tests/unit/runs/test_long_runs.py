@@ -104,6 +104,6 @@ def test_the_time_view_reads_no_more_of_it_than_it_shows(
     steps = RunSteps.from_run(long_run)
     assert steps is not None
     view = StepView(long_run.plan)
-    view.add_measured(long_run.plan, steps)
+    view.add(long_run.plan, steps)
     assert view.shown is not None and view.shown.measured == (steps.num_steps, 0.25)
     assert 1000 < steps.num_steps < NUM_LINES

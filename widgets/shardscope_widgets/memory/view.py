@@ -55,7 +55,7 @@ class MemoryView(View):
         self._pins = Pins(self._redraw, on_pin)
         self.mode = controls.create_segments(MODES, "Memory")
         self.mode.observe(self._redraw, "value")
-        self.rehearse = RehearsePanel(on_report=self.add_report)
+        self.rehearse = RehearsePanel(on_report=self.add)
         actions = widgets.HBox([self.rehearse, self._pins.button], layout=controls.share_layout())
         actions.add_class("ss-actions")
         bar = widgets.HBox([self.mode, actions], layout=controls.share_layout())
@@ -95,7 +95,7 @@ class MemoryView(View):
             self._redraw()
         self.repairs.show_repairs_later(plan, report)
 
-    def add_report(self, plan: ss.Plan, report: MemoryReport) -> None:
+    def add(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Store a rehearsed or measured report; it is shown whenever its plan is."""
         with self._lock:
             remaining = [

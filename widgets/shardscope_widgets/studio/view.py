@@ -188,7 +188,7 @@ class Studio(View):
         view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin)
         view.pins = self.pins
         for plan, steps in self._measured:
-            view.add_measured(plan, steps)
+            view.add(plan, steps)
         return self._put("Time", view)
 
     @cached_property
@@ -520,12 +520,12 @@ class Studio(View):
             return
         measured = run.memory()
         if measured.tensor_bytes:
-            self.memory.add_report(plan, measured)
+            self.memory.add(plan, measured)
         steps = RunSteps.from_run(run)
         if steps is None:
             return
         if "time" in vars(self):
-            self.time.add_measured(plan, steps)
+            self.time.add(plan, steps)
         else:
             self._measured.append((plan, steps))
 

@@ -103,7 +103,7 @@ class StepView(View):
         if self.shown is not None:
             self.show(self.shown.plan)
 
-    def add_measured(self, plan: ss.Plan, measured: RunSteps) -> None:
+    def add(self, plan: ss.Plan, measured: RunSteps) -> None:
         """Store the measured steps of a run of ``plan``; they are shown whenever that plan is."""
         with self._lock:
             remaining = [(known, step) for known, step in self._measured if known != plan]

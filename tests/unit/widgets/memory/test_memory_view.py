@@ -79,7 +79,7 @@ def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(plan)
     height, num_rows = view.figure.layout.height, len(rows_of(view))
-    view.add_report(plan, as_tier(plan, "rehearsed"))
+    view.add(plan, as_tier(plan, "rehearsed"))
     assert list(drawn(view)) == ["predicted", "rehearsed"]
     assert view.figure.layout.height == height, "nothing below the chart moves"
     assert len(rows_of(view)) == num_rows and column(view, "rehearsed")["activations"]
@@ -95,7 +95,7 @@ def test_a_measurement_brings_its_error_in_words() -> None:
     )
     phases = {"rest": {"parameters": 4 * 2**20}, "forward": {"parameters": 4 * 2**20, "activations": 2**20}}
     view = MemoryView(plan)
-    view.add_report(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
+    view.add(plan, build_measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
     assert drawn(view)["measured"]["activations"] == 2**20 / GIB
     assert "Measured 5 MiB of tensors" in words(view.table.value)
     assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
@@ -516,7 +516,7 @@ def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
         real(figure, shown, mode)
 
     monkeypatch.setattr(memory_view, "draw_memory", slow)
-    ends = threading.Thread(target=view.add_report, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
+    ends = threading.Thread(target=view.add, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
     ends.start()
     assert is_drawing.wait(10)
     asks = threading.Thread(target=view.show, args=(new,))

@@ -193,7 +193,7 @@ def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
     """It ran, whatever was predicted of it."""
     short = plan_of(micro_batch_size=2)
     view = StepView(short)
-    view.add_measured(short, RunSteps(20, 2 * short.step().seconds))
+    view.add(short, RunSteps(20, 2 * short.step().seconds))
     predicted, measured = rate_cells(view.figures.value)["tokens/s"][:2]
     assert predicted == "–" and measured == numbers.format_short(short.step().tokens_per_second / 2)
 
@@ -285,7 +285,7 @@ def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = StepView(plan)
     seconds = plan.step().seconds * 1.25
-    view.add_measured(plan, RunSteps(20, seconds))
+    view.add(plan, RunSteps(20, seconds))
     factor = view.shown.scale.factor if view.shown else 0
     assert drawn(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
     assert notes(view)["measured"].endswith("+25 %")
@@ -303,7 +303,7 @@ def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pyte
 
     monkeypatch.setattr(ss.Plan, "step", refused)
     view = StepView()
-    view.add_measured(plan, RunSteps(20, 0.5))
+    view.add(plan, RunSteps(20, 0.5))
     view.show(plan)
     assert drawn(view) == {"measured": {"measured": 500.0}}
     assert notes(view)["measured"] == "500 ms"
