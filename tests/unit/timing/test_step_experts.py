@@ -9,7 +9,7 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.memory.counted import counted
+from shardscope.frameworks.deepspeed.memory.element_counts import count_elements
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.stages import Stage
 from shardscope.timing.report import StepReport
@@ -105,4 +105,4 @@ def test_deepspeed_updates_what_its_memory_says(plan: ss.Plan) -> None:
     for stage, traffic in traffic_of(plan):
         updated = traffic.updated + traffic.updated_on_host
         # Partitions are padded; stage 3 cuts each tensor, small ones too.
-        assert updated == pytest.approx(counted(plan, stage).part, rel=0.02)
+        assert updated == pytest.approx(count_elements(plan, stage).partition, rel=0.02)

@@ -16,8 +16,13 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed.defaults import get_reduce_type, suggest_fp32_reduction
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
-from shardscope.frameworks.deepspeed.memory.buckets import Cut, Piece, all_reduce_bucket, copied
-from shardscope.prediction.batch.memory import compute_peaks
+from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
+    FlatGradient,
+    ReductionOptions,
+    count_flattened_copy,
+)
+from shardscope.prediction.batch.memory import peak_bytes
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -140,11 +145,13 @@ def test_a_habit_and_its_remedy() -> None:
 
 def test_a_cast_copy_stands_beside_a_flattened_one() -> None:
     """Of two bytes each: four more for each element that is reduced together, flattened or not."""
-    cut = Cut(parts=(50, 0), rank=0, whole=60, bucket=100, cast=2)
-    assert copied([Piece(0, 20, 50), Piece(20, 20, 50)], cut) == 2 * 40
-    assert copied([Piece(0, 40, 50), Piece(40, 40, 50)], cut) == 80 + 2 * 80
-    assert all_reduce_bucket((10, 10, 10), 15, 2) == 20 + 2 * 20
-    assert all_reduce_bucket((30,), 15, 2) == 2 * 30
+    options = ReductionOptions((50, 0), rank=0, overlapping=60, bucket_size=100, cast_width=2)
+    same_rank = [FlatGradient(0, 20, 50), FlatGradient(20, 20, 50)]
+    assert count_flattened_copy(same_rank, options) == 2 * 40
+    two_ranks = [FlatGradient(0, 40, 50), FlatGradient(40, 40, 50)]
+    assert count_flattened_copy(two_ranks, options) == 80 + 2 * 80
+    assert count_all_reduce_copy((10, 10, 10), 15, 2) == 20 + 2 * 20
+    assert count_all_reduce_copy((30,), 15, 2) == 2 * 30
 
 
 def test_whole_gradients_are_cast_all_at_once() -> None:
@@ -194,7 +201,7 @@ def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
             *({"pp": 2} for _ in range(stage < 2)),
         )
     ]
-    assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
+    assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
 def test_a_search_leaves_it_open() -> None:

@@ -19,24 +19,28 @@ from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
-from shardscope.frameworks.deepspeed.memory.buckets import (
-    Cut,
-    Piece,
-    all_reduce_bucket,
-    beyond,
-    copied,
-    early,
+from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
+from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
+    FlatGradient,
+    ReductionOptions,
+    count_flattened_copy,
 )
-from shardscope.frameworks.deepspeed.memory.coordinator import Thresholds
-from shardscope.frameworks.deepspeed.memory.counted import swap_failure
-from shardscope.frameworks.deepspeed.memory.gathers import gathered
-from shardscope.frameworks.deepspeed.memory.route import Modules
-from shardscope.frameworks.deepspeed.memory.tensors import (
-    cut_each,
-    largest_group,
-    partition,
-    sub_groups,
-    tensors_of,
+from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel
+from shardscope.frameworks.deepspeed.memory.partition_parameters import (
+    Many,
+    RankTensors,
+    create_sub_groups,
+    find_largest_sub_group,
+    list_stage_tensors,
+    sum_partitions,
+)
+from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
+from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
+from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
+    count_late_reduction,
+    partition_flat_buffers,
+    reduce_in_backward,
 )
 from shardscope.memory.state.stages import Stage, count_stage_weights, find_stage_shapes
 
@@ -138,27 +142,47 @@ def test_stages_are_ordered(a_plan: Plan) -> None:
         assert all(b <= a + slack for a, b in zip(fewer, more, strict=True))
 
 
-def test_a_partition_keeps_whole_gradients_of_what_it_touches() -> None:
-    found = partition((100, 10, 10, 10), 4, 2)
-    # 130 are padded to 136; ranks 0 to 2 touch the first tensor, whose end lies in rank 2's part.
-    assert (found.flat, found.part) == (136, 34)
-    assert found.whole == 100 + 10 and found.rank == 2
-    assert partition((), 4, 2).flat == 0
-    assert cut_each((5, 8), 4) == 2 + 2
-    assert largest_group((40, 40, 40), 4, 15) == 20
-    assert largest_group((40, 40, 40), 4, 10**9) == 30
+def test_a_partition_keeps_the_gradients_of_all_tensors_that_overlap_it() -> None:
+    partition = partition_flat_buffers((100, 10, 10, 10), 4, 2)
+    # 130 are padded to 136; ranks 0 to 2 overlap the first tensor, which ends in rank 2's partition.
+    assert (partition.flat_buffers, partition.elements) == (136, 34)
+    assert partition.overlapping == 100 + 10 and partition.rank == 2
+    assert partition_flat_buffers((), 4, 2).flat_buffers == 0
+    assert sum_partitions((5, 8), 4) == 2 + 2
+    assert find_largest_sub_group((40, 40, 40), 4, 15) == 20
+    assert find_largest_sub_group((40, 40, 40), 4, 10**9) == 30
 
 
-def test_a_bucket_is_copied_where_it_goes_to_several_ranks() -> None:
-    cut = Cut(parts=(50, 0), rank=0, whole=60, bucket=100)
-    assert copied([Piece(0, 20, 50), Piece(20, 20, 50)], cut) == 0
-    assert copied([Piece(0, 40, 50), Piece(40, 40, 50)], cut) == 80
-    parts = early((30, 30, 40), (), (2, 1, 0), (1, 1, 1), cut, 0)
+def build_tensors(
+    sizes: tuple[int, ...], per_layer: tuple[int, ...], is_vector: tuple[bool, ...] = ()
+) -> RankTensors:
+    """Return tensors of which the first are layers' and the last is the head's, without an embedding."""
+    return RankTensors(
+        trained=Many(sizes),
+        experts=Many(),
+        frozen=Many(),
+        used=Many(sizes),
+        trained_before=0,
+        trained_per_layer=per_layer,
+        num_attention=0,
+        is_vector=Many(is_vector),
+        gradient_order=Many(reversed(range(len(sizes)))),
+    )
+
+
+def test_a_bucket_is_copied_if_it_goes_to_several_ranks() -> None:
+    options = ReductionOptions(partitions=(50, 0), rank=0, overlapping=60, bucket_size=100)
+    same_rank = [FlatGradient(0, 20, 50), FlatGradient(20, 20, 50)]
+    two_ranks = [FlatGradient(0, 40, 50), FlatGradient(40, 40, 50)]
+    assert count_flattened_copy(same_rank, options) == 0
+    assert count_flattened_copy(two_ranks, options) == 80
+    parts = reduce_in_backward(build_tensors((30, 30, 40), (1, 1)), options, 0)
     assert parts[0].peak.total == 40
     # All fits into one bucket, so it is reduced, flattened, when backward has ended; then 60 are kept.
-    assert (parts[-1].base.total, parts[-1].peak.total) == (100, 100)
-    assert beyond((60, 60, 60), (), Cut(parts=(90, 0), rank=0, whole=120, bucket=100)) == 60
-    assert all_reduce_bucket((10, 10, 10), 15) == 20
+    assert (parts[-1].first_gradient.total, parts[-1].peak.total) == (100, 100)
+    late = ReductionOptions(partitions=(90, 0), rank=0, overlapping=120, bucket_size=100)
+    assert count_late_reduction((60, 60, 60), (), late) == 60
+    assert count_all_reduce_copy((10, 10, 10), 15) == 20
 
 
 @settings(max_examples=examples(400))
@@ -167,21 +191,22 @@ def test_a_bucket_is_copied_where_it_goes_to_several_ranks() -> None:
     st.integers(1, 5),
     st.integers(1, 150),
 )
-def test_a_copy_counted_at_once_is_the_one_walked_part_by_part(
+def test_the_largest_copy_equals_that_of_slicing_element_by_element(
     tensors: list[tuple[int, bool]], ranks: int, bucket: int
 ) -> None:
-    """As ``average_tensor`` walks a bucket: one slice for each rank's part, those of one rank that follow
-    each other together, flattened until a bucket is overfilled."""
-    parts = tuple(
-        max(1, -(-sum(size for size, of in tensors if of is kind) // ranks)) for kind in (False, True)
+    """``average_tensor`` makes one slice for each rank's partition, merging adjacent slices of one rank, and
+    flattens slices until they exceed a bucket."""
+    sizes = tuple(size for size, _ in tensors)
+    is_vector = tuple(flag for _, flag in tensors)
+    matrices, vectors = (
+        max(1, -(-sum(size for size, flag in tensors if flag is kind) // ranks)) for kind in (False, True)
     )
-    pieces = Cut(parts=(parts[0], parts[1]), rank=0, whole=0, bucket=bucket).pieces(
-        tuple(size for size, _ in tensors), tuple(is_vector for _, is_vector in tensors)
-    )
+    options = ReductionOptions(partitions=(matrices, vectors), rank=0, overlapping=0, bucket_size=bucket)
+    gradients = options.place_gradients(sizes, is_vector)
     slices: list[tuple[int, int]] = []
-    for piece in pieces:
-        for element in range(piece.start, piece.end):
-            owner = element // piece.part
+    for gradient in gradients:
+        for element in range(gradient.start, gradient.end):
+            owner = element // gradient.partition
             length = slices.pop()[1] if slices and slices[-1][0] == owner else 0
             slices.append((owner, length + 1))
     groups: list[list[int]] = [[]]
@@ -189,21 +214,22 @@ def test_a_copy_counted_at_once_is_the_one_walked_part_by_part(
         groups[-1].append(length)
         if sum(groups[-1]) > bucket:
             groups.append([])
-    walked = max((sum(group) for group in groups if len(group) > 1), default=0)
-    assert copied(pieces, Cut(parts=(parts[0], parts[1]), rank=0, whole=0, bucket=bucket)) == walked
+    largest = max((sum(group) for group in groups if len(group) > 1), default=0)
+    assert count_flattened_copy(gradients, options) == largest
 
 
 def test_vectors_have_a_flat_buffer_and_sub_groups_of_their_own() -> None:
-    sizes, vectors = (40, 8, 40, 8), (False, True, False, True)
-    assert partition(sizes, 2, 2, vectors).parts == (40, 8)
-    assert sub_groups(sizes, 2, 10**9, vectors) == [[40, 40], [8, 8]]
-    # The second rank's part of the vectors begins with the last one: what is reduced first keeps gradients.
-    cut = Cut(parts=(40, 8), rank=1, whole=48, bucket=50)
-    first = early(sizes, vectors, (3, 2, 1, 0), (2, 2, 0), cut, 0)[0]
-    assert (first.peak.kept, first.peak.staging) == (0, 40)
-    matrices_only = cut._replace(rank=0)
-    assert not matrices_only.touches(matrices_only.pieces(sizes, vectors)[3:])
-    assert cut.touches(cut.pieces(sizes, vectors)[3:])
+    sizes, is_vector = (40, 8, 40, 8), (False, True, False, True)
+    assert partition_flat_buffers(sizes, 2, 2, is_vector).sizes == (40, 8)
+    assert create_sub_groups(sizes, 2, 10**9, is_vector) == [[40, 40], [8, 8]]
+    # The second rank's partition of the vectors starts with the last one, so the first reduction keeps
+    # gradients.
+    options = ReductionOptions(partitions=(40, 8), rank=1, overlapping=48, bucket_size=50)
+    first = reduce_in_backward(build_tensors(sizes, (2,), is_vector), options, 0)[0]
+    assert (first.peak.gradients, first.peak.staging) == (0, 40)
+    first_rank = options._replace(rank=0)
+    assert not first_rank.has_own(first_rank.place_gradients(sizes, is_vector)[3:])
+    assert options.has_own(options.place_gradients(sizes, is_vector)[3:])
 
 
 def test_stage_3_keeps_what_is_used_again_soon() -> None:
@@ -211,30 +237,30 @@ def test_stage_3_keeps_what_is_used_again_soon() -> None:
     arch = replace(LLAMA, num_hidden_layers=2)
     embedding = head = arch.embedding_parameters
     norm = arch.hidden_size
-    modules = Modules(arch, None, 2, 0, (embedding,), (norm,), (head,))
-    free = Thresholds(0, 0, 10**12, 0, 10**12)
-    nothing = gathered(modules, 2, 0, free)
-    assert (nothing.rest, nothing.forward) == (0, 0)
+    model = TracedModel(arch, None, 2, 0, (embedding,), (norm,), (head,))
+    free = Stage3Options(0, 0, 10**12, 0, 10**12)
+    nothing = simulate_step(model, 2, 0, free)
+    assert (nothing.persistent, nothing.after_forward) == (0, 0)
     # Nothing is used between the head and its own backward; between the norm and its, the head is, twice.
-    some = gathered(modules, 2, 0, free._replace(max_reuse_distance=1))
-    assert some.forward == head
-    some = gathered(modules, 2, 0, free._replace(max_reuse_distance=2 * head + 1))
-    assert some.forward == head + norm
-    everything = gathered(modules, 2, 0, free._replace(max_reuse_distance=10**12))
-    assert everything.forward == arch.num_parameters
-    small = gathered(modules, 2, 0, free._replace(persistence=10**12))
-    assert small.rest == small.forward == arch.num_parameters
+    some = simulate_step(model, 2, 0, free._replace(max_reuse_distance=1))
+    assert some.after_forward == head
+    some = simulate_step(model, 2, 0, free._replace(max_reuse_distance=2 * head + 1))
+    assert some.after_forward == head + norm
+    everything = simulate_step(model, 2, 0, free._replace(max_reuse_distance=10**12))
+    assert everything.after_forward == arch.num_parameters
+    small = simulate_step(model, 2, 0, free._replace(param_persistence_threshold=10**12))
+    assert small.persistent == small.after_forward == arch.num_parameters
     # Alone, a rank has everything and gathers nothing.
-    assert gathered(modules, 1, 0, free).forward == 0
+    assert simulate_step(model, 1, 0, free).after_forward == 0
 
 
 def test_stage_3_gathers_ahead_into_a_buffer_of_its_own() -> None:
     """What is prefetched together lies twice while it is copied; a lone tensor's buffer is its own."""
     arch = replace(LLAMA, num_hidden_layers=2)
-    modules = Modules(arch, None, 2, 0, (arch.embedding_parameters,), (arch.hidden_size,), (8,))
-    free = Thresholds(arch.hidden_size, 0, 10**12, 0, 10**12)
-    plain = gathered(modules, 2, 0, free)
-    ahead = gathered(modules, 2, 0, free._replace(prefetch_bucket=10**12))
+    model = TracedModel(arch, None, 2, 0, (arch.embedding_parameters,), (arch.hidden_size,), (8,))
+    free = Stage3Options(arch.hidden_size, 0, 10**12, 0, 10**12)
+    plain = simulate_step(model, 2, 0, free)
+    ahead = simulate_step(model, 2, 0, free._replace(prefetch_bucket_size=10**12))
     most = [max(elements for _, elements in one.in_forward) for one in (plain, ahead)]
     assert most[1] > most[0]
 
@@ -247,14 +273,14 @@ def test_views_keep_gathered_experts_that_were_released(name: str) -> None:
     """
     arch = replace(ss.models[name], num_hidden_layers=2)
     arch = replace(arch, mixture_of_experts=replace(arch.mixture_of_experts, first_k_dense_replace=0))  # type: ignore[type-var]
-    modules = Modules(arch, None, 0, 2, (8,), (8,), (8,))
-    free = Thresholds(arch.hidden_size, 0, 10**12, 0, 10**12)
-    held = gathered(modules, 2, 0, free)
-    again = gathered(modules, 2, 1, free)
+    model = TracedModel(arch, None, 0, 2, (8,), (8,), (8,))
+    free = Stage3Options(arch.hidden_size, 0, 10**12, 0, 10**12)
+    held = simulate_step(model, 2, 0, free)
+    again = simulate_step(model, 2, 1, free)
     one = sum(size for group, size in arch.layer_parameters(0).items() if group == "experts")
     # Recomputation saves no view in forward.
-    assert held.forward - again.forward == 2 * one
-    assert again.forward == again.rest
+    assert held.after_forward - again.after_forward == 2 * one
+    assert again.after_forward == again.persistent
 
 
 def test_buckets_and_thresholds_move_memory() -> None:
@@ -335,8 +361,8 @@ def test_offloaded_gradients_are_not_there_in_backward() -> None:
 
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
     report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
-    sizes = tensors_of(zero(3), first_stage(zero(3))).trained
-    part = cut_each(sizes, 8)
+    sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
+    part = sum_partitions(sizes, 8)
     # Main copies and moments; of the gradients those that are a mebibyte in fp32.
     large = sum(size // 8 for size in sizes if 4 * size // 8 >= 2**20)
     assert report.nvme_bytes == pytest.approx(12 * part + 4 * large, rel=1e-4)
@@ -347,8 +373,8 @@ def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
 
 def test_weights_on_nvme_have_files_even_if_they_stay_in_memory() -> None:
     """DeepSpeed writes what ``zero.Init`` cuts, and reads it back once if there is room (stage3.py)."""
-    sizes = tensors_of(zero(3), first_stage(zero(3))).trained
-    part = cut_each(sizes, 8)
+    sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
+    part = sum_partitions(sizes, 8)
     large = sum(size // 8 for size in sizes if 2 * size // 8 >= 2**20)
     room = zero(3, offload_params="nvme").memory()
     assert room.nvme_bytes == 2 * large
@@ -397,7 +423,7 @@ def test_what_is_left_open_is_settled_so_that_it_runs(name: str) -> None:
     settled = open_plan.layout
     assert isinstance(settled, ZeroLayout)
     assert settled.offload_params_buffer_count is not None
-    assert swap_failure(open_plan.architecture, open_plan.recipe, settled, 8) is None
+    assert find_swap_failure(open_plan.architecture, open_plan.recipe, settled, 8) is None
     assert Plan.from_json(open_plan.to_json()) == open_plan
     config = deepspeed_config(open_plan)["zero_optimization"]
     assert config["offload_param"]["buffer_count"] == settled.offload_params_buffer_count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from shardscope.core.errors import check_choice, check_flag, refuse
 from shardscope.core.fixes import suggest_complete_fixes
@@ -30,6 +30,7 @@ from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
 
 MAX_ELEMENTS = 2**53
@@ -283,7 +284,7 @@ class ZeroLayout(Layout):
         is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
         if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
             return self
-        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
         ranks = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         found = replace(
@@ -291,13 +292,16 @@ class ZeroLayout(Layout):
             stage3_prefetch_bucket_size=self.prefetched_elements,
             offload_params_buffer_count=self.num_params_buffers,
         )
-        failure = swap_failure(architecture, recipe, found, ranks)
+        failure = find_swap_failure(architecture, recipe, found, ranks)
         if failure == "read twice" and self.stage3_prefetch_bucket_size is None:
             found = replace(found, stage3_prefetch_bucket_size=0)
-            failure = swap_failure(architecture, recipe, found, ranks)
+            failure = find_swap_failure(architecture, recipe, found, ranks)
         if failure is not None and self.offload_params_buffer_count is None:
             found = found._with_buffers(architecture, recipe, ranks, prefetch=found.prefetched_elements)
-            if swap_failure(architecture, recipe, found, ranks) and self.stage3_prefetch_bucket_size is None:
+            if (
+                find_swap_failure(architecture, recipe, found, ranks)
+                and self.stage3_prefetch_bucket_size is None
+            ):
                 found = self._with_buffers(architecture, recipe, ranks, prefetch=0)
         return found
 
@@ -305,11 +309,11 @@ class ZeroLayout(Layout):
         self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
     ) -> ZeroLayout:
         """Return the layout with enough buffers, by doubling, for all parameters all-gathered at once."""
-        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
         count = self.num_params_buffers
         found = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
-        while swap_failure(architecture, recipe, found, ranks) and count < MANY:
+        while find_swap_failure(architecture, recipe, found, ranks) and count < MANY:
             count *= 2
             found = replace(found, offload_params_buffer_count=count)
         return found
@@ -356,9 +360,9 @@ class ZeroLayout(Layout):
 
     def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
         """Raise ``ValueError`` if DeepSpeed's parameter swapper fails in the first step that prefetches."""
-        from shardscope.frameworks.deepspeed.memory.counted import swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
-        failure = swap_failure(architecture, recipe, self, ranks)
+        failure = find_swap_failure(architecture, recipe, self, ranks)
         if failure is None:
             return
         plain = self._with_buffers(architecture, recipe, ranks, prefetch=0)
@@ -411,3 +415,8 @@ class ZeroLayout(Layout):
             ("parameters", words[self.offload_params]),
             ("optimizer", words[self.offload_optimizer]),
         ]
+
+
+def get_layout(plan: Plan) -> ZeroLayout:
+    """Return the plan's layout with its type; in a batch of plans it has columns in place of numbers."""
+    return cast("ZeroLayout", plan.layout)

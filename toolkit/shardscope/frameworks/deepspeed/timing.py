@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.communication import reduced_width
-from shardscope.frameworks.deepspeed.memory.counted import expert_replicas
+from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
@@ -125,7 +125,7 @@ def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
     experts = where(apart, stage.experts, 0)
     return [
         (stage.trainable - experts, ranks, stride),
-        (experts, where(apart, expert_replicas(ranks, ep), 1), stride * ep),
+        (experts, where(apart, count_expert_replicas(ranks, ep), 1), stride * ep),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.communication import casts
-from shardscope.frameworks.deepspeed.memory.offload import params_buffer_elements
+from shardscope.frameworks.deepspeed.memory.offload_config import count_params_buffer_elements
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
             found["offload_param"] |= {
                 "nvme_path": nvme_folder,
                 "buffer_count": layout.num_params_buffers,
-                "buffer_size": params_buffer_elements(plan),
+                "buffer_size": count_params_buffer_elements(plan),
                 "max_in_cpu": layout.offload_params_max_in_cpu,
             }
     return found

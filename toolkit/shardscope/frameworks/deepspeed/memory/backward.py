@@ -1,16 +1,20 @@
-"""Peak candidates of ZeRO's backward: reductions and all-gathers on top of autograd's saved tensors."""
+"""Peak candidates of ZeRO's backward: reductions and all-gathers on top of autograd's saved tensors.
+
+The optimizers (``zero_optimizer_stage3.py``, ``zero_optimizer_stage_1_and_2.py``) count the elements that are
+all-gathered, copied and reduced in each part of backward. Here the saved tensors that exist in each of these
+phases are added, operator by operator, as transformers' modules run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import gib
 from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import mlp_inputs, names_of
-from shardscope.frameworks.deepspeed.memory.buckets import Instant
-from shardscope.frameworks.deepspeed.memory.tensors import cuts_tied_head
+from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
 from shardscope.memory.activations.backward import (
     LargestLayer,
     PeakCandidate,
@@ -30,40 +34,93 @@ from shardscope.memory.report import Phase, Term, sum_parts
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.counted import Counted, Layer
+    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
     from shardscope.memory.activations.backward import StageBackward
     from shardscope.memory.activations.modules.saved import Modules
     from shardscope.memory.state.stages import Stage
 
 
-class Sizes(NamedTuple):
+# ---- What the optimizers count
+
+
+class PhaseElements(NamedTuple):
+    """Elements in one phase of backward, without permanent buffers."""
+
+    staging: int
+    """All-gathered parameters, unreduced gradients and copies of them."""
+    gradients: int
+    """Gradients that stay until the optimizer step."""
+
+    @property
+    def total(self) -> int:
+        return self.staging + self.gradients
+
+
+class BackwardPart(NamedTuple):
+    """Part of backward: the head and final norm, one decoder layer, the embedding, or the final reduction."""
+
+    first_gradient: PhaseElements
+    """At its first gradient; in the head's part, at the norm's gradient."""
+    peak: PhaseElements
+    """At its maximum."""
+    before_attention: PhaseElements | None = None
+    """Between the feed-forward's gradients and attention's, if they are distinguished."""
+    feed_forward: tuple[PhaseElements, ...] = ()
+    """At the gradient of each of the feed-forward's large matrices, if they are distinguished."""
+    attention_output: PhaseElements = PhaseElements(0, 0)
+    """At the maximum after the feed-forward, attention's first gradient included."""
+
+
+class ZeroBuffers(NamedTuple):
+    """Buffers and gradients on one rank besides activations, in bytes."""
+
+    bucket: int = 0
+    """ipg bucket, allocated at the first gradient."""
+    head_is_first: bool = True
+    """Whether the first gradient is the head's; else the bucket is allocated after the last layer's
+    feed-forward, or, if all weights are trained, from the last layer on."""
+    trains_all: bool = True
+    after_forward: int = 0
+    """All-gathered parameters and bucket at the end of forward; if not 0, the bucket is always allocated."""
+    earlier_gradients: int = 0
+    """Gradients of earlier micro-batches, in addition to those counted part by part."""
+    gradients_at_loss: int = 0
+    """All gradients during the loss's backward."""
+    gathers_in_forward: bool = False
+    """Whether parameters are all-gathered in forward too."""
+
+
+# ---- Bytes of activations
+
+
+class ActivationSizes(NamedTuple):
     """Sizes on one rank that only some peak candidates of backward need, in bytes unless noted."""
 
     logits: int
     """Gradient of the logits in the compute type; 0 if the logits are never materialized whole."""
-    leaving: int
+    first_norm: int
     """Input and gradients in a layer's first norm, the last in backward, with the residual stream's."""
-    drops: tuple[int, ...]
+    freed: tuple[int, ...]
     """Bytes of a dense layer that are freed, compared to the backward of its activation product, when each
     matrix of its feed-forward gets its gradient."""
     product: int
     """Activation product of a dense feed-forward, the input of its down projection."""
-    down: int
+    down_projection: int
     """Elements of the down projection, whose gradient is computed while the product is still alive."""
     adapts_down: bool
     """Whether the down projection has an adapter, which then has the first gradient in backward."""
-    between: int
+    adapter_inputs: int
     """Gradients of the stream and of the adapters' inputs in a dense layer, on top of its saved tensors; 0
     unless the feed-forward's first matrices have adapters and the down projection has none."""
     unsaved: int
     """Tensors that the first layer with adapters does not save when it is recomputed."""
     num_layers: int
     """Number of layers of the stage."""
-    in_scores: bool
+    peaks_in_scores: bool
     """Whether a layer's maximum is in attention, with materialized scores, and not in its feed-forward."""
     has_scores: bool
     """Whether attention scores are materialized."""
-    away: bool
+    fetches_one_by_one: bool
     """Whether offloaded activations are fetched one by one: only dense, fully trained layers are modelled so;
     for others all are counted at once."""
     attention: int
@@ -72,308 +129,362 @@ class Sizes(NamedTuple):
     """One of this many layers is recomputed or offloaded; 1: all or none."""
 
 
-def sizes_of(plan: Plan, stage: Stage) -> Sizes:
+def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
     """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
     arch, modules = plan.architecture, find_modules(plan)
-    tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
-    cut = plan.degrees.tp if cuts_tied_head(arch) else 1
-    vocab = ceil_div(arch.vocab_size, cut)
-    whole = resolve_loss(plan) == "full"
-    own = compute_layer_backward(arch, False, modules)
-    feed_forward, inner = own.inside - own.stream, arch.intermediate_size * modules.compute
+    recipe, tp = plan.recipe, plan.degrees.tp
+    tokens = recipe.micro_batch_size * recipe.seq_len
+    vocab = ceil_div(arch.vocab_size, tp if shards_tied_head(arch) else 1)
+    has_whole_logits = resolve_loss(plan) == "full"
+    layer = compute_layer_backward(arch, False, modules)
+    feed_forward, inner = layer.inside - layer.stream, arch.intermediate_size * modules.compute
     # Materialized scores may be larger than the feed-forward's activations.
-    in_scores = (
-        compute_saved_scores(arch, modules) > 0 and feed_forward > (2 if arch.gated_mlp else 3) * inner
-    )
+    has_scores = compute_saved_scores(arch, modules) > 0
+    peaks_in_scores = has_scores and feed_forward > (2 if arch.gated_mlp else 3) * inner
+    # What the feed-forward has freed at the gradient of its down, up and gate projection.
     if arch.gated_mlp:
-        fused = names_of(arch).fused_gate_up is not None
-        later = (2 * inner,) if fused else (inner, 3 * inner)
+        has_fused_gate_up = names_of(arch).fused_gate_up is not None
+        freed_later = (2 * inner,) if has_fused_gate_up else (inner, 3 * inner)
     else:
-        later = (inner,)
-    drops = tuple(ceil_div(tokens * (feed_forward + drop), plan.degrees.tp) for drop in (0, *later))
+        freed_later = (inner,)
+    freed = tuple(ceil_div(tokens * (feed_forward + inputs), tp) for inputs in (0, *freed_later))
+    # The norm's input, and x^2's gradient in plain operations: of those four and what they start from.
     stream = arch.hidden_size * modules.stream
-    # Its input, and x^2's gradient in plain operations: of those four and what they start from.
     in_norm = 3 * stream
     if arch.norm == "rmsnorm" and modules.kernels == "transformers":
         in_norm = 6 * arch.hidden_size * FP32
-    kept = stream if plan.recipe.recompute == "full" else 0
-    recomputes = plan.recipe.recompute in ("full", "selective")
-    return Sizes(
-        logits=tokens * vocab * modules.compute * whole * stage.is_last,
-        leaving=tokens * (stream + in_norm + kept),
-        drops=drops,
-        product=ceil_div(tokens * inner, plan.degrees.tp),
-        down=ceil_div(arch.intermediate_size * arch.hidden_size, plan.degrees.tp),
+    layer_input = stream if recipe.recompute == "full" else 0
+    recomputes = recipe.recompute in ("full", "selective")
+    adapter_inputs = stream + 2 * arch.hidden_size * modules.compute
+    return ActivationSizes(
+        logits=tokens * vocab * modules.compute * has_whole_logits * stage.is_last,
+        first_norm=tokens * (stream + in_norm + layer_input),
+        freed=freed,
+        product=ceil_div(tokens * inner, tp),
+        down_projection=ceil_div(arch.intermediate_size * arch.hidden_size, tp),
         adapts_down=names_of(arch).down in (modules.targets or ()),
-        between=tokens * (stream + 2 * arch.hidden_size * modules.compute) * _adapts_up_alone(arch, modules),
+        adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
         num_layers=stage.num_layers,
-        in_scores=in_scores,
-        has_scores=compute_saved_scores(arch, modules) > 0,
-        away=_comes_back(plan, modules),
-        attention=tokens * map_distinct(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
-        interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
+        peaks_in_scores=peaks_in_scores,
+        has_scores=has_scores,
+        fetches_one_by_one=_fetches_one_by_one(plan, modules),
+        attention=tokens * map_distinct(lambda tp: _compute_attention_bytes(arch, modules, tp), tp),
+        interval=recipe.recompute_interval if recipe.recompute != "none" else 1,
         unsaved=recomputes
         * tokens
-        * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
+        * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), tp),
     )
 
 
-def _adapts_up_alone(arch: Architecture, modules: Modules) -> bool:
+def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:
     targets = set(modules.targets or ())
     return bool(targets.intersection(mlp_inputs(arch))) and names_of(arch).down not in targets
 
 
-def _comes_back(plan: Plan, modules: Modules) -> bool:
+def _fetches_one_by_one(plan: Plan, modules: Modules) -> bool:
     """Return whether offloaded activations are modelled one by one: transformers' dense, trained layers."""
-    plain = modules.kernels == "transformers" and modules.trained and not plan.architecture.num_moe_layers
-    return plan.recipe.recompute == "offload" and plan.on_gpu and plain
+    is_plain = modules.kernels == "transformers" and modules.trained and not plan.architecture.num_moe_layers
+    return plan.recipe.recompute == "offload" and plan.on_gpu and is_plain
 
 
-def _in_attention(arch: Architecture, modules: Modules, tp: int) -> int:
+def _compute_attention_bytes(arch: Architecture, modules: Modules, tp: int) -> int:
     """Return the bytes per token saved by attention and by the norms before it, half of a layer's norms."""
     layer = compute_layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
     return layer.attention + layer.norms // 2
 
 
-class Kept(NamedTuple):
-    """Buffers and gradients on one rank besides activations, in bytes."""
-
-    bucket: int = 0
-    """Bucket, allocated at the first gradient."""
-    first_hook: bool = True
-    """Whether the first gradient is the head's; else the bucket is allocated after the last layer's
-    feed-forward, or, if all weights are trained, from the last layer on."""
-    trains_all: bool = True
-    forward: int = 0
-    """All-gathered parameters and bucket at the end of forward; if not 0, the bucket is always allocated."""
-    waiting: int = 0
-    """Gradients of earlier micro-batches, in addition to those counted part by part."""
-    before: int = 0
-    """All gradients during the loss's backward."""
-    gathers: bool = False
-    """Whether parameters are all-gathered in forward too."""
-
+# ---- Peak candidates
 
 _SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
 _IN_NORM = (*_SAVED, "the final norm's gradients")
-_IN_LAYER = ("saved by the layers that are left", "beside that inside one of them, gradients first")
-_AFTER_LAYER = ("saved by the layers that are left", "gradients of one layer's input and output")
-_BEHIND_ATTENTION = (
-    "saved by the layers that are left",
+_IN_LAYER = ("saved by the remaining layers", "in addition inside one of them, gradients first")
+_AFTER_LAYER = ("saved by the remaining layers", "gradients of one layer's input and output")
+_AFTER_FEED_FORWARD = (
+    "saved by the remaining layers",
     "saved by one layer's attention",
     "gradients of that attention's output and of the stream",
 )
-_IN_FIRST_NORM = ("saved by the layers that are left", "gradients inside one layer's first norm")
+_IN_FIRST_NORM = ("saved by the remaining layers", "gradients inside one layer's first norm")
 _IN_EMBEDDING = ("the gradient of the embedding's output",)
-_USED_UP = ("activations: all are used up",)
+_NO_ACTIVATIONS = ("activations: all are freed",)
 _IN_FORWARD = ("saved by the layers before",)
 _INSIDE_FORWARD = ("saved by the layers before", "saved, and in use inside one layer")
 
 
-def peaks(c: Counted, shape: StageBackward, half: int, sizes: Sizes, kept: Kept) -> list[PeakCandidate]:
-    """Return the peak candidates; ``c`` has the parts of backward in elements of ``half`` bytes."""
-    num_layers = sizes.num_layers
-    full = (shape.layers, shape.edges, shape.cast)
-    waiting = kept.waiting
+def find_backward_peaks(
+    counts: ElementCounts, backward: StageBackward, half: int, sizes: ActivationSizes, buffers: ZeroBuffers
+) -> list[PeakCandidate]:
+    """Return the peak candidates of the loss's and the layers' backward, and of all-gathers in forward.
 
-    def peak(
-        at: Any,
-        held: tuple[Any, ...],
-        words: tuple[str, ...],
-        instant: Instant,
-        allocated: Any = kept.bucket,
+    ``counts`` has ZeRO's phases in elements of ``half`` bytes, ``backward`` the saved tensors.
+    """
+    return _BackwardPeaks(counts, backward, half, sizes, buffers).find_all()
+
+
+class _BackwardPeaks:
+    def __init__(
+        self,
+        counts: ElementCounts,
+        backward: StageBackward,
+        half: int,
+        sizes: ActivationSizes,
+        buffers: ZeroBuffers,
+    ) -> None:
+        self.counts, self.backward, self.half = counts, backward, half
+        self.sizes, self.buffers = sizes, buffers
+        self.saved = (backward.layers, backward.edges, backward.cast)
+        # The bucket, if it is allocated before the first gradient.
+        self.permanent_bucket = (buffers.after_forward > 0) * buffers.bucket
+        self.bucket_at_head = where(buffers.head_is_first, buffers.bucket, self.permanent_bucket)
+
+    def find_all(self) -> list[PeakCandidate]:
+        """Return the candidates in the order of backward, then those of forward."""
+        peaks = self._find_head_peaks()
+        for num_passed, layer in self._choose_layers():
+            peaks += self._find_layer_peaks(num_passed, layer)
+        peaks.append(self._build(0.97, (self.backward.stream,), _IN_EMBEDDING, self.counts.embedding))
+        peaks += [self._build(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in self.counts.final_reduction]
+        if self.sizes.has_scores:
+            peaks += self._find_forward_score_peaks()
+        if self.buffers.gathers_in_forward:
+            peaks.append(self._find_forward_peak())
+        return peaks
+
+    def _build(
+        self,
+        fraction: float,
+        activations: tuple[int, ...],
+        explanations: tuple[str, ...],
+        elements: PhaseElements,
+        bucket: int | None = None,
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> PeakCandidate:
-        staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
+        """Return a candidate; ``bucket``: the bytes allocated for it by then, all unless given."""
+        half, earlier = self.half, self.buffers.earlier_gradients
+        bucket_bytes = self.buffers.bucket if bucket is None else bucket
+        staging, gradients = bucket_bytes + half * elements.staging, earlier + half * elements.gradients
 
-        def terms() -> PeakTerms:
-            gathered = (
-                f"{instant.staging:,} elements × {half} bytes gathered, waiting to be reduced, or copied"
-            )
-            source = None if words in (_IN_EMBEDDING, _USED_UP) else shape.explain_layers
+        def explain() -> PeakTerms:
+            staged = f"{elements.staging:,} elements × {half} bytes all-gathered, unreduced or copied"
+            reduced = f"{elements.gradients:,} elements × {half} bytes reduced or accumulated so far"
+            has_saved = explanations not in (_IN_EMBEDDING, _NO_ACTIVATIONS)
             return PeakTerms(
-                sum_parts(*zip(held, words, strict=True), source=source),
-                sum_parts((allocated, "bucket (reduce_bucket_size)"), (half * instant.staging, gathered)),
                 sum_parts(
-                    (waiting, "of micro-batches before"),
-                    (half * instant.kept, f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
+                    *zip(activations, explanations, strict=True),
+                    source=self.backward.explain_layers if has_saved else None,
                 ),
+                sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged)),
+                sum_parts((earlier, "of earlier micro-batches"), (half * elements.gradients, reduced)),
             )
 
-        return PeakCandidate(at, sum(held), staging, gradients, terms, logits, phase)
+        return PeakCandidate(fraction, sum(activations), staging, gradients, explain, logits, phase)
 
-    def at_end() -> PeakTerms:
-        return PeakTerms(
-            sum_parts(*zip(full, _SAVED, strict=True), source=shape.explain_layers),
-            _counted(kept.forward, half, "gathered, or the bucket"),
-            _counted(kept.before, half, "of micro-batches before"),
+    def _find_head_peaks(self) -> list[PeakCandidate]:
+        """Return the candidates at the loss, the head and the final norm: all saved tensors exist."""
+        counts, buffers, sizes = self.counts, self.buffers, self.sizes
+        head_logits = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
+
+        def explain_loss() -> PeakTerms:
+            return PeakTerms(
+                sum_parts(*zip(self.saved, _SAVED, strict=True), source=self.backward.explain_layers),
+                self._explain_elements(buffers.after_forward, "all-gathered, or the bucket"),
+                self._explain_elements(buffers.gradients_at_loss, "of earlier micro-batches"),
+            )
+
+        at_norm = (*self.saved, self.backward.norm)
+        norm_bucket = buffers.bucket if buffers.trains_all else self.bucket_at_head
+        return [
+            PeakCandidate(
+                0.34,
+                sum(self.saved),
+                buffers.after_forward,
+                buffers.gradients_at_loss,
+                explain_loss,
+                self.backward.logits,
+            ),
+            self._build(0.345, self.saved, _SAVED, counts.head.peak, self.permanent_bucket, head_logits),
+            self._build(0.347, self.saved, _SAVED, counts.head.peak, self.bucket_at_head),
+            self._build(0.35, at_norm, _IN_NORM, counts.head.first_gradient, norm_bucket),
+        ]
+
+    def _explain_elements(self, num_bytes: int, what: str) -> Term:
+        half = self.half
+        return Term(
+            num_bytes, lambda: f"{num_bytes // half:,} × {half} bytes {what}" if num_bytes else "none yet"
         )
 
-    already = (kept.forward > 0) * kept.bucket
-    at_first = where(kept.first_hook, kept.bucket, already)
-    at_head = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
-    found = [
-        PeakCandidate(0.34, sum(full), kept.forward, kept.before, at_end, shape.logits),
-        peak(0.345, full, _SAVED, c.head.peak, already, at_head),
-        peak(0.347, full, _SAVED, c.head.peak, at_first),
-        peak(0.35, (*full, shape.norm), _IN_NORM, c.head.base, kept.bucket if kept.trains_all else at_first),
-    ]
-    fullest = shape.find_fullest()
-    has_experts = fullest.later != fullest.inside
-    met = list(zip(list_candidate_depths(num_layers - 1), c.layers, strict=False))
-    if is_array(c.fullest_at) or 1 < c.fullest_at < num_layers - 1:
-        met.append((c.fullest_at, c.layers[-1]))
-    if sizes.interval > 2:
-        # The first recomputed layer in backward order may be neither of the first two.
-        met.append(((num_layers - 1) % sizes.interval, c.layers[1]))
-    for done, layer in met:
-        fraction = 0.36 + 0.6 * done / num_layers
-        one, saved = fullest, _left(shape.layers, fullest.saved, num_layers, done)
+    def _choose_layers(self) -> list[tuple[int, LayerPhases]]:
+        """Return (layers that backward has passed, ZeRO's phases) of the layers that can have the peak."""
+        counts, num_layers, interval = self.counts, self.sizes.num_layers, self.sizes.interval
+        chosen = list(zip(list_candidate_depths(num_layers - 1), counts.layers, strict=False))
+        largest = counts.layers_before_largest
+        if is_array(largest) or 1 < largest < num_layers - 1:
+            chosen.append((largest, counts.layers[-1]))
+        if interval > 2:
+            # The first recomputed layer in backward order may be neither of the first two.
+            chosen.append(((num_layers - 1) % interval, counts.layers[1]))
+        return chosen
+
+    def _find_layer_peaks(self, num_passed: int, phases: LayerPhases) -> list[PeakCandidate]:
+        """Return the candidates in the layer that follows ``num_passed`` layers in backward."""
+        sizes, buffers, backward = self.sizes, self.buffers, self.backward
+        num_layers, trains_all = sizes.num_layers, buffers.trains_all
+        fraction = 0.36 + 0.6 * num_passed / num_layers
+        layer = backward.find_fullest()
+        has_experts = layer.later != layer.inside
+        saved = _count_remaining(backward.layers, layer.saved, num_layers, num_passed)
         if sizes.interval > 1:
-            one, saved = _between(fullest, shape, num_layers - 1 - done, sizes.interval)
-        is_last = done == num_layers - 1
+            layer, saved = self._find_layer_at(layer, num_layers - 1 - num_passed)
+        is_last = num_passed == num_layers - 1
         # The bucket is allocated at the first gradient; with adapters mostly after the last feed-forward.
-        comes = kept.trains_all or sizes.adapts_down
-        allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
-        left = maximum(0, saved - one.saved)
-        if sizes.away:
-            for before, held, instant in _coming_back(shape, layer, num_layers - 1 - done):
-                found.append(peak(fraction, (before, held), _IN_LAYER, instant, allocated))
-            found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
-            continue
-        inside = (saved, maximum(one.inside, one.earlier) - is_last * sizes.unsaved)
-        base = layer.middle if sizes.in_scores else layer.base
-        found.append(peak(fraction, inside, _IN_LAYER, base, allocated))
-        if kept.trains_all:
-            whole = one.inside - sizes.drops[0] + sizes.product
-            made = (where(has_experts, 0, saved), where(has_experts, 0, whole))
-            down = layer.base._replace(staging=layer.base.staging + sizes.down)
-            found.append(peak(fraction + 0.002, made, _IN_LAYER, down, allocated))
-        if sizes.between and not done:
+        has_early_gradient = trains_all or sizes.adapts_down
+        bucket = (
+            buffers.bucket
+            if has_early_gradient
+            else where((num_passed > 0) | buffers.head_is_first, buffers.bucket, self.permanent_bucket)
+        )
+        remaining = maximum(0, saved - layer.saved)
+        after_layer = self._build(
+            fraction + 0.01, (remaining, 2 * backward.stream), _AFTER_LAYER, phases.peak
+        )
+        if sizes.fetches_one_by_one:
+            fetches = self._find_fetch_phases(phases, num_layers - 1 - num_passed)
+            return [
+                *(
+                    self._build(fraction, activations, _IN_LAYER, elements, bucket)
+                    for activations, elements in fetches
+                ),
+                after_layer,
+            ]
+        # At the layer's own maximum: the product of the feed-forward, or attention's scores.
+        inside = (saved, maximum(layer.inside, layer.earlier) - is_last * sizes.unsaved)
+        at_peak = phases.before_attention if sizes.peaks_in_scores else phases.first_gradient
+        peaks = [self._build(fraction, inside, _IN_LAYER, at_peak, bucket)]
+        if trains_all:
+            # At the gradient of the down projection, whose input, the product, is still alive.
+            with_product = layer.inside - sizes.freed[0] + sizes.product
+            inside = (where(has_experts, 0, saved), where(has_experts, 0, with_product))
+            with_down = phases.first_gradient.staging + sizes.down_projection
+            at_down = phases.first_gradient._replace(staging=with_down)
+            peaks.append(self._build(fraction + 0.002, inside, _IN_LAYER, at_down, bucket))
+        if sizes.adapter_inputs and not num_passed:
             # The bucket is allocated by then, at the first gradient.
-            inside = (saved, where(has_experts, 0, sizes.between))
-            found.append(peak(fraction + 0.003, inside, _IN_LAYER, layer.base))
-        drop, instant = _fullest(layer.inner, sizes.drops, half)
-        dense = one.inside - drop
-        experts = one.later if kept.trains_all else one.inside
+            inside = (saved, where(has_experts, 0, sizes.adapter_inputs))
+            peaks.append(self._build(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
+        # At the gradient of a feed-forward matrix, when some saved tensors have been freed.
+        freed, in_feed_forward = self._find_feed_forward_peak(phases.feed_forward)
+        in_dense = layer.inside - freed
+        in_experts = layer.later if trains_all else layer.inside
         # A layer without experts, after layers with experts, cannot free more than is left.
-        activations = (saved, maximum(where(has_experts, experts, dense), -saved))
-        last = where(has_experts & kept.trains_all, layer.last, instant)
-        found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
+        inside = (saved, maximum(where(has_experts, in_experts, in_dense), -saved))
+        elements = where(has_experts & trains_all, phases.last_feed_forward, in_feed_forward)
+        peaks.append(self._build(fraction + 0.004, inside, _IN_LAYER, elements, bucket))
         if sizes.has_scores:
-            found.append(peak(fraction + 0.006, (saved, maximum(one.core, -saved)), _IN_LAYER, layer.middle))
-        found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
-        if kept.trains_all:
-            behind = (left, sizes.attention, 2 * shape.stream)
-            found.append(peak(fraction + 0.008, behind, _BEHIND_ATTENTION, layer.behind))
+            inside = (saved, maximum(layer.core, -saved))
+            peaks.append(self._build(fraction + 0.006, inside, _IN_LAYER, phases.before_attention))
+        peaks.append(after_layer)
+        if trains_all:
+            at_attention = (remaining, sizes.attention, 2 * backward.stream)
+            peaks.append(
+                self._build(fraction + 0.008, at_attention, _AFTER_FEED_FORWARD, phases.attention_output)
+            )
         # With frozen embeddings no gradient reaches the first layer's first norm.
-        gets_there = kept.trains_all | (done + 1 < num_layers)
-        leaving = (gets_there * left, gets_there * sizes.leaving)
-        found.append(peak(fraction + 0.012, leaving, _IN_FIRST_NORM, layer.following))
-    found.append(peak(0.97, (shape.stream,), _IN_EMBEDDING, c.embedding))
-    found += [peak(0.975, (0,), _USED_UP, instant) for instant in c.end]
-    if sizes.has_scores:
-        found += _in_scores(c, shape, kept, num_layers, peak)
-    if kept.gathers:
-        found.append(_gathering(c, shape, half, num_layers, peak))
-    return found
+        is_reached = trains_all | (num_passed + 1 < num_layers)
+        inside = (is_reached * remaining, is_reached * sizes.first_norm)
+        peaks.append(self._build(fraction + 0.012, inside, _IN_FIRST_NORM, phases.next_layer))
+        return peaks
 
-
-def _coming_back(shape: StageBackward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
-    """Return the phases of a dense layer whose offloaded activations are fetched one by one.
-
-    Each is (bytes of the layers before, bytes in the layer, ZeRO's elements). The phases are those of
-    ``memory/activations/modules/instants.py``: the MLP's four, the norm after attention, attention's output
-    projection, its core, its input projections, and the first norm.
-    """
-    order = shape.find_order()
-    others = shape.layers - order.sum_before(order.num_layers, "saved")
-    before = maximum(0, others + order.sum_before(index, "saved"))
-    first, second = layer.inner[0], layer.inner[min(1, len(layer.inner) - 1)]
-    behind, middle, peak = layer.behind, layer.middle, layer.peak
-    beside = (layer.base, first, first, second, behind, behind, middle, peak, layer.following)
-    away, here = order.kinds[0], order.kinds[-1]
-    chosen = index % order.interval == 0
-    # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
-    return [
-        (before, maximum(where(chosen, one.held, other.held), -before), instant)
-        for one, other, instant in zip(away.backward, here.backward, beside, strict=True)
-    ]
-
-
-def _between(
-    fullest: LargestLayer, shape: StageBackward, index: Any, interval: int
-) -> tuple[LargestLayer, Any]:
-    """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
-    order = shape.find_order()
-    before, with_it = (order.sum_before(at, "saved") for at in (index, index + 1))
-    others = shape.layers - order.sum_before(order.num_layers, "saved")
-    change = (index % interval == 0) * fullest.again - fullest.recomputed
-    one = fullest._replace(
-        saved=with_it - before,
-        inside=fullest.inside + change,
-        later=fullest.later + change,
-        core=fullest.core + (fullest.core != 0) * change,
-        earlier=fullest.earlier + change,
-    )
-    return one, others + with_it
-
-
-def _counted(num_bytes: int, half: int, what: str) -> Term:
-    return Term(
-        num_bytes, lambda: f"{num_bytes // half:,} × {half} bytes {what}" if num_bytes else "none yet"
-    )
-
-
-def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple[Any, Instant]:
-    """Return the bytes freed and ZeRO's phase at the feed-forward matrix with the largest total."""
-    drop, instant = drops[0], inner[0]
-    for other, one in zip(drops[1:], inner[1:], strict=False):
-        more = half * one.total - other > half * instant.total - drop
-        drop, instant = where(more, other, drop), where(more, one, instant)
-    return drop, instant
-
-
-def _in_scores(
-    c: Counted, shape: StageBackward, kept: Kept, num_layers: Any, peak: Callable[..., PeakCandidate]
-) -> list[PeakCandidate]:
-    """Return the candidates at attention's scores in forward, in the last layer of each kind."""
-    elements: Any = 0
-    for passed, gathered in c.in_forward:
-        elements = where(passed >= num_layers - 1, gathered, elements)
-    allocated = (kept.forward > 0) * kept.bucket
-    return [
-        peak(
-            0.02 + 0.3 * (place.index + 1) / num_layers,
-            (place.before, place.kind.forward),
-            _INSIDE_FORWARD,
-            Instant(elements, 0),
-            allocated,
-            phase="forward",
+    def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
+        """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
+        order = self.backward.find_order()
+        before, with_it = (order.sum_before(end, "saved") for end in (index, index + 1))
+        outside = self.backward.layers - order.sum_before(order.num_layers, "saved")
+        change = (index % self.sizes.interval == 0) * fullest.again - fullest.recomputed
+        layer = fullest._replace(
+            saved=with_it - before,
+            inside=fullest.inside + change,
+            later=fullest.later + change,
+            core=fullest.core + (fullest.core != 0) * change,
+            earlier=fullest.earlier + change,
         )
-        for place in shape.find_order().last_places(shape.layers)
-    ]
+        return layer, outside + with_it
 
+    def _find_fetch_phases(
+        self, phases: LayerPhases, index: int
+    ) -> list[tuple[tuple[int, int], PhaseElements]]:
+        """Return the phases of a dense layer whose offloaded activations are fetched one by one.
 
-def _gathering(
-    c: Counted, shape: StageBackward, half: int, num_layers: Any, peak: Callable[..., PeakCandidate]
-) -> PeakCandidate:
-    """Return the candidate in forward with the most all-gathered parameters and saved tensors together."""
-    done, elements = c.in_forward[0]
-    for other, more in c.in_forward[1:]:
-        fuller = (
-            half * more + shape.layers * other // num_layers
-            > half * elements + shape.layers * done // num_layers
+        Each is ((bytes of the layers before, bytes in the layer), ZeRO's elements). The phases are those of
+        the layer's backward in ``memory/activations``: the MLP's four, the norm after attention, attention's
+        output projection, its core, its input projections, and the first norm.
+        """
+        order = self.backward.find_order()
+        outside = self.backward.layers - order.sum_before(order.num_layers, "saved")
+        before = maximum(0, outside + order.sum_before(index, "saved"))
+        matrices = phases.feed_forward
+        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
+        elements = (
+            phases.first_gradient,
+            first,
+            first,
+            second,
+            phases.attention_output,
+            phases.attention_output,
+            phases.before_attention,
+            phases.peak,
+            phases.next_layer,
         )
-        done, elements = where(fuller, other, done), where(fuller, more, elements)
-    saved = shape.layers * done // num_layers
-    fraction = 0.02 + 0.3 * done / num_layers
-    return peak(fraction, (saved,), _IN_FORWARD, Instant(elements, 0), phase="forward")
+        offloaded, kept = order.kinds[0], order.kinds[-1]
+        is_offloaded = index % order.interval == 0
+        # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
+        return [
+            ((before, maximum(where(is_offloaded, fetched.held, saved.held), -before)), phase)
+            for fetched, saved, phase in zip(offloaded.backward, kept.backward, elements, strict=True)
+        ]
+
+    def _find_feed_forward_peak(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
+        """Return the bytes freed and ZeRO's elements at the feed-forward matrix with the largest total."""
+        half, all_freed = self.half, self.sizes.freed
+        freed, elements = all_freed[0], matrices[0]
+        for other_freed, other in zip(all_freed[1:], matrices[1:], strict=False):
+            is_larger = half * other.total - other_freed > half * elements.total - freed
+            freed, elements = where(is_larger, other_freed, freed), where(is_larger, other, elements)
+        return freed, elements
+
+    def _find_forward_score_peaks(self) -> list[PeakCandidate]:
+        """Return the candidates at attention's scores in forward, in the last layer of each kind."""
+        num_layers, elements = self.sizes.num_layers, 0
+        for num_passed, gathered in self.counts.gathered_in_forward:
+            elements = where(num_passed >= num_layers - 1, gathered, elements)
+        return [
+            self._build(
+                0.02 + 0.3 * (layer.index + 1) / num_layers,
+                (layer.before, layer.kind.forward),
+                _INSIDE_FORWARD,
+                PhaseElements(elements, 0),
+                self.permanent_bucket,
+                phase="forward",
+            )
+            for layer in self.backward.find_order().last_places(self.backward.layers)
+        ]
+
+    def _find_forward_peak(self) -> PeakCandidate:
+        """Return the candidate in forward with the most all-gathered and saved bytes together."""
+        half, num_layers, layers = self.half, self.sizes.num_layers, self.backward.layers
+        num_passed, elements = self.counts.gathered_in_forward[0]
+        for other_passed, other in self.counts.gathered_in_forward[1:]:
+            other_total = half * other + layers * other_passed // num_layers
+            is_larger = other_total > half * elements + layers * num_passed // num_layers
+            num_passed = where(is_larger, other_passed, num_passed)
+            elements = where(is_larger, other, elements)
+        saved = layers * num_passed // num_layers
+        fraction = 0.02 + 0.3 * num_passed / num_layers
+        return self._build(fraction, (saved,), _IN_FORWARD, PhaseElements(elements, 0), phase="forward")
 
 
-def _left(layers: Any, saved: Any, num_layers: Any, done: Any) -> Any:
-    """Return the saved bytes left of ``layers`` after the backward of ``done``, the largest kind first."""
-    left = layers - done * saved
+def _count_remaining(layers: int, saved: int, num_layers: int, num_passed: int) -> int:
+    """Return the saved bytes left of ``layers`` after the backward of ``num_passed``, the largest first."""
+    remaining = layers - num_passed * saved
     # With two kinds of layers the larger one is subtracted for both; use the mean where that is too much.
-    return where(left > 0, left, layers // num_layers * (num_layers - done))
+    return where(remaining > 0, remaining, layers // num_layers * (num_layers - num_passed))

@@ -17,7 +17,7 @@ import torch
 from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import families_with
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
-from shardscope.frameworks.deepspeed.memory.tensors import fullest_rank
+from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
     NUM_STEPS,
     config_of,
@@ -48,7 +48,7 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     if plan.degrees.pp > 1:
         return stages(plan, deepspeed, note_progress)
     # Ranks of tp lie next to each other.
-    rank = plan.degrees.tp * fullest_rank(plan)
+    rank = plan.degrees.tp * find_peak_rank(plan)
     with stage_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
         return [_play(plan, deepspeed, tracker, note_progress, device, files)]
 

@@ -1,0 +1,155 @@
+"""Gradient buckets of ZeRO-1 and ZeRO-2: which ranks own their slices, and the copies that a reduction makes.
+
+It repeats how ``DeepSpeedZeroOptimizer`` reduces an ``IPGBucket`` (deepspeed/runtime/zero/stage_1_and_2.py,
+DeepSpeed 0.19: ``average_tensor``, ``allreduce_and_scatter``, ``allreduce_bucket``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class FlatGradient(NamedTuple):
+    """Position of a gradient in the flat buffer of its parameter group, matrices or vectors."""
+
+    start: int
+    size: int
+    partition: int
+    """Elements of each rank's partition of that buffer."""
+
+    @property
+    def end(self) -> int:
+        """Offset after its last element."""
+        return self.start + self.size
+
+    def count_owned_by(self, rank: int) -> int:
+        """Return how many of its elements are in the partition of ``rank``."""
+        return max(0, min(self.end, (rank + 1) * self.partition) - max(self.start, rank * self.partition))
+
+
+class ReductionOptions(NamedTuple):
+    """Partitions of the flat gradient buffers over ranks, and how buckets are reduced to them."""
+
+    partitions: tuple[int, int]
+    """Elements of each rank's partitions: of matrices, and of vectors."""
+    rank: int
+    """Rank whose memory is computed."""
+    overlapping: int
+    """Elements of all tensors that overlap this rank's partition."""
+    bucket_size: int
+    """``reduce_bucket_size``, in elements."""
+    partitions_gradients: bool = True
+    """Whether gradients of other ranks' partitions are freed after the reduction (stage 2). Stage 1 keeps
+    them, so gradients too large for the bucket stay allocated."""
+    norm_width: int = 0
+    """Size of an fp64 element in gradient elements, if reduced gradients are offloaded one by one with their
+    norm in double precision; 0 if they stay on the device."""
+    cast_width: int = 0
+    """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
+
+    @property
+    def accumulated(self) -> int:
+        """Elements of gradients that stay on the device after the first reduction."""
+        return 0 if self.norm_width else self.overlapping
+
+    def place_gradients(self, sizes: tuple[int, ...], is_vector: tuple[bool, ...]) -> list[FlatGradient]:
+        """Return the position of each tensor of ``sizes`` in its flat buffer."""
+        ends = [0, 0]
+        gradients: list[FlatGradient] = []
+        for size, flag in zip(sizes, is_vector or (False,) * len(sizes), strict=True):
+            gradients.append(FlatGradient(ends[flag], size, self.partitions[flag]))
+            ends[flag] += size
+        return gradients
+
+    def has_own(self, bucket: list[FlatGradient]) -> bool:
+        """Return whether any gradient of ``bucket`` overlaps the rank's partitions."""
+        rank = self.rank
+        return any(
+            gradient.start < (rank + 1) * gradient.partition
+            and rank * gradient.partition < gradient.start + gradient.size
+            for gradient in bucket
+        )
+
+
+def count_reduction_copies(bucket: list[FlatGradient], options: ReductionOptions) -> int:
+    """Return the temporary elements of reducing a full bucket.
+
+    They are a flattened copy, then the norms of offloaded gradients (``set_norm_for_param_grad_in_gpu``).
+    """
+    flattened = count_flattened_copy(bucket, options)
+    if not options.norm_width:
+        return flattened
+    largest = max((gradient.count_owned_by(options.rank) for gradient in bucket), default=0)
+    return max(flattened, options.norm_width * largest)
+
+
+def count_flattened_copy(bucket: list[FlatGradient], options: ReductionOptions) -> int:
+    """Return the elements of the largest flattened copy in ``allreduce_and_scatter``, over slices by rank."""
+    elements = sum([gradient.size for gradient in bucket])
+    if elements <= options.bucket_size:
+        # All are flattened together, or reduced in place if they belong to one rank.
+        owners = {
+            owner
+            for start, size, partition in bucket
+            if size
+            for owner in (start // partition, (start + size - 1) // partition)
+        }
+        return _count_copy(elements, len(owners), options.cast_width)
+    return find_largest_copy(_list_slices(bucket), options.bucket_size, options.cast_width)
+
+
+def _list_slices(bucket: list[FlatGradient]) -> list[tuple[int, int]]:
+    """Return (size, number of consecutive slices of that size) of a bucket's slices by destination rank."""
+    runs: list[tuple[int, int]] = []
+    owner = -1
+    for gradient in bucket:
+        if not gradient.size:
+            continue
+        first_owner = gradient.start // gradient.partition
+        head = min(gradient.end, (first_owner + 1) * gradient.partition) - gradient.start
+        if first_owner == owner:
+            # Merge with the previous run's last slice only: the vectors' buffer starts again at rank 0.
+            size, count = runs.pop()
+            if count > 1:
+                runs.append((size, count - 1))
+            runs.append((size + head, 1))
+        else:
+            runs.append((head, 1))
+        num_partitions, tail = divmod(gradient.size - head, gradient.partition)
+        if num_partitions:
+            runs.append((gradient.partition, num_partitions))
+        if tail:
+            runs.append((tail, 1))
+        owner = first_owner + num_partitions + (tail > 0)
+    return runs
+
+
+def find_largest_copy(slices: list[tuple[int, int]], max_elements: int, cast_width: int) -> int:
+    """Return the elements of the largest flattened copy; one ends with the slice that exceeds the maximum.
+
+    ``slices`` are (size of a slice, number of consecutive slices of that size).
+    """
+    largest = elements = number = 0
+    for size, count in slices:
+        remaining = count
+        while remaining:
+            needed = (max_elements - elements) // size + 1 if size else remaining + 1
+            added = min(needed, remaining)
+            elements, number, remaining = elements + added * size, number + added, remaining - added
+            if elements > max_elements:
+                largest = max(largest, _count_copy(elements, number, cast_width))
+                elements = number = 0
+                # The following copies have equally many slices, so they are all of one size: skip them.
+                per_copy = max_elements // size + 1
+                if remaining >= per_copy:
+                    largest = max(largest, _count_copy(per_copy * size, per_copy, cast_width))
+                    remaining %= per_copy
+    return max(largest, _count_copy(elements, number, cast_width))
+
+
+def _count_copy(elements: int, num_slices: int, cast_width: int) -> int:
+    """Return the elements copied to reduce ``num_slices`` slices together.
+
+    A single slice is flat already; a cast is allocated besides the flattened copy (``allreduce_bucket``).
+    """
+    return elements * ((num_slices > 1) + cast_width)

@@ -1,0 +1,263 @@
+"""ZeRO-3's parameter coordinator: which parameters are all-gathered at each module call.
+
+DeepSpeed records a trace of the module calls in the first step; from then on it prefetches by that trace and
+keeps parameters that will be reused soon. This module makes the same decisions from the parameters' sizes. It
+repeats ``PartitionedParameterCoordinator``, with its names
+(deepspeed/runtime/zero/partitioned_param_coordinator.py, DeepSpeed 0.19).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
+    AsyncPartitionedParameterSwapper,
+    NvmeOptions,
+)
+
+if TYPE_CHECKING:
+    from shardscope.frameworks.deepspeed.memory.parameter_offload import (
+        ModuleCall,
+        ModuleTrace,
+        TracedModule,
+    )
+
+
+class Stage3Options(NamedTuple):
+    """Options of ZeRO-3, sizes in elements."""
+
+    param_persistence_threshold: int
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    max_reuse_distance: int
+    reduce_bucket_size: int
+    contiguous_gradients: bool = True
+    """Whether gradients are copied into the bucket until they are reduced."""
+    offloads_partitions: bool = False
+    """Whether partitions are on the host or on NVMe: then even a single rank has to fetch parameters."""
+    nvme: NvmeOptions | None = None
+    """NVMe swapping options; None without swapping."""
+    norm_width: int = 0
+    """Size of an fp64 element in gradient elements, if reduced gradients are offloaded with their norm in
+    double precision; 0 if they stay on the device."""
+    reads_gradients_back: bool = False
+    """Whether a reduced partition is copied back from the host for its norm."""
+    cast_width: int = 0
+    """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
+
+
+class PartitionedParameterCoordinator:
+    """All-gathered parameters of one rank, sizes in elements."""
+
+    def __init__(self, trace: ModuleTrace, ranks: int, options: Stage3Options) -> None:
+        self.options, self.ranks = options, ranks
+        self.sizes = trace.sizes
+        self.gathers = ranks > 1 or options.offloads_partitions
+        """Whether parameters have to be fetched at all: a single rank without offloading has all of them."""
+        # Each parameter is padded to a multiple of the ranks, all-gathered alone or coalesced.
+        self.gathered_sizes = [-(-size // ranks) * ranks if self.gathers else 0 for size in self.sizes]
+        self.persistent = [size <= options.param_persistence_threshold for size in self.sizes]
+        self.swapper: AsyncPartitionedParameterSwapper | None = None
+        if options.nvme is not None and options.nvme.swaps_params:
+            partitions = [-(-size // ranks) for size in self.sizes]
+            self.swapper = AsyncPartitionedParameterSwapper(
+                partitions, trace.trained, self.persistent, options.nvme
+            )
+        self._construct_parameter_trace(trace.list_fetches())
+        self.available = {index for index, persists in enumerate(self.persistent) if persists}
+        self.most_recent_step_fetched_for = [-1] * len(self.sizes)
+        self.step_id = self.num_available_params = 0
+        self.live = self.persistent_elements = sum(self.gathered_sizes[index] for index in self.available)
+        """Elements all-gathered now, with flat buffers and pending fetches; and those never released."""
+        self.peak = self.live
+        """Maximum of ``live`` since a caller last reset it to ``live``."""
+        self.inflight_params: dict[int, list[int]] = {}
+        """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
+        self.recompute_params: set[int] = set()
+        """Frozen parameters that a recomputation has fetched: they are released only after the backward of
+        the module in which the recomputation started, the owner (``update_recompute_parameters``)."""
+        self.entered_module: ModuleCall | None = None
+        self.recompute_owner: ModuleCall | None = None
+        self.viewed: set[int] = set()
+        """Parameters that autograd has saved a view of: their memory outlives their release."""
+        self.released_views: set[int] = set()
+        """Released parameters whose memory is still allocated because of such a view."""
+
+    def _construct_parameter_trace(self, module_order: list[TracedModule]) -> None:
+        """Record the fetches of each parameter, and the elements used before each fetch."""
+        self.param_queue = deque(
+            (step, index) for step, module in enumerate(module_order) for index in sorted(module.params)
+        )
+        # For the reuse distance DeepSpeed counts parameters as it releases them: a leaf recursively, other
+        # modules without submodules, so that leaves are not counted for other modules.
+        self.traversed, self.traversed_recursively = [0], [0]
+        self.uses: list[deque[int]] = [deque() for _ in self.sizes]
+        self.recursive_uses: list[deque[int]] = [deque() for _ in self.sizes]
+        for step, module in enumerate(module_order):
+            all_params = module.all_params or module.params
+            for index in module.params:
+                self.uses[index].append(step)
+            direct = 0 if module.call.is_leaf else sum(self.sizes[index] for index in module.params)
+            self.traversed.append(self.traversed[-1] + direct)
+            recursive = sum(self.sizes[index] for index in all_params)
+            self.traversed_recursively.append(self.traversed_recursively[-1] + recursive)
+            for index in all_params:
+                self.recursive_uses[index].append(step)
+
+    def fetch_sub_module(
+        self, module: TracedModule, *, saves_views: bool, in_recomputation: bool = False
+    ) -> None:
+        """All-gather a module's parameters, and prefetch those of the next modules.
+
+        ``saves_views``: autograd saves views of its parameters in this forward. ``in_recomputation``: this is
+        a forward that activation checkpointing runs in backward.
+        """
+        if not in_recomputation:
+            self.entered_module = module.call
+        elif self.recompute_owner is None:
+            self.recompute_owner = self.entered_module
+        self._fetch_params(module.params)
+        if in_recomputation and not module.call.trained:
+            self.recompute_params.update(module.params)
+        if saves_views and module.call.has_backward and self.gathers:
+            self.viewed.update(module.params[view] for view in module.call.saved_views)
+
+    def release_sub_module(self, module: TracedModule) -> None:
+        """Release a module's parameters after its forward or backward, and those of its recomputation."""
+        for index in module.params:
+            self.release_param(index, module.call.is_leaf)
+        self.release_recompute_params(module.call)
+
+    def release_recompute_params(self, call: ModuleCall) -> None:
+        """Release the parameters that a recomputation fetched, when the owner's backward is done."""
+        if call is not self.recompute_owner:
+            return
+        params, self.recompute_owner, self.recompute_params = self.recompute_params, None, set()
+        for index in params:
+            if index in self.available and not self.persistent[index]:
+                self._partition(index)
+
+    def free_view(self, index: int) -> None:
+        """Free autograd's view of a weight, after the backward of its matmul."""
+        self.viewed.discard(index)
+        if index in self.released_views:
+            self.released_views.discard(index)
+            self.live -= self.gathered_sizes[index]
+
+    def _fetch_params(self, params: tuple[int, ...]) -> None:
+        # All-gather what no prefetch has started to, then wait for all of the module's parameters.
+        missing = [i for i in params if i not in self.available and i not in self.inflight_params]
+        if missing:
+            self._all_gather_params(missing)
+        for index in params:
+            if index in self.inflight_params:
+                self._wait(index)
+        # Pop the module's parameters off the queue, unless earlier prefetches have popped them.
+        not_fetched = sum(self.most_recent_step_fetched_for[index] < self.step_id for index in params)
+        for _ in range(min(not_fetched, len(self.param_queue))):
+            step, popped = self.param_queue.popleft()
+            self.most_recent_step_fetched_for[popped] = step
+        self._prefetch()
+        self.step_id += 1
+
+    def _prefetch(self) -> None:
+        max_elements = min(
+            self.options.max_live_parameters - self.num_available_params, self.options.prefetch_bucket_size
+        )
+        params: list[int] = []
+        elements = 0
+        while self.param_queue and elements < max_elements:
+            if self._is_on_nvme(self.param_queue[0][1]):
+                # Swapping in is asynchronous: prefetching stops here, to preserve the order of fetches.
+                break
+            step, index = self.param_queue.popleft()
+            # A use that prefetching has skipped keeps the parameter from being released before it.
+            self.most_recent_step_fetched_for[index] = max(self.most_recent_step_fetched_for[index], step)
+            if index in self.available or index in self.inflight_params or index in params:
+                continue
+            params.append(index)
+            elements += self.sizes[index]
+        if params:
+            self._all_gather_params(params)
+        if self.options.prefetch_bucket_size:
+            self._prefetch_nvme_param_partitions()
+
+    def _is_on_nvme(self, index: int) -> bool:
+        return self.swapper is not None and index in self.swapper.on_nvme
+
+    def _prefetch_nvme_param_partitions(self) -> None:
+        """Swap in upcoming partitions from NVMe, up to twice the elements of pending all-gathers."""
+        if self.swapper is None or not self.swapper.on_nvme:
+            return
+        elements_in_flight = sum(self.sizes[index] for index in self.inflight_params)
+        considered = 0
+        swap_in_params: list[int] = []
+        for _, index in self.param_queue:
+            is_full = len(swap_in_params) >= self.swapper.available_swap_in_buffers
+            if considered > 2 * elements_in_flight or is_full:
+                break
+            if self._is_on_nvme(index):
+                swap_in_params.append(index)
+            considered += self.sizes[index]
+        self.swapper.swap_in(swap_in_params)
+
+    def _all_gather_params(self, params: list[int]) -> None:
+        """Start one all-gather, into a flat buffer if there are several parameters."""
+        if self.swapper is not None:
+            self.swapper.swap_in(params)
+        for index in params:
+            self.inflight_params[index] = params
+            self.num_available_params += self.sizes[index]
+            self.live += self.gathered_sizes[index]
+        self.peak = max(self.peak, self.live)
+
+    def _wait(self, index: int) -> None:
+        """Wait for a parameter's all-gather.
+
+        A coalesced all-gather is copied out of its flat buffer, which is freed when its last parameter is
+        used.
+        """
+        params = self.inflight_params.pop(index)
+        is_coalesced = len(params) > 1 and self.ranks > 1
+        elements = sum(self.gathered_sizes[member] for member in params) if is_coalesced else 0
+        if index not in self.available:
+            self.available.update(params)
+            self.live += elements
+            self.peak = max(self.peak, self.live)
+        if is_coalesced and all(self.inflight_params.get(member) is not params for member in params):
+            self.live -= elements
+
+    def find_next_use(self, index: int, uses: list[deque[int]] | None = None) -> int | None:
+        """Return the next fetch that uses the parameter; None if there is none in this step."""
+        steps = (uses or self.uses)[index]
+        while steps and steps[0] < self.step_id:
+            steps.popleft()
+        return steps[0] if steps else None
+
+    def release_param(self, index: int, is_leaf: bool) -> None:
+        """Release a parameter, unless it persists or is reused within ``max_reuse_distance``."""
+        if self.persistent[index] or index not in self.available:
+            return
+        if self.most_recent_step_fetched_for[index] > self.step_id:
+            return
+        if index in self.recompute_params and self.recompute_owner is not None:
+            return
+        next_use = self.find_next_use(index, self.recursive_uses if is_leaf else self.uses)
+        traversed = self.traversed_recursively if is_leaf else self.traversed
+        if next_use is not None:
+            distance = traversed[next_use] - traversed[self.step_id]
+            if distance < self.options.max_reuse_distance:
+                return
+        self._partition(index)
+
+    def _partition(self, index: int) -> None:
+        self.available.discard(index)
+        if self.swapper is not None:
+            self.swapper.remove_partition_and_release_buffers(index)
+        self.num_available_params -= self.sizes[index]
+        if index in self.viewed:
+            self.viewed.discard(index)
+            self.released_views.add(index)
+        else:
+            self.live -= self.gathered_sizes[index]
