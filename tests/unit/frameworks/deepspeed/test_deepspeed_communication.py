@@ -22,7 +22,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     ReductionOptions,
     count_flattened_copy,
 )
-from shardscope.prediction.batch.memory import peak_bytes
+from shardscope.prediction.batch.memory import compute_peaks
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -201,7 +201,7 @@ def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
             *({"pp": 2} for _ in range(stage < 2)),
         )
     ]
-    assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
+    assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
 def test_a_search_leaves_it_open() -> None:

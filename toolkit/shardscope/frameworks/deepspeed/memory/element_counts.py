@@ -105,9 +105,9 @@ class ElementCounts(NamedTuple):
     gathered_in_forward: tuple[tuple[int, int], ...]
     """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
     head: LayerPhases
-    """StageBackward of the head and the final norm."""
+    """Backward of the head and the final norm."""
     layers: tuple[LayerPhases, ...]
-    """StageBackward of four layers: the first in backward order, the second, the last and the largest."""
+    """Backward of four layers: the first in backward order, the second, the last and the largest."""
     layers_before_largest: int
     """Number of layers that backward passes before the (first) largest one."""
     embedding: PhaseElements
