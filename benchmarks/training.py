@@ -21,7 +21,8 @@ from pathlib import Path
 import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
 from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, build_config
-from shardscope.machine.processes import free_port, num_cores
+from shardscope.machine.host import count_cores
+from shardscope.machine.processes import find_free_port
 from shardscope.records.files import read_json, read_lines
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
@@ -111,7 +112,7 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
         "--learning-rate": LEARNING_RATE,
         "--warmup-steps": 0,
     }
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // NUM_RANKS)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, count_cores() // NUM_RANKS)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -123,7 +124,7 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
                 "benchmarks.one_session",
                 f"--nproc-per-node={NUM_RANKS}",
                 "--master-addr=127.0.0.1",
-                f"--master-port={free_port()}",
+                f"--master-port={find_free_port()}",
                 str(Path(__file__).parent / "exported_script.py"),
                 str(script),
                 *(str(word) for option in options.items() for word in option),

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.memory.report import PHASES, StageMemory
 from shardscope.timing.calibration.store import (
     FOLDER_VARIABLE,
@@ -312,7 +312,7 @@ def use_stored_calibration(folder: Path) -> None:
     """Keep the stored calibration in ``folder`` as that of two CPU ranks of this machine."""
     record = MachineRecord.from_json(CALIBRATION.read_text(encoding="utf-8"))
     store_calibration(
-        replace(record.calibrations[-1], machine=machine_name(), num_cores=host_cores()), folder
+        replace(record.calibrations[-1], machine=machine_name(), num_cores=count_cores()), folder
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.machine.processes import start_of, this_machine
+from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.folder import RunFolder
 
 SECONDS = 180.0
@@ -47,7 +47,7 @@ def record_runs(folder: Path) -> None:
 
 def make_living(path: Path) -> None:
     """Make this process the supervisor of the run in ``path``."""
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     RunFolder(path).supervisor.write_text(json.dumps(me) + "\n")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardscope.machine.host import memory_groups
+from shardscope.machine.host import list_memory_cgroups
 
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Of version 2 and of version 1."""
@@ -21,7 +21,7 @@ WHY = "needs a memory cgroup of its own, which only root may make, and few conta
 @contextlib.contextmanager
 def limited_memory(num_bytes: int) -> Iterator[Path]:
     """The file to which a process writes its pid to be in the group. Skips where none can be made."""
-    groups = reversed(list(memory_groups()))
+    groups = reversed(list(list_memory_cgroups()))
     root = next((group for group in groups if (group / "cgroup.procs").exists()), None)
     if root is None or not os.access(root, os.W_OK):
         pytest.skip(f"{WHY}; run it as root on a machine or in a privileged container")

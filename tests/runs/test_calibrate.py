@@ -15,7 +15,7 @@ import pytest
 from run_helpers import make_plan, seconds_until
 
 import shardscope as ss
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.runs.calibrate import process
 from shardscope.runs.calibrate.process import CalibrationError
 from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, rates_for
@@ -89,7 +89,7 @@ def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
 
     one = Calibration.from_dict(last["calibration"])
     assert (one.gpu, one.num_ranks, one.backend) == ("cpu", 2, "gloo")
-    assert one.threads_per_rank == max(1, host_cores() // 2)
+    assert one.threads_per_rank == max(1, count_cores() // 2)
     assert {"fp32", "bf16"} == {product.precision for product in one.matrix_products}
     assert {call.collective for call in one.collectives} == set(COLLECTIVES)
     assert not one.host_copies

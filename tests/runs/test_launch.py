@@ -21,7 +21,7 @@ from run_helpers import make_plan, processes_of, seconds_until
 import shardscope as ss
 from shardscope import Architecture, Plan
 from shardscope.core.errors import FieldError, refuse
-from shardscope.machine.processes import num_cores
+from shardscope.machine.host import count_cores
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch.launch import launch
 from shardscope.runs.run import Run, runs
@@ -49,7 +49,7 @@ def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     engine = run.what_it_was()[1]["engine"]
     assert engine["backend"] == "gloo"
     assert engine["gloo_threads"] == [1, 1]
-    assert engine["threads"] == int(os.environ.get("OMP_NUM_THREADS", max(1, num_cores() // 2)))
+    assert engine["threads"] == int(os.environ.get("OMP_NUM_THREADS", max(1, count_cores() // 2)))
     assert run.reason == "the task returned on every rank" and run.error is None
     assert run.folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(

@@ -21,7 +21,7 @@ from tests.runs.two_ranks import StandInContext, on_ranks
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.core.architecture import MixtureOfExperts
 from shardscope.frameworks.megatron.hf_names import check_mapped
-from shardscope.machine.processes import is_alive, start_of
+from shardscope.machine.processes import is_alive, read_start_time
 
 SHAPE = {
     "hidden_size": 48,
@@ -259,7 +259,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
         found[name] = resumed(path, ctx.rank, plan(**before), plan(**after), beside)
     for name, case in EXPORTS.items():
         found[name] = exported(folder / name.replace(" ", "-"), ctx.rank, *case)
-    found["processes"] = [[child.pid, start_of(child.pid)] for child in psutil.Process().children()]
+    found["processes"] = [[child.pid, read_start_time(child.pid)] for child in psutil.Process().children()]
     return found
 
 

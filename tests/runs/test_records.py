@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.machine.processes import is_alive, start_of, this_machine
+from shardscope.machine.processes import identify_machine, is_alive, read_start_time
 from shardscope.records.files import (
     LineTail,
     append_line,
@@ -68,9 +68,9 @@ def test_every_line_is_valid_json(tmp_path: Path) -> None:
 
 
 def test_a_process_is_its_pid_and_its_start() -> None:
-    started = start_of(os.getpid())
+    started = read_start_time(os.getpid())
     assert started is not None and is_alive(os.getpid(), started) and not is_alive(os.getpid(), started + 1)
-    assert start_of(2**22 + 1) is None
+    assert read_start_time(2**22 + 1) is None
 
 
 def _run(tmp_path: Path, supervisor: dict[str, object] | None, status: str = "running") -> Run:
@@ -84,13 +84,13 @@ def _run(tmp_path: Path, supervisor: dict[str, object] | None, status: str = "ru
 
 
 def test_a_reused_pid_is_not_the_supervisor(tmp_path: Path) -> None:
-    started = start_of(os.getpid())
+    started = read_start_time(os.getpid())
     assert started is not None
-    run = _run(tmp_path, {"pid": os.getpid(), "started": started, "machine": this_machine()})
+    run = _run(tmp_path, {"pid": os.getpid(), "started": started, "machine": identify_machine()})
     assert run.status == "running"
     write_json(
         run.folder / "supervisor.json",
-        {"pid": os.getpid(), "started": started - 5, "machine": this_machine()},
+        {"pid": os.getpid(), "started": started - 5, "machine": identify_machine()},
     )
     assert run.status == "lost" and "without a last word" in run.reason
     append_line(run.folder / "status.jsonl", {"time": 1, "status": "finished", "reason": "done"})
@@ -113,11 +113,11 @@ def test_fault_25_a_run_on_another_machine_is_judged_by_its_heartbeat(
 def test_fault_25_a_clock_that_is_set_ends_no_run(
     jump_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     run = _run(tmp_path, me)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump_seconds)
-    assert start_of(os.getpid()) == me["started"] and run.status == "running"
+    assert read_start_time(os.getpid()) == me["started"] and run.status == "running"
     began = time.monotonic()
     assert run.wait(0.1) == "running"
     assert 0.1 <= time.monotonic() - began < 2
@@ -137,7 +137,7 @@ def test_fault_53_what_cannot_be_read_is_not_absent(
     unreadable: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor's record, its supervisor in /proc, its folder."""
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     run = _run(tmp_path, me)
     assert run.status == "running"
     with monkeypatch.context() as patch:
@@ -151,7 +151,7 @@ def test_fault_53_what_cannot_be_read_is_not_absent(
 def test_fault_53_what_is_absent_is_lost(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     run = _run(tmp_path, me)
     break_path("stat", number, monkeypatch)
     assert run.status == "lost"

@@ -22,7 +22,7 @@ from tests.soak.report import report
 from tests.soak.residue import MARK, Before, left_in_folder, left_processes
 from tests.soak.soaking import Outcome
 
-from shardscope.machine.processes import start_of
+from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import lease
 
@@ -162,10 +162,10 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     read_end, write_end = lease.open_lease()
     lease.hold_lease(supervisor, write_end, folder)
     time.sleep(0.05)
-    assert folder.task.exists() and start_of(child) is not None
+    assert folder.task.exists() and read_start_time(child) is not None
     supervisor.kill()
     kept = [f"in the run folder: {being_written.name}"]
-    seconds_until(lambda: left_in_folder(folder.path) == kept and start_of(child) is None, 5)
+    seconds_until(lambda: left_in_folder(folder.path) == kept and read_start_time(child) is None, 5)
     assert os.read(read_end, 1) == b""
     seconds_until(lambda: folder.log(0).read_text() == "my token is " + "*" * 35, 5)
     os.close(read_end)

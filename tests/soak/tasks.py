@@ -139,12 +139,12 @@ def _take_port(task: Any) -> Any:
     held: list[socket.socket] = []
 
     def choose() -> int:
-        port = processes.free_port()
+        port = processes.find_free_port()
         thief = socket.socket()
         thief.bind(("127.0.0.1", port))
         thief.listen()
         held.append(thief)
         return port
 
-    sys.modules["__main__"].free_port = choose  # type: ignore[attr-defined]
+    sys.modules["__main__"].find_free_port = choose  # type: ignore[attr-defined]
     return task

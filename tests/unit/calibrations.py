@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import shardscope as ss
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import machine_name
 from shardscope.timing.collectives import seconds
@@ -59,7 +59,7 @@ def calibration(cluster: str = "2xcpu", **changes: Any) -> Calibration:
     data: dict[str, Any] = {
         "machine": machine_name(),
         "processor": "a processor of tests",
-        "num_cores": host_cores(),
+        "num_cores": count_cores(),
         "gpu": parsed.gpu.name,
         "num_ranks": ranks,
         "threads_per_rank": 1,

@@ -12,7 +12,7 @@ from typing import Any
 from tests.saved_checkpoints import write_checkpoint
 
 import shardscope as ss
-from shardscope.machine.processes import start_of, this_machine
+from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.files import append_line, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.task_fields import record_task_fields
@@ -58,7 +58,7 @@ def write_run(
         "name": name,
         "asked_name": name,
         "created": began,
-        "machine": this_machine(),
+        "machine": identify_machine(),
         "plan": json.loads(plan.to_json()),
         "task": "__main__.train" if is_own_task else "shardscope.training.tasks.pretrain.Pretrain",
         "asked": None if is_own_task else record_task_fields(task),
@@ -70,7 +70,7 @@ def write_run(
     }
     write_json(folder.run_json, description, as_is=("machine",))
     is_live = status in ("starting", "running", "stopping")
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     write_json(folder.supervisor, me, as_is=("machine",))
     append_line(folder.status, {"time": began, "status": "starting", "reason": "coming up"})
     if status != "starting":

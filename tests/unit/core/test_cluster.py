@@ -235,7 +235,7 @@ def test_detects_known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_driver(monkeypatch, [HOPPER] * 8)
     found = Cluster.detect()
     assert str(found) == "8xh100-sxm-80gb"
-    assert found.host_memory_bytes == host.host_memory_bytes()
+    assert found.host_memory_bytes == host.get_host_memory_bytes()
 
 
 def test_takes_the_largest_group_of_equal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_without_a_driver_or_its_library_it_is_the_cpu(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = Cluster.detect()
     assert found.gpu.name == "cpu"
-    assert found.num_gpus == min(2, host.host_cores())
+    assert found.num_gpus == min(2, host.count_cores())
 
 
 def test_a_card_that_fell_off_the_bus_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,12 +349,12 @@ def test_the_lowest_cgroup_limit_above_us_counts(tmp_path: Path) -> None:
     membership.write_text("0::/a/b\n")
     (tmp_path / "root/a/b").mkdir(parents=True)
     root = tmp_path / "root"
-    whole = host.host_memory_bytes(membership, root)
+    whole = host.get_host_memory_bytes(membership, root)
     (root / "a/memory.max").write_text(f"{2**28}\n")
     (root / "a/b/memory.max").write_text("max\n")
-    assert host.host_memory_bytes(membership, root) == 2**28 < whole
+    assert host.get_host_memory_bytes(membership, root) == 2**28 < whole
     (tmp_path / "memory.max").write_text("1")  # above the tree: not ours
-    assert host.host_memory_bytes(membership, root) == 2**28
+    assert host.get_host_memory_bytes(membership, root) == 2**28
 
 
 def test_version_1_cgroups_and_none_at_all(tmp_path: Path) -> None:
@@ -362,5 +362,5 @@ def test_version_1_cgroups_and_none_at_all(tmp_path: Path) -> None:
     membership.write_text("5:cpu,memory:/docker/x\n1:name=systemd:/\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**27))
-    assert host.host_memory_bytes(membership, tmp_path) == 2**27
-    assert host.host_memory_bytes(tmp_path / "nothing", tmp_path) > 2**28
+    assert host.get_host_memory_bytes(membership, tmp_path) == 2**27
+    assert host.get_host_memory_bytes(tmp_path / "nothing", tmp_path) > 2**28

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from shardscope.machine.processes import this_machine
+from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction
 from shardscope.records.files import append_line, encode, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
@@ -267,7 +267,7 @@ def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pyt
 def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: RunFolder) -> None:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0})
     append_line(folder.status, {"time": 1.0, "status": "running", "reason": "1 rank at work"})
-    write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": this_machine()})
+    write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": identify_machine()})
     os.utime(folder.supervisor, (77.0, 77.0))
     told = [(record["time"], record["status"]) for record in Run(folder).history]
     assert told == [(1.0, "running"), (77.0, "lost")]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.machine.host import memory_limit
+from shardscope.machine.host import find_memory_limit
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.failure import find_failures
@@ -235,9 +235,9 @@ def test_what_a_cgroup_holds_is_read_where_its_limit_is(
         (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
     membership = tmp_path / "cgroup"
     membership.write_text("0::/slurm/job/step\n")
-    limit = memory_limit(membership, tmp_path)
+    limit = find_memory_limit(membership, tmp_path)
     assert limit == (4 * GIB, job) and used_bytes(job) == 2 * GIB and used_bytes(job / "step") == 0
-    monkeypatch.setattr(host_watch, "memory_limit", lambda: limit)
+    monkeypatch.setattr(host_watch, "find_memory_limit", lambda: limit)
     watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
     watch.pids[0] = os.getpid()
     watch.sample()

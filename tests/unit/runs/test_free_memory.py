@@ -13,8 +13,8 @@ from pretended_gpus import GIB, TOTAL, pretend_cards
 from tests.needs import needs_installed
 
 import shardscope as ss
-from shardscope.machine.detection import gpus_now
-from shardscope.machine.processes import this_machine
+from shardscope.machine.detection import read_gpu_states
+from shardscope.machine.processes import identify_machine
 from shardscope.records.files import append_line, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import launch as launch_module
@@ -30,30 +30,30 @@ def plan_of(size: str = "1b") -> ss.Plan:
 
 def test_what_is_free_now_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [30 * GIB, 70 * GIB, 50 * GIB], [(42, 40 * GIB), (43, None)])
-    first, *rest = gpus_now()
+    first, *rest = read_gpu_states()
     assert first.processes == ((42, 40 * GIB), (43, None)) and first.total_bytes == TOTAL
     assert [card.free_bytes for card in rest] == [70 * GIB, 50 * GIB]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert [card.index for card in gpus_now()] == [2, 0]
+    assert [card.index for card in read_gpu_states()] == [2, 0]
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus_now() == []
+    assert read_gpu_states() == []
 
 
 def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     peak = plan.memory().peak_bytes
     pretend_cards(monkeypatch, [peak, peak, 0])
-    assert check_free_memory(plan, gpus_now()[:2], needs_peak=True) == ""
+    assert check_free_memory(plan, read_gpu_states()[:2], needs_peak=True) == ""
     assert check_free_memory(plan, [], needs_peak=True) == ""
 
 
 def test_under_the_peak_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     pretend_cards(monkeypatch, [TOTAL, plan.memory().peak_bytes - 1])
-    words = check_free_memory(plan, gpus_now(), needs_peak=False)
+    words = check_free_memory(plan, read_gpu_states(), needs_peak=False)
     assert words.startswith("GPU 1 has ") and "the plan's predicted peak is " in words
     with pytest.raises(TooLittleFreeError, match=r"launch\.plan on GPU 1 is .*or force=True"):
-        check_free_memory(plan, gpus_now(), needs_peak=True)
+        check_free_memory(plan, read_gpu_states(), needs_peak=True)
 
 
 def test_a_card_is_compared_with_its_own_ranks_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,25 +63,25 @@ def test_a_card_is_compared_with_its_own_ranks_stage(monkeypatch: pytest.MonkeyP
     assert first != second
     free = [first, first, second, second]
     pretend_cards(monkeypatch, free)
-    assert check_free_memory(plan, gpus_now(), needs_peak=True) == ""
+    assert check_free_memory(plan, read_gpu_states(), needs_peak=True) == ""
     for rank, stage in ((1, 0), (3, 1)):
         pretend_cards(monkeypatch, [num_bytes - (rank == each) for each, num_bytes in enumerate(free)])
         with pytest.raises(
             TooLittleFreeError, match=rf"GPU {rank} is .*pipeline stage {stage}'s predicted peak"
         ):
-            check_free_memory(plan, gpus_now(), needs_peak=True)
+            check_free_memory(plan, read_gpu_states(), needs_peak=True)
 
 
 def test_another_machines_runs_hold_no_card_of_this_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for machine in (this_machine(), "another"):
+    for machine in (identify_machine(), "another"):
         folder = RunFolder(tmp_path / machine.split()[0])
         folder.create()
         record = {"world_size": 1, "created": time.time(), "machine": machine, "gpus": [0]}
         write_json(folder.run_json, record, as_is=("machine",))
     pretend_cards(monkeypatch, [TOTAL])
-    assert describe_runs_on_gpus(ss.runs(tmp_path), gpus_now()).count(" on GPU 0") == 1
+    assert describe_runs_on_gpus(ss.runs(tmp_path), read_gpu_states()).count(" on GPU 0") == 1
 
 
 @needs_installed("torch")
@@ -148,7 +148,7 @@ def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytes
     plan = plan_of("30b")
     pretend_cards(monkeypatch, [TOTAL, TOTAL])
     with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
-        check_free_memory(plan, gpus_now(), needs_peak=True)
+        check_free_memory(plan, read_gpu_states(), needs_peak=True)
     assert plan.repairs()[0].change in str(caught.value)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.machine import processes
-from shardscope.machine.processes import start_of
+from shardscope.machine.processes import read_start_time
 from shardscope.records.files import read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.launch import supervisor as supervising
@@ -53,7 +53,7 @@ def ranks(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[list[su
         command = [sys.executable, "-c", RANK, str(folder.stacks(rank)), where]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
-        write_json(folder.rank(rank), {"pid": process.pid, "started": start_of(process.pid)})
+        write_json(folder.rank(rank), {"pid": process.pid, "started": read_start_time(process.pid)})
     for process in started:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield started

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.machine.processes import start_of
+from shardscope.machine.processes import read_start_time
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch.hang import BUSY_FACTOR
@@ -41,7 +41,7 @@ def rank(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[subproce
     command = [sys.executable, "-c", RANK, str(folder.stacks(0)), where]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
-    write_json(folder.rank(0), {"pid": process.pid, "started": start_of(process.pid)})
+    write_json(folder.rank(0), {"pid": process.pid, "started": read_start_time(process.pid)})
     assert process.stdout.readline() == "ready\n"
     yield process
     process.kill()
@@ -147,7 +147,7 @@ def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subproce
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        write_json(folder.rank(0), {"pid": parent.pid, "started": start_of(parent.pid)})
+        write_json(folder.rank(0), {"pid": parent.pid, "started": read_start_time(parent.pid)})
         before = watch._read_activity()[0].cpu_seconds
         time.sleep(0.5)
         assert watch._read_activity()[0].cpu_seconds > before + 0.1

@@ -13,7 +13,7 @@ import pytest
 from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
 
 import shardscope as ss
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.timing.calibration import store as calibration_store
 from shardscope.timing.calibration.curves import rates_for
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep, median_step, residual
@@ -136,7 +136,7 @@ def test_other_numbers_of_cpu_ranks_or_cores_have_no_rates() -> None:
     store_calibration(calibration("4xcpu"))
     assert calibration_for(ss.Cluster.parse("4xcpu")) is not None
     assert calibration_for(CPU) is not None, "the one of two ranks is kept"
-    store_calibration(calibration(num_cores=host_cores() + 1))
+    store_calibration(calibration(num_cores=count_cores() + 1))
     assert calibration_for(CPU) is None
 
 

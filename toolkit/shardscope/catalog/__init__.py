@@ -15,7 +15,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Gpu, Link
 from shardscope.core.errors import find_similar
 from shardscope.core.html_table import html_table
-from shardscope.machine.host import host_memory_bytes
+from shardscope.machine.host import get_host_memory_bytes
 
 T = TypeVar("T")
 Kind = Literal["models", "gpus", "links"]
@@ -149,7 +149,7 @@ def _build_catalogue_gpu(name: str) -> Gpu:
 
 def _describe_host() -> Gpu:
     """Return this host as a ``Gpu``. Not cached, because a container's memory limit may change."""
-    memory = host_memory_bytes()
+    memory = get_host_memory_bytes()
     sizes = {"memory_bytes": memory, "usable_bytes": memory, "memory_is_shared": True}
     return Gpu.from_dict({"name": "cpu", **sizes, **_drop_sources(load_table("gpus")["cpu"])})
 

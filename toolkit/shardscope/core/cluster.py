@@ -220,13 +220,13 @@ class Cluster(Serializable):
         values.
         """
         from shardscope.catalog import links, load_table  # circular import
-        from shardscope.machine.host import host_memory_bytes
+        from shardscope.machine.host import get_host_memory_bytes
 
         if not isinstance(gpu, Gpu):
             refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
         entry = load_table("gpus").get(gpu.name, {})
         across = links[entry.get("inter_node_link", "ethernet-25g")]
-        host_memory = host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
+        host_memory = get_host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
         return cls(
             gpu=gpu,
             gpus_per_node=gpus_per_node,
@@ -279,9 +279,9 @@ class Cluster(Serializable):
         outside of the catalogue has the driver's figures, and None for all others. AMD GPUs, and MIG slices
         named by UUID, are not detected; use :meth:`parse`.
         """
-        from shardscope.machine.detection import detect
+        from shardscope.machine.detection import detect_cluster
 
-        return detect()
+        return detect_cluster()
 
 
 def _check_name(field_name: str, value: object) -> None:

@@ -9,35 +9,36 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 from shardscope.catalog import gpus, links, load_table
 from shardscope.core.cluster import Cluster, Gpu
-from shardscope.machine.host import host_cores, host_memory_bytes
+from shardscope.machine.host import count_cores, get_host_memory_bytes
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
 """GPU generations by NVML_DEVICE_ARCH_* (nvml.h)."""
 
 
-def detect() -> Cluster:
-    """Describe this machine; see :meth:`shardscope.core.cluster.Cluster.detect`."""
-    found = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if not found:
-        return Cluster.of(gpus["cpu"], min(2, host_cores()))
+def detect_cluster() -> Cluster:
+    """Return this machine's GPUs or CPU ranks; see :meth:`shardscope.core.cluster.Cluster.detect`."""
+    visible_gpus = list_nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not visible_gpus:
+        return Cluster.of(gpus["cpu"], min(2, count_cores()))
     # A plan needs equal ranks: take the most frequent GPU type.
-    (name, count), *_ = Counter(gpu.name for gpu in found).most_common(1)
-    gpu = next(gpu for gpu in found if gpu.name == name)
+    (name, count), *_ = Counter(gpu.name for gpu in visible_gpus).most_common(1)
+    gpu = next(gpu for gpu in visible_gpus if gpu.name == name)
     cluster = Cluster.of(gpu, count)
     # The catalogue knows the host link of its own GPUs; for others, use the PCIe link that NVML reports.
-    pcie = next((known.link for known in found if known.name == name and known.link in links), None)
+    pcie = next((gpu.link for gpu in visible_gpus if gpu.name == name and gpu.link in links), None)
     host_link = cluster.host_link if name in gpus or pcie is None else links[pcie]
-    return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=host_memory_bytes())
+    return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=get_host_memory_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuNow:
+class GpuState:
     """Current memory and processes of one GPU, as reported by the driver."""
 
     index: int
@@ -48,21 +49,21 @@ class GpuNow:
     """(pid, bytes) of each compute process; None if the driver does not report bytes, as in containers."""
 
 
-def gpus_now() -> list[GpuNow]:
+def read_gpu_states() -> list[GpuState]:
     """Return the current state of the GPUs visible to CUDA in this process, in CUDA's order.
 
     It queries NVML and creates no CUDA context. The list is empty without a driver.
     """
-    return _asked(os.environ.get("CUDA_VISIBLE_DEVICES"), _now)
+    return _query_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), _read_state)
 
 
-def nvidia_gpus(visible: str | None) -> list[Gpu]:
+def list_nvidia_gpus(visible: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA sees with CUDA_VISIBLE_DEVICES=``visible``; empty without a driver."""
-    return _asked(visible, lambda pynvml, handle, _: _gpu(pynvml, handle))
+    return _query_gpus(visible, lambda pynvml, handle, _: _describe_gpu(pynvml, handle))
 
 
-def _asked(visible: str | None, ask: Callable[[Any, Any, int], Found]) -> list[Found]:
-    """Return ``ask(pynvml, handle, index)`` of each visible GPU; empty without pynvml or driver."""
+def _query_gpus(visible: str | None, query: Callable[[ModuleType, object, int], T]) -> list[T]:
+    """Return ``query(pynvml, handle, index)`` of each visible GPU; empty without pynvml or driver."""
     try:
         import pynvml
     except ImportError:
@@ -73,8 +74,8 @@ def _asked(visible: str | None, ask: Callable[[Any, Any, int], Found]) -> list[F
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        return [ask(pynvml, handles[index], index) for index in visible_indices(visible, uuids)]
+        uuids = [_decode(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [query(pynvml, handles[index], index) for index in visible_indices(visible, uuids)]
     except pynvml.NVMLError:  # a GPU that fell off the bus, a container without permission
         return []
     finally:
@@ -91,35 +92,40 @@ def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
     if visible is None:
         return list(range(len(uuids)))
     if visible.startswith("GPU-"):
-        named = list(itertools.takewhile(lambda entry: entry.startswith("GPU-"), visible.split(",")))
-        chosen = _up_to_a_wrong_one(_only(entry, uuids) for entry in named)
-        return [] if _repeats(named) or _repeats(chosen) else chosen
-    chosen = _up_to_a_wrong_one(_leading_number(entry.strip()) for entry in visible.split(","))
-    return [] if _repeats(chosen) else list(itertools.takewhile(lambda index: index < len(uuids), chosen))
+        prefixes = list(itertools.takewhile(lambda entry: entry.startswith("GPU-"), visible.split(",")))
+        indices = _drop_after_invalid(_find_unique(prefix, uuids) for prefix in prefixes)
+        return [] if _has_duplicates(prefixes) or _has_duplicates(indices) else indices
+    indices = _drop_after_invalid(_parse_leading_number(entry.strip()) for entry in visible.split(","))
+    if _has_duplicates(indices):
+        return []
+    return list(itertools.takewhile(lambda index: index < len(uuids), indices))
 
 
-def _up_to_a_wrong_one(indices: Iterable[int]) -> list[int]:
+def _drop_after_invalid(indices: Iterable[int]) -> list[int]:
+    """Return the indices before the first invalid one, which is -1."""
     return list(itertools.takewhile(lambda index: index >= 0, indices))
 
 
-def _repeats(told: Sequence[object]) -> bool:
-    return len(set(told)) < len(told)
+def _has_duplicates(values: Sequence[object]) -> bool:
+    return len(set(values)) < len(values)
 
 
-def _only(prefix: str, uuids: list[str]) -> int:
-    found = [index for index, uuid in enumerate(uuids) if uuid.startswith(prefix)]
-    return found[0] if len(found) == 1 else -1
+def _find_unique(prefix: str, uuids: list[str]) -> int:
+    """Return the index of the only UUID that starts with ``prefix``; -1 if there is none or several."""
+    matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(prefix)]
+    return matches[0] if len(matches) == 1 else -1
 
 
-def _leading_number(entry: str) -> int:
+def _parse_leading_number(entry: str) -> int:
+    """Return the number that ``entry`` starts with; -1 if it starts with none."""
     number = re.match(r"\+?(\d+)", entry, re.A)
     return int(number[1]) if number else -1
 
 
-def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
+def _read_state(pynvml: ModuleType, handle: object, index: int) -> GpuState:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    running = ask_quietly(pynvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
-    return GpuNow(
+    running = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+    return GpuState(
         index=index,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
@@ -127,34 +133,36 @@ def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
     )
 
 
-def _gpu(pynvml: Any, handle: Any) -> Gpu:
-    name = _text(pynvml.nvmlDeviceGetName(handle))
+def _describe_gpu(pynvml: ModuleType, handle: object) -> Gpu:
+    """Return the catalogue's entry of the GPU, or a ``Gpu`` with the driver's figures."""
+    name = _decode(pynvml.nvmlDeviceGetName(handle))
     memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     for known, entry in load_table("gpus").items():
         # Compare memory too: GPUs of one name exist with other memory sizes, and MIG slices and virtual GPUs
         # have the name of the whole GPU.
         if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
             return gpus[known]
+    generation = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetArchitecture(handle))
     return Gpu(
         name=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "unknown-gpu",
         vendor="nvidia",
-        architecture=GENERATIONS.get(ask_quietly(pynvml, "nvmlDeviceGetArchitecture", handle)),
+        architecture=None if generation is None else GENERATIONS.get(generation),
         memory_bytes=memory,
-        usable_bytes=memory - _reserved(pynvml, handle, memory),
-        link=_pcie(pynvml, handle),
-        tdp_watts=_watts(ask_quietly(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)),
+        usable_bytes=memory - _read_reserved_bytes(pynvml, handle, memory),
+        link=_find_pcie_link(pynvml, handle),
+        tdp_watts=_read_power_limit(pynvml, handle),
     )
 
 
-def ask_quietly(pynvml: Any, function: str, *arguments: Any) -> Any:
-    """Return the result of an NVML function, or None if the GPU or the library does not support it."""
+def query_nvml(pynvml: ModuleType, query: Callable[[], T]) -> T | None:
+    """Return ``query()``, or None if the GPU or the library does not support its NVML function."""
     try:
-        return getattr(pynvml, function)(*arguments)
+        return query()
     except (pynvml.NVMLError, AttributeError):
         return None
 
 
-def _reserved(pynvml: Any, handle: Any, memory: int) -> int:
+def _read_reserved_bytes(pynvml: ModuleType, handle: object, memory: int) -> int:
     try:
         reserved = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).reserved)
     except (pynvml.NVMLError, AttributeError, TypeError):
@@ -162,16 +170,18 @@ def _reserved(pynvml: Any, handle: Any, memory: int) -> int:
     return reserved if 0 <= reserved < memory // 2 else 0
 
 
-def _pcie(pynvml: Any, handle: Any) -> str | None:
-    generation = ask_quietly(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    width = ask_quietly(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+def _find_pcie_link(pynvml: ModuleType, handle: object) -> str | None:
+    generation = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    width = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
     name = f"pcie-{generation}-x{width}"
     return name if name in links else None
 
 
-def _watts(milliwatts: int | None) -> float | None:
+def _read_power_limit(pynvml: ModuleType, handle: object) -> float | None:
+    """Return the default power limit in watts; None if unknown or below 1 W, which ``Gpu`` rejects."""
+    milliwatts = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle))
     return milliwatts / 1000 if milliwatts and milliwatts >= 1000 else None
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

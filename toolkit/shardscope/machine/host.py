@@ -20,20 +20,20 @@ class MemoryLimit(NamedTuple):
     """The cgroup's folder, which also has its current usage."""
 
 
-def host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> int:
+def get_host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> int:
     """Return the bytes of memory that this process may use: the host's, or the lowest cgroup limit."""
-    total, limit = int(psutil.virtual_memory().total), memory_limit(membership, root)
+    total, limit = int(psutil.virtual_memory().total), find_memory_limit(membership, root)
     return total if limit is None else min(total, limit.num_bytes)
 
 
-def memory_limit(
+def find_memory_limit(
     membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT
 ) -> MemoryLimit | None:
     """Return the lowest memory limit of this process's cgroup and its parents; None if there is none."""
-    return min(_cgroup_limits(membership, root), key=lambda limit: limit.num_bytes, default=None)
+    return min(_list_limits(membership, root), key=lambda limit: limit.num_bytes, default=None)
 
 
-def host_cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -53,11 +53,13 @@ def multiplies_in_fp16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
     return None if flags is None else not flags.isdisjoint(("avx512_fp16", "avx_ne_convert"))
 
 
-def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> Iterator[Path]:
+def list_memory_cgroups(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT
+) -> Iterator[Path]:
     """Yield the folders of this process's memory cgroup and its parents, innermost first; they may not exist.
 
-    In a container the path of the own cgroup may be the host's path, which does not exist inside. Then the
-    last folder, the root, is the container's.
+    In a container the path of this process's cgroup may be the host's path, which does not exist inside.
+    Then the last folder, the root, is the container's.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -72,17 +74,17 @@ def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGR
         else:
             continue
         folder = base / path.lstrip("/")
-        yield from (place for place in (folder, *folder.parents) if place == base or base in place.parents)
+        yield from (group for group in (folder, *folder.parents) if group == base or base in group.parents)
 
 
-def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
+def _list_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's cgroup and its parents: each limit applies to all descendants."""
-    for folder in memory_groups(membership, root):
+    for folder in list_memory_cgroups(membership, root):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            yield from _limit(folder / name)
+            yield from _read_limit(folder / name)
 
 
-def _limit(file: Path) -> Iterator[MemoryLimit]:
+def _read_limit(file: Path) -> Iterator[MemoryLimit]:
     try:
         value = int(file.read_text())
     except (OSError, ValueError):  # no such file, or "max"

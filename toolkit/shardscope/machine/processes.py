@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_of(pid: int) -> float | None:
+def read_start_time(pid: int) -> float | None:
     """Return the start time of process ``pid``, or None if it has ended or is a zombie.
 
     Pid and start time together identify one process. Raises ``OSError`` if it cannot be read
@@ -49,11 +49,11 @@ def start_of(pid: int) -> float | None:
 
 def is_alive(pid: int, started: float) -> bool:
     """Return whether the process ``pid`` that started at ``started`` still runs. Raises ``OSError``."""
-    return start_of(pid) == started
+    return read_start_time(pid) == started
 
 
 @functools.cache
-def this_machine() -> str:
+def identify_machine() -> str:
     """Return an identifier of this pid namespace, in which alone pids are meaningful."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -92,7 +92,7 @@ def adopt_orphans() -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants() -> list[int]:
+def list_descendants() -> list[int]:
     """Return the pids of all descendants, zombies included."""
     import psutil
 
@@ -102,8 +102,8 @@ def descendants() -> list[int]:
 def kill_descendants(timeout_seconds: float = 5.0) -> bool:
     """Send SIGKILL to all descendants and reap them. Return False if some are left after the timeout."""
     deadline = time.monotonic() + timeout_seconds
-    while below := descendants():
-        for pid in below:
+    while pids := list_descendants():
+        for pid in pids:
             signal_process(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -114,27 +114,28 @@ def kill_descendants(timeout_seconds: float = 5.0) -> bool:
     return True
 
 
-def end_session(leader: int, timeout_seconds: float = 5.0) -> None:
+def kill_session(leader: int, timeout_seconds: float = 5.0) -> None:
     """Send SIGKILL to all other processes in the session of ``leader``, which must not be reaped yet."""
     deadline = time.monotonic() + timeout_seconds
-    while (others := _in_session(leader)) and time.monotonic() < deadline:
-        for pid in others:
+    while (pids := _list_session(leader)) and time.monotonic() < deadline:
+        for pid in pids:
             signal_process(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _in_session(leader: int) -> list[int]:
+def _list_session(leader: int) -> list[int]:
+    """Return the pids of the running processes in the session of ``leader``, without the leader."""
     import psutil
 
-    found = []
+    members = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if pid != leader and os.getsid(pid) == leader and start_of(pid) is not None:
-                found.append(pid)
-    return found
+            if pid != leader and os.getsid(pid) == leader and read_start_time(pid) is not None:
+                members.append(pid)
+    return members
 
 
-def ended_well(pid: int) -> bool | None:
+def wait_for_success(pid: int) -> bool | None:
     """Wait until the child ``pid`` has ended. Return whether its exit code is 0; None if unknown.
 
     The child is not reaped, so its pid is not reused until then. The exit code is unknown if the child was
@@ -173,18 +174,11 @@ def move_past_standard_streams(descriptor: int) -> int:
         os.close(descriptor)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port on the loopback interface that is free now (it may be taken before use)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _prctl(option: int, value: int) -> None:

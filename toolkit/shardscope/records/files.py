@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from shardscope.machine.os_errors import is_absent
-from shardscope.machine.processes import start_of
+from shardscope.machine.processes import read_start_time
 from shardscope.records.json_values import parse_object
 from shardscope.records.redaction import redactor
 from shardscope.records.regular_files import (
@@ -92,7 +92,7 @@ def delete_halves(folder: Path) -> None:
     """Delete partial files of :func:`write_json` in killed processes, in ``folder`` and its subfolders."""
     for path in (*folder.glob(".*"), *folder.glob("*/.*")):
         pid = path.suffix[1:]
-        if pid.isdecimal() and start_of(int(pid)) is None:
+        if pid.isdecimal() and read_start_time(int(pid)) is None:
             path.unlink(missing_ok=True)
 
 

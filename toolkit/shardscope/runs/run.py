@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
-from shardscope.machine.processes import is_alive, this_machine
+from shardscope.machine.processes import identify_machine, is_alive
 from shardscope.records.damage import check_kinds, check_supervisor, check_transition, read_description
 from shardscope.records.files import (
     MAX_LINES_BYTES,
@@ -171,7 +171,7 @@ class Run:
     @property
     def is_here(self) -> bool:
         """Whether the run was launched on this machine; one on a shared file system may run on another."""
-        return bool(self._description.get("machine") == this_machine())
+        return bool(self._description.get("machine") == identify_machine())
 
     @property
     def gpus(self) -> list[int]:
@@ -445,7 +445,7 @@ class Run:
             waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.
-        if record.get("machine") == this_machine():
+        if record.get("machine") == identify_machine():
             if is_alive(pid, record["started"]):
                 return None
         elif not self._has_lost_heartbeat():

@@ -15,7 +15,7 @@ from fake_runs import until
 from pretended_gpus import GIB, TOTAL, pretend_cards
 
 import shardscope as ss
-from shardscope.machine.processes import start_of, this_machine
+from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.files import write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch import free_memory as free_now_module
@@ -32,9 +32,9 @@ def living_run(name: str, *, gpus: list[int], pid: int) -> None:
     """A run folder whose supervisor is this very process."""
     folder = RunFolder(Path("runs") / name)
     folder.create()
-    described = {"world_size": 1, "created": time.time(), "machine": this_machine(), "gpus": gpus}
+    described = {"world_size": 1, "created": time.time(), "machine": identify_machine(), "gpus": gpus}
     write_json(folder.run_json, described, as_is=("machine",))
-    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
     write_json(folder.supervisor, me, as_is=("machine",))
     write_json(folder.rank(0), {"pid": pid})
     folder.set_status("running", "1 rank at work")

@@ -18,7 +18,7 @@ from typing import IO
 
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import check_number, refuse
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.records.private_file import open_private_file
 from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
@@ -86,7 +86,7 @@ def calibrate(
                 **measured,
                 "machine": machine_name(),
                 "processor": _read_processor_name(),
-                "num_cores": host_cores(),
+                "num_cores": count_cores(),
                 "gpu": cluster.gpu.name,
                 "num_ranks": cluster.num_gpus,
                 "measured_at": measured_at,
@@ -124,7 +124,7 @@ def _check_cluster(cluster: Cluster | None) -> Cluster:
     if cluster.gpu.name == "cpu":
         max_ranks = max_cpu_ranks()
         if cluster.num_gpus > max_ranks:
-            allowed = f"1 to {max_ranks} CPU ranks on {host_cores()} cores here"
+            allowed = f"1 to {max_ranks} CPU ranks on {count_cores()} cores here"
             refuse("calibrate.cluster", str(cluster), allowed, f"Cluster.parse('{max_ranks}xcpu')")
         return cluster
     machine = Cluster.detect()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardscope.machine.host import CGROUP_ROOT, memory_groups
+from shardscope.machine.host import CGROUP_ROOT, list_memory_cgroups
 
 GROUP_FILES = ("memory.events", "memory.oom_control")
 """Counter files of cgroup version 2 (Documentation/admin-guide/cgroup-v2.rst: processes of this group and its
@@ -39,7 +39,7 @@ def read_oom_kills(
     machine: Path = MACHINE_FILE,
 ) -> OomKills:
     """Read the current counters."""
-    in_group = (folder / name for folder in memory_groups(membership, root) for name in GROUP_FILES)
+    in_group = (folder / name for folder in list_memory_cgroups(membership, root) for name in GROUP_FILES)
     return OomKills(_read_first_counter(in_group), _read_first_counter([machine]))
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardscope.machine.processes import num_cores
+from shardscope.machine.host import count_cores
 
 STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables to remove, which a kernel started by torchrun or Slurm would pass on."""
@@ -31,7 +31,7 @@ def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:
 def build_launcher_environment(inherited: dict[str, str], world_size: int, device: str) -> dict[str, str]:
     """Return the launcher's environment for ``world_size`` ranks on ``device`` ("cpu" or "cuda")."""
     environment = {key: value for key, value in inherited.items() if key not in STALE}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // world_size)))
     environment["PYTHONUNBUFFERED"] = "1"
     # is_available() through NVML does not initialize CUDA, which would break the fork.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -11,7 +11,7 @@ from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.machine.detection import GpuNow
+    from shardscope.machine.detection import GpuState
     from shardscope.runs.run import Run
 
 MAX_NAMED_PROCESSES = 3
@@ -24,7 +24,7 @@ class TooLittleFreeError(FieldError):
     """
 
 
-def check_free_memory(plan: Plan, gpus: Sequence[GpuNow], *, needs_peak: bool, other_runs: str = "") -> str:
+def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool, other_runs: str = "") -> str:
     """Return a warning if a GPU has less memory free than its rank's predicted peak; "" if all have enough.
 
     ``gpus`` are the GPUs in rank order; ``other_runs`` describes the user's own runs on them. With
@@ -87,7 +87,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
 
 
-def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuNow]) -> str:
+def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuState]) -> str:
     """Describe the live runs among ``runs`` that use any of ``gpus`` on this machine; "" if none does."""
     wanted = {gpu.index for gpu in gpus}
     descriptions = [
@@ -98,7 +98,7 @@ def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuNow]) -> str:
     return "; ".join(descriptions)
 
 
-def _suggest_fix(gpu: GpuNow, plan: Plan) -> str:
+def _suggest_fix(gpu: GpuState, plan: Plan) -> str:
     """Return a suggested fix: end the other processes on the GPU or, if there are none, change the plan."""
     if gpu.processes:
         return f"end what is on it{_describe_users(gpu)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
@@ -106,7 +106,7 @@ def _suggest_fix(gpu: GpuNow, plan: Plan) -> str:
     return repairs[0].change if repairs else "plan.repairs()[0].plan"
 
 
-def _describe_users(gpu: GpuNow) -> str:
+def _describe_users(gpu: GpuState) -> str:
     if not gpu.processes:
         return ""
     descriptions = [

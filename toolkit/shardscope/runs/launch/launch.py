@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_flag, refuse
 from shardscope.frameworks.registry import check_trained
-from shardscope.machine.detection import gpus_now
-from shardscope.machine.processes import num_cores, start_of, this_machine
+from shardscope.machine.detection import read_gpu_states
+from shardscope.machine.host import count_cores
+from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.files import write_json
 from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.records.regular_files import open_to_append
@@ -42,7 +43,7 @@ from shardscope.training.tasks.lazy_functions import refuse_lazy_function
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.machine.detection import GpuNow
+    from shardscope.machine.detection import GpuState
     from shardscope.runs.launch.context import Context
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
@@ -82,7 +83,7 @@ def launch(
     device = _check_machine(plan)
     _check_task_and_plan(plan, task, parent, name)
     # Compare the free memory with the predicted peak: other processes may hold the GPU.
-    gpus = gpus_now()[: plan.world_size] if device == "cuda" else []
+    gpus = read_gpu_states()[: plan.world_size] if device == "cuda" else []
     needs_peak = _trains_the_plan(task) and not force
     warnings_found = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
     tight = "; ".join(
@@ -238,7 +239,7 @@ def _check_task_and_plan(plan: Plan, task: object, parent: Path, name: str | Non
         check_launch(plan, parent, name)
 
 
-def _check_gpu_memory(plan: Plan, gpus: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:
+def _check_gpu_memory(plan: Plan, gpus: Sequence[GpuState], parent: Path, *, needs_peak: bool) -> list[str]:
     """Return warnings about too little free GPU memory and the runs that hold it.
 
     Raises ``TooLittleFreeError`` if ``needs_peak`` and the predicted peak does not fit.
@@ -285,7 +286,7 @@ def _check_machine(plan: Plan) -> str:
             refuse(
                 "plan.world_size",
                 world_size,
-                f"1 to {max_ranks} CPU ranks on {num_cores()} cores here",
+                f"1 to {max_ranks} CPU ranks on {count_cores()} cores here",
                 Value(max_ranks),
             )
         return "cpu"
@@ -312,7 +313,7 @@ def _check_machine(plan: Plan) -> str:
 
 def max_cpu_ranks() -> int:
     """Return the maximum number of CPU ranks: ranks may share cores, but many more would never finish."""
-    return max(16, 4 * num_cores())
+    return max(16, 4 * count_cores())
 
 
 def _check_name(name: str | None) -> str | None:
@@ -348,7 +349,7 @@ def _describe_run(plan: Plan, task: object, device: str, outlive_kernel: bool) -
     return {
         "shardscope_run": 1,
         "created": time.time(),
-        "machine": this_machine(),
+        "machine": identify_machine(),
         "plan": json.loads(plan.to_json()),
         "predicted": predict_step(plan),
         "task": describe_task(task),
@@ -410,8 +411,8 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> subprocess.Pop
     # Write the supervisor's record in its place: a handle must see its process even if it dies at once.
     try:
         if not folder.supervisor.exists():
-            started = start_of(supervisor.pid)
-            record = {"pid": supervisor.pid, "started": started, "machine": this_machine()}
+            started = read_start_time(supervisor.pid)
+            record = {"pid": supervisor.pid, "started": started, "machine": identify_machine()}
             write_json(folder.supervisor, record, as_is=("machine",))
     except BaseException:
         stop_supervisor(supervisor)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVarTuple
 
 from shardscope.core.errors import check_integer
 from shardscope.frameworks.engines import before_fork
-from shardscope.machine.processes import die_with_parent, free_port, keep_exit_codes
+from shardscope.machine.processes import die_with_parent, find_free_port, keep_exit_codes
 from shardscope.records.damage import MAX_WORLD_SIZE
 from shardscope.records.files import append_line, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
@@ -79,7 +79,7 @@ def main(folder: RunFolder) -> int:
     watch_ranks(folder, world_size)
     arguments = (str(folder.path), os.getpid(), task, plan, device)
     try:
-        _call_notebook_launcher(run_rank, arguments, world_size, free_port())
+        _call_notebook_launcher(run_rank, arguments, world_size, find_free_port())
     except ChildFailedError as error:
         known = _read_exit_codes(folder, world_size)
         for rank, failure in error.failures.items():

@@ -16,7 +16,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from shardscope.machine.processes import end_session, ended_well, move_past_standard_streams, start_of
+from shardscope.machine.processes import (
+    kill_session,
+    move_past_standard_streams,
+    read_start_time,
+    wait_for_success,
+)
 from shardscope.records.files import delete_halves, read_lines
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.redaction import LogCleaner
@@ -69,7 +74,7 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
     """
 
     def wait() -> None:
-        ended_normally = ended_well(supervisor.pid)
+        ended_normally = wait_for_success(supervisor.pid)
         _wait_for_descriptor()
         if ended_normally is None:
             ended_normally = _has_final_status(folder)
@@ -108,8 +113,8 @@ def _end_session_of_ended(pid: int) -> None:
     """Kill the processes that ranks started, by their supervisor's session; the ranks die with it anyway."""
     with contextlib.suppress(OSError):
         # If the pid is alive again, it was reused by another process with its own session.
-        if start_of(pid) is None:
-            end_session(pid)
+        if read_start_time(pid) is None:
+            kill_session(pid)
 
 
 def _wait_for_descriptor() -> None:

@@ -114,7 +114,7 @@ def count_written_bytes() -> dict[int, int]:
     import psutil
 
     num_bytes: dict[int, int] = {}
-    for pid in processes.descendants():
+    for pid in processes.list_descendants():
         try:
             num_bytes[pid] = psutil.Process(pid).io_counters().write_chars
         except (psutil.Error, AttributeError, OSError):

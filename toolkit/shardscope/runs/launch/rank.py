@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shardscope.machine.processes import die_with_parent, move_past_standard_streams, start_of
+from shardscope.machine.processes import die_with_parent, move_past_standard_streams, read_start_time
 from shardscope.records.files import keep_json, read_json, write_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.exceptions import make_exception_record
@@ -141,7 +141,7 @@ def _write_marker(folder: RunFolder, rank: int, **more: object) -> None:
     marker = read_json(folder.rank(rank)) if more else None
     pid = os.getpid()
     try:
-        first = {"pid": pid, "started": start_of(pid), "port": os.environ.get("MASTER_PORT")}
+        first = {"pid": pid, "started": read_start_time(pid), "port": os.environ.get("MASTER_PORT")}
         keep_json(folder.rank(rank), {**(marker or first), **more})
     except OSError as error:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)

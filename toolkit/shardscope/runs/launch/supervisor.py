@@ -94,7 +94,11 @@ class Supervisor:
         processes.keep_exit_codes()
         processes.adopt_orphans()
         pid = os.getpid()
-        record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
+        record = {
+            "pid": pid,
+            "started": processes.read_start_time(pid),
+            "machine": processes.identify_machine(),
+        }
         write_json(self.folder.supervisor, record, as_is=("machine",))
         self._obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.stop_reason is None:
@@ -286,7 +290,7 @@ class Supervisor:
     def _finish(self) -> None:
         # Kill everything that the ranks started before reading records: nothing may change them any more.
         if not processes.kill_descendants():
-            self._log(f"these processes could not be killed: {processes.descendants()}")
+            self._log(f"these processes could not be killed: {processes.list_descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
-from shardscope.machine.detection import gpus_now
+from shardscope.machine.detection import read_gpu_states
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.runs.run import Run, runs
 from shardscope.runs.watch.host_monitor import read_free_host_memory
 
 if TYPE_CHECKING:
-    from shardscope.machine.detection import GpuNow
+    from shardscope.machine.detection import GpuState
 
 MAX_USERS = 4
 """Maximum number of users listed by name; the rest are only counted."""
@@ -41,7 +41,7 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     ``folder`` are described by the run's name.
     """
     alive = [run for run in runs(folder) if run.is_here and run.status not in FINAL]
-    gpus = gpus_now()
+    gpus = read_gpu_states()
     if gpus:
         ranks = dict(_find_ranks(alive))
         return [_describe_gpu(gpu, ranks) for gpu in gpus]
@@ -50,7 +50,7 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     return [FreeMemory(name="host memory", free_bytes=free, total_bytes=total, users=_shorten(users))]
 
 
-def _describe_gpu(gpu: GpuNow, ranks: dict[int, str]) -> FreeMemory:
+def _describe_gpu(gpu: GpuState, ranks: dict[int, str]) -> FreeMemory:
     users = sorted(gpu.processes, key=lambda user: -(user[1] or 0))
     descriptions = tuple(
         f"{ranks.get(pid) or _describe_process(pid)}{'' if num_bytes is None else f', {gib(num_bytes)} GiB'}"

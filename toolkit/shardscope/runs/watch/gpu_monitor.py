@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-from shardscope.machine.detection import ask_quietly
+from shardscope.machine.detection import query_nvml
 from shardscope.records.files import append_line, encode, read_json, read_lines
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_values import is_int, is_number
@@ -27,23 +27,23 @@ DENSE_SAMPLES = 200
 
 
 def _read_utilization(pynvml: ModuleType, handle: object) -> int | None:
-    rates = ask_quietly(pynvml, "nvmlDeviceGetUtilizationRates", handle)
+    rates = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
     return None if rates is None else int(rates.gpu)
 
 
 def _read_temperature(pynvml: ModuleType, handle: object) -> int | None:
     # The older of two functions, which every driver version has; 0 is NVML_TEMPERATURE_GPU (nvml.h).
-    degrees = ask_quietly(pynvml, "nvmlDeviceGetTemperature", handle, 0)
+    degrees = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetTemperature(handle, 0))
     return None if degrees is None else int(degrees)
 
 
 def _read_power(pynvml: ModuleType, handle: object) -> float | None:
-    milliwatts = ask_quietly(pynvml, "nvmlDeviceGetPowerUsage", handle)
+    milliwatts = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
     return None if milliwatts is None else milliwatts / 1000
 
 
 def _read_used_bytes(pynvml: ModuleType, handle: object) -> int | None:
-    memory = ask_quietly(pynvml, "nvmlDeviceGetMemoryInfo", handle)
+    memory = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
     return None if memory is None else int(memory.used)
 
 

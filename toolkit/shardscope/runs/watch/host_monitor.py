@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardscope.core.number_format import gib
-from shardscope.machine.host import memory_limit
+from shardscope.machine.host import find_memory_limit
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills
@@ -71,7 +71,7 @@ def read_free_host_memory() -> tuple[int, int]:
 
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    limit = memory_limit()
+    limit = find_memory_limit()
     if limit is not None and limit.num_bytes < total:  # psutil ignores cgroup limits.
         total = limit.num_bytes
         free = min(free, max(0, total - used_bytes(limit.folder)))

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
-from shardscope.machine.processes import signal_process, start_of
+from shardscope.machine.processes import read_start_time, signal_process
 from shardscope.records.files import read_json, read_tail_text
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_to_append, size_of
@@ -45,7 +45,7 @@ class StackRequests:
         marker = read_json(self.folder.rank(rank)) or {}
         pid = marker.get("pid")
         try:
-            return pid if isinstance(pid, int) and start_of(pid) == marker.get("started") else None
+            return pid if isinstance(pid, int) and read_start_time(pid) == marker.get("started") else None
         except OSError:  # Temporary: the next check tries again.
             return None
 

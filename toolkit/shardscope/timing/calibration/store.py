@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import Serializable
-from shardscope.machine.host import host_cores
+from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep
 
@@ -122,7 +122,7 @@ def stored_rates(cluster: Cluster) -> Rates | None:
     others = None if own or gpu == "cpu" else every
     if own is None and others is None:
         return None
-    return _rates(cluster, folder, own, others, host_cores() if gpu == "cpu" else None)
+    return _rates(cluster, folder, own, others, count_cores() if gpu == "cpu" else None)
 
 
 def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
@@ -138,7 +138,7 @@ def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = No
         fitting = [
             one
             for one in (record.calibrations if record else ())
-            if one.num_ranks == cluster.num_gpus and one.num_cores == host_cores()
+            if one.num_ranks == cluster.num_gpus and one.num_cores == count_cores()
         ]
         return fitting[-1] if fitting else None
     found = record.calibrations if record else _of_other_hosts(cluster.gpu.name, place)
