@@ -11,7 +11,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS
+from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.abilities import COLUMNS, Cell, abilities, code
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Columns = dict[str, "NDArray[np.int64]"]
 """Integer columns by name, all of the same length."""
+Row = Mapping[str, int]
+"""One row of such columns, by name."""
+Value = TypeVar("Value")
 
 DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
 MICRO_BATCH_SIZE = "micro_batch_size"
@@ -47,16 +50,16 @@ class Grid:
     """Function that raises ``ValueError`` for a recipe that no row can run."""
 
 
-def filter_valid(check: Callable[..., object], values: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the tuples for which ``check(*value)`` does not raise ``ValueError``."""
+def filter_valid(check: Callable[[Value], object], values: Iterable[Value]) -> list[Value]:
+    """Return the values for which ``check`` does not raise ``ValueError``."""
     with without_fix_search():  # Suggested fixes are not shown here, so do not compute them.
-        return [value for value in values if is_valid(check, *value)]
+        return [value for value in values if is_valid(check, value)]
 
 
-def is_valid(check: Callable[..., object], *values: object) -> bool:
-    """Return whether ``check(*values)`` does not raise ``ValueError``."""
+def is_valid(check: Callable[[Value], object], value: Value) -> bool:
+    """Return whether ``check(value)`` does not raise ``ValueError``."""
     try:
-        check(*values)
+        check(value)
     except ValueError:
         return False
     return True
@@ -65,13 +68,13 @@ def is_valid(check: Callable[..., object], *values: object) -> bool:
 def combine_degrees(
     cluster: Cluster,
     recipe: Recipe,
-    degrees: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]],
+    degrees: Mapping[tuple[str, ...], Sequence[int] | Sequence[tuple[int, ...]]],
     within_data_parallel: tuple[str, ...] = (),
 ) -> Columns:
     """Return all combinations of ``degrees`` and micro-batch sizes that divide the GPUs and the global batch.
 
-    ``degrees`` has the values of fields; fields that depend on each other share one entry. The product of all
-    degrees divides the number of GPUs, except vpp and those ``within_data_parallel`` ranks (ep).
+    ``degrees`` has the values of fields; fields that depend on each other share one entry, with tuples. The
+    product of all degrees divides the number of GPUs, except vpp and those ``within_data_parallel`` (ep).
     """
     columns: Columns = {}
     num_ranks = np.ones(1, np.int64)  # ranks of one replica so far, by row
@@ -103,8 +106,11 @@ def list_micro_batch_sizes(recipe: Recipe) -> list[int]:
     return sorted({*(1 << power for power in range(largest.bit_length())), recipe.micro_batch_size})
 
 
-def filter_rows(columns: Columns, names: Sequence[str], check: Callable[..., object]) -> Columns:
-    """Return the rows for which ``check`` of columns ``names`` raises nothing; equal rows count once."""
+def filter_rows(columns: Columns, names: Sequence[str], check: Callable[[Row], object]) -> Columns:
+    """Return the rows for which ``check`` does not raise ``ValueError``.
+
+    It gets the columns ``names`` of a row, and is called once for equal rows.
+    """
     if not len(columns[names[0]]):
         return columns
     # Number the distinct rows, and check each of them once: a check constructs a layout.
@@ -113,9 +119,10 @@ def filter_rows(columns: Columns, names: Sequence[str], check: Callable[..., obj
         values, indices = np.unique(columns[name], return_inverse=True)
         codes = codes * len(values) + indices
     _, first_rows, row_codes = np.unique(codes, return_index=True, return_inverse=True)
-    rows = zip(*(columns[name][first_rows].tolist() for name in names), strict=True)
+    value_lists = [columns[name][first_rows].tolist() for name in names]
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*value_lists, strict=True)]
     with without_fix_search():
-        passes = [is_valid(check, *row) for row in rows]
+        passes = [is_valid(check, row) for row in rows]
     return select_rows(columns, np.array(passes)[row_codes])
 
 

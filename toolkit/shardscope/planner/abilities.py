@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.errors import check_choice
 from shardscope.core.layout import Layout
-from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
+from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.support import list_supported
 

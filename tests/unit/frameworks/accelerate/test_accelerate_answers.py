@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.frameworks.accelerate import megatron
+from shardscope.frameworks.accelerate import plugins
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.exported import Exported
 from shardscope.planner.advice.last_questions import one_script
@@ -63,7 +63,7 @@ def test_scripts_advice_and_files_agree(
         plan = ss.Plan(ss.models[model], ss.Cluster.parse(H100S), ss.Recipe(seq_len=1024), layout)
     else:
         plan = planned(model, layout)
-    monkeypatch.setattr(megatron, "has_megatron_lm", lambda: True)
+    monkeypatch.setattr(plugins, "has_megatron_lm", lambda: True)
     assert (why_not_started(plan) is None) == starts
     try:
         ss.Script(script).check(plan)
@@ -82,7 +82,7 @@ def test_scripts_advice_and_files_agree(
 
 
 def test_what_is_not_installed_here_is_said_by_the_script_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "has_megatron_lm", lambda: False)
+    monkeypatch.setattr(plugins, "has_megatron_lm", lambda: False)
     plan = planned("llama-3.1-8b", ss.Layout.megatron(tp=8))
     assert why_not_started(plan) is None and " starts this plan through " in advised(plan)
     with pytest.raises(ValueError, match=r"megatron\.training"):

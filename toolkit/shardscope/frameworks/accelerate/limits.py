@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, refuse
-from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
+from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.fsdp2.layout import get_reshard_after_forward
 from shardscope.frameworks.registry import why_not_trained
 
@@ -25,7 +25,7 @@ def check_plan(plan: Plan) -> None:
     check = {"fsdp2": _check_fsdp2, "deepspeed": _check_deepspeed, "megatron": _check_megatron}.get(
         plan.layout.framework
     )
-    if check is not None:  # every DDP plan is carried
+    if check is not None:  # Accelerate reproduces every DDP plan.
         check(plan)
 
 
@@ -54,9 +54,12 @@ def why_not_accelerate_fsdp(plan: Plan) -> str | None:
             f"{get_reshard_after_forward(plan)} ranks."
         )
     if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
-        return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
+        return (
+            "Accelerate's FSDP needs more than one rank to shard over, and the plan has shard=1 "
+            "(ParallelismConfig)."
+        )
     if degrees.shard == 1 and degrees.replicate > 1:
-        return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
+        return "Accelerate's ParallelismConfig has no replicas with shard=1 and tp or cp."
     return None
 
 
@@ -68,7 +71,7 @@ def _check_fsdp2(plan: Plan) -> None:
         refuse(
             "Layout",
             plan.layout.description,
-            f"what a Script can become: {why.removesuffix('.')}",
+            f"a layout that Accelerate can set up for a Script: {why.removesuffix('.')}",
             "ss.Pretrain()",
         )
 
@@ -76,10 +79,15 @@ def _check_fsdp2(plan: Plan) -> None:
 def _check_deepspeed(plan: Plan) -> None:
     """Raise ``ValueError`` on CPU ranks, and for layouts that DeepSpeed's configuration cannot express."""
     _check_on_gpu(plan, "DeepSpeed plugin")
-    for degree, what in NOT_IN_CONFIG.items():
+    for degree, feature in NOT_IN_CONFIG.items():
         size = getattr(plan.degrees, degree)
         if size > 1:
-            refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", {degree: 1})
+            refuse(
+                f"Layout.{degree}",
+                size,
+                f"1 for a Script: Accelerate does not set up DeepSpeed's {feature}",
+                {degree: 1},
+            )
 
 
 def _check_megatron(plan: Plan) -> None:
@@ -90,18 +98,18 @@ def _check_megatron(plan: Plan) -> None:
         refuse(
             "Architecture.model_type",
             model_type,
-            f"one of {', '.join(map(repr, MODELS))} for a Script: of others Accelerate's Megatron-LM plugin "
-            "makes no model",
+            f"one of {', '.join(map(repr, MODELS))} for a Script: Accelerate's Megatron-LM plugin cannot "
+            "build other models",
             "ss.launch(plan, ss.Pretrain()), whose engine does",
         )
     if plan.degrees.vpp > 1:
         refuse(
             "Layout.vpp",
             plan.degrees.vpp,
-            "1 for a Script: Accelerate reads no interleaving from its environment",
+            "1 for a Script: Accelerate has no option for an interleaved schedule",
             {"vpp": 1},
         )
-    _check_carried(plan)
+    _check_plugin_fields(plan)
 
 
 def _check_on_gpu(plan: Plan, plugin: str) -> None:
@@ -123,16 +131,16 @@ def _check_on_gpu(plan: Plan, plugin: str) -> None:
     )
 
 
-def _check_carried(plan: Plan) -> None:
+def _check_plugin_fields(plan: Plan) -> None:
     """Raise ``ValueError`` for the first layout field that Accelerate cannot express."""
-    carried = PLUGIN_FIELDS[plan.layout.framework]
+    plugin_fields = PLUGIN_FIELDS[plan.layout.framework]
     for field in fields(plan.layout):
         value = getattr(plan.layout, field.name)
-        if field.name not in carried and value != field.default:
+        if field.name not in plugin_fields and value != field.default:
             refuse(
                 f"Layout.{field.name}",
                 value,
-                f"{field.default!r} for a Script: {TITLE}'s plugin has no word for it, and the "
-                f"{plan.layout.title} engine has (ss.Pretrain(), or f(ctx) with ctx.engine)",
+                f"{field.default!r} for a Script: {TITLE}'s plugin has no option for it, but the "
+                f"{plan.layout.title} engine has one (ss.Pretrain(), or f(ctx) with ctx.engine)",
                 {field.name: field.default},
             )

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.core.recipe import Recipe
-from shardscope.core.text_positions import KeyPath
+from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.frameworks.formats.documents import Document, read_json, read_text, read_yaml
 from shardscope.frameworks.formats.sidecar_files import (
+    FileFields,
     PlanParts,
     apply_to_recipe,
     build_plan,
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
-TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 """Supported values of ``distributed_type``."""
 TOP_LEVEL = (
     *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu"),
     *("fsdp_config", "parallelism_config", "deepspeed_config"),
 )
-OTHERS: Mapping[str, Any] = {
+OTHER_TOP_LEVEL: Mapping[str, object] = {
     "compute_environment": "LOCAL_MACHINE",
     "machine_rank": 0,
     "gpu_ids": "all",
@@ -61,9 +62,15 @@ OTHERS: Mapping[str, Any] = {
     "tpu_env": [],
     "dynamo_config": {},
 }
-"""``ClusterConfig``'s other keys, and what ``accelerate config`` writes by itself."""
-FSDP = ("version", "reshard_after_forward", "offload_params", "activation_checkpointing", "sharding_strategy")
-OTHER_FSDP: Mapping[str, Any] = {
+"""``ClusterConfig``'s other keys, with the values that ``accelerate config`` writes by default."""
+FSDP_KEYS = (
+    "version",
+    "reshard_after_forward",
+    "offload_params",
+    "activation_checkpointing",
+    "sharding_strategy",
+)
+OTHER_FSDP: Mapping[str, object] = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": None,
     "fsdp_min_num_params": None,
@@ -76,13 +83,13 @@ OTHER_FSDP: Mapping[str, Any] = {
     "fsdp_activation_checkpointing_offload": False,
     "fsdp_ignored_modules": None,
 }
-PARALLEL: Mapping[str, str] = {
+PARALLEL_KEYS: Mapping[str, str] = {
     "replicate": "parallelism_config_dp_replicate_size",
     "shard": "parallelism_config_dp_shard_size",
     "tp": "parallelism_config_tp_size",
     "cp": "parallelism_config_cp_size",
 }
-OTHER_PARALLEL: Mapping[str, Any] = {
+OTHER_PARALLEL: Mapping[str, object] = {
     "parallelism_config_cp_backend": "torch",
     "parallelism_config_cp_comm_strategy": "allgather",
     "parallelism_config_sp_size": 1,
@@ -91,15 +98,14 @@ OTHER_PARALLEL: Mapping[str, Any] = {
     "parallelism_config_sp_seq_length_is_variable": True,
     "parallelism_config_sp_attn_implementation": None,
 }
-RECIPE = frozenset(field.name for field in fields(Recipe))
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
     "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
     "NO_SHARD": "distributed_type: MULTI_GPU",
 }
-"""FSDP1's strategies -> the equivalent options today."""
-INLINE = {
+"""FSDP1's strategies -> the equivalent options of FSDP2."""
+INLINE_DEEPSPEED = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
     "offload_optimizer_nvme_path": ("offload_optimizer", "nvme_path"),
@@ -122,55 +128,61 @@ def read(
 ) -> Plan:
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
-    document.check_keys((), TOP_LEVEL, OTHERS)
+    document.check_keys((), TOP_LEVEL, OTHER_TOP_LEVEL)
     if document.get("distributed_type") is None:
-        refuse(f"{document.name}, distributed_type", None, ", ".join(TYPES), "distributed_type: FSDP")
-    kind = document.read_choice("distributed_type", among=TYPES)
-    rest = load_plan_parts(file, architecture, cluster, recipe)
-    _check_ranks(document, rest)
+        refuse(
+            f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
+        )
+    kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
+    parts = load_plan_parts(file, architecture, cluster, recipe)
+    _check_ranks(document, parts)
     if kind == "DEEPSPEED":
-        path = _deepspeed_file(document, Path(file).expanduser())
-        return deepspeed.read(path, architecture, cluster, recipe) if path else _inline(document, rest)
-    recipe_noted, layout_noted = read_noted_fields(
-        document, read_text(file), Fsdp2Layout if kind == "FSDP" else DdpLayout
-    )
-    if rest.is_recipe_open:
-        rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
-    said: dict[str, tuple[KeyPath, Any]] = {
-        "precision": (("mixed_precision",), _precision(document, rest.recipe))
-    }
+        path = _find_deepspeed_file(document, Path(file).expanduser())
+        if path is not None:
+            return deepspeed.read(path, architecture, cluster, recipe)
+        return _read_inline_deepspeed(document, parts)
+
+    # An export lists the fields that the format lacks in a comment. A recipe of the caller or of plan.json
+    # has priority over it.
+    layout_class = Fsdp2Layout if kind == "FSDP" else DdpLayout
+    noted_recipe, noted_layout = read_noted_fields(document, read_text(file), layout_class)
+    if parts.is_recipe_open:
+        parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, noted_recipe))
+    recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts.recipe))}
     if kind != "FSDP":
-        return build_plan(rest, document, apply_to_recipe(rest.recipe, document, said), said, DdpLayout)
-    start, layout_says = _fsdp(document, rest)
-    if rest.layout is None:
-        layout_says = {**layout_noted, **layout_says}
-    said |= _recomputation(document, rest.recipe)
-    values = {field: value for field, (_, value) in layout_says.items()}
+        changed = apply_to_recipe(parts.recipe, document, recipe_fields)
+        return build_plan(parts, document, changed, recipe_fields, DdpLayout)
+
+    start, layout_fields = _read_fsdp(document, parts)
+    if parts.layout is None:
+        layout_fields = {**noted_layout, **layout_fields}
+    recipe_fields |= _read_recomputation(document, parts.recipe)
     return build_plan(
-        rest,
+        parts,
         document,
-        apply_to_recipe(rest.recipe, document, said),
-        {**said, **layout_says},
-        lambda: replace(start, **values),
+        apply_to_recipe(parts.recipe, document, recipe_fields),
+        {**recipe_fields, **layout_fields},
+        lambda: replace_fields(start, _get_values(layout_fields)),
     )
 
 
-def _check_ranks(document: Document, rest: PlanParts) -> None:
-    """What the file says of machines and processes has to be what the cluster has, once there is one."""
-    said = {key: document.read_number(key, low=-1) for key in ("num_processes", "num_machines")}
+def _check_ranks(document: Document, parts: PlanParts) -> None:
+    """Raise ``ValueError`` if the file's processes, machines or ``use_cpu`` contradict the cluster."""
+    numbers = {key: document.read_number(key, low=-1) for key in ("num_processes", "num_machines")}
     use_cpu = document.read_flag("use_cpu")
-    cluster = rest.cluster
+    cluster = parts.cluster
     if cluster is None:
         return
     for key, number in (("num_processes", cluster.num_gpus), ("num_machines", cluster.num_nodes)):
-        if said[key] not in (None, -1, number):
+        if numbers[key] not in (None, -1, number):
             document.refuse((key,), f"{number}, as {cluster} has", f"cluster=..., or {key}: {number}")
     is_cpu = cluster.gpu.vendor == "cpu"
     if use_cpu not in (None, is_cpu):
         document.refuse(("use_cpu",), f"{str(is_cpu).lower()} with {cluster}", str(is_cpu).lower())
 
 
-def _precision(document: Document, recipe: Recipe) -> str | None:
+def _read_precision(document: Document, recipe: Recipe) -> str | None:
+    """Return the recipe's precision for ``mixed_precision``; None if the recipe's own is the same there."""
     value = document.get("mixed_precision")
     if value is False:
         value = "no"  # YAML reads a bare no as false
@@ -182,97 +194,105 @@ def _precision(document: Document, recipe: Recipe) -> str | None:
     return names[value]
 
 
-def _fsdp(document: Document, rest: PlanParts) -> tuple[Fsdp2Layout, dict[str, tuple[KeyPath, Any]]]:
-    """The layout to begin with, and field -> (key, value) of what the file says of it."""
+def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileFields]:
+    """Return the layout of ``plan.json`` or the default one, and the layout fields that the file sets."""
     part = "fsdp_config"
-    document.check_keys((part,), [f"fsdp_{name}" for name in FSDP], OTHER_FSDP)
-    document.check_keys(("parallelism_config",), PARALLEL.values(), OTHER_PARALLEL)
+    document.check_keys((part,), [f"fsdp_{name}" for name in FSDP_KEYS], OTHER_FSDP)
+    document.check_keys(("parallelism_config",), PARALLEL_KEYS.values(), OTHER_PARALLEL)
     version = document.read_number(part, "fsdp_version", low=1, high=2)
     strategy = document.get(part, "fsdp_sharding_strategy")
     if version != 2 or strategy is not None:
-        instead = STRATEGIES.get(str(strategy), STRATEGIES["FULL_SHARD"])
+        replacement = STRATEGIES.get(str(strategy), STRATEGIES["FULL_SHARD"])
         key = "fsdp_version" if document.get(part, "fsdp_version") is not None else "fsdp_sharding_strategy"
-        allowed = "2: FSDP1 is not planned here" if key == "fsdp_version" else "nothing: FSDP2 has none"
-        document.refuse((part, key), allowed, instead)
-    before = rest.layout if isinstance(rest.layout, Fsdp2Layout) else None
-    says = _parallel(document, before, rest.cluster)
-    reshard = document.read_flag(part, "fsdp_reshard_after_forward")
-    says["reshard_after_forward"] = (
-        (part, "fsdp_reshard_after_forward"),
-        True if reshard is None else reshard,
-    )
+        allowed = "2: FSDP1 cannot be planned" if key == "fsdp_version" else "nothing: FSDP2 has none"
+        document.refuse((part, key), allowed, replacement)
+    stored = parts.layout if isinstance(parts.layout, Fsdp2Layout) else None
+    layout_fields = _read_degrees(document, stored, parts.cluster)
+
+    reshard_keys = (part, "fsdp_reshard_after_forward")
+    flag = document.read_flag(*reshard_keys)
+    reshard: bool | int = True if flag is None else flag
+    if stored is not None and not isinstance(stored.reshard_after_forward, bool) and reshard:
+        # The number of all sharding ranks, which an export writes as true.
+        reshard = stored.reshard_after_forward
+    layout_fields["reshard_after_forward"] = (reshard_keys, reshard)
     offload = "cpu" if document.read_flag(part, "fsdp_offload_params") else None
-    says["offload"] = ((part, "fsdp_offload_params"), offload)
-    if before is not None and not isinstance(before.reshard_after_forward, bool) and reshard is not False:
-        # A group as large as the whole one, which an export writes as true.
-        says["reshard_after_forward"] = (says["reshard_after_forward"][0], before.reshard_after_forward)
-    return before or Fsdp2Layout(), says
+    layout_fields["offload"] = ((part, "fsdp_offload_params"), offload)
+    return stored or Fsdp2Layout(), layout_fields
 
 
-def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[KeyPath, Any]]:
-    """Field -> (key, value): the format knows whole layers, all of them, or nothing."""
+def _read_recomputation(document: Document, recipe: Recipe) -> FileFields:
+    """Return the recipe's recomputation fields: Accelerate recomputes all layers, whole, or none."""
     keys = ("fsdp_config", "fsdp_activation_checkpointing")
-    wanted = bool(document.read_flag(*keys))
-    if wanted == (recipe.recompute == "full" and recipe.recompute_interval == 1):
+    recomputes = bool(document.read_flag(*keys))
+    if recomputes == (recipe.recompute == "full" and recipe.recompute_interval == 1):
         return {}
-    return {"recompute": (keys, "full" if wanted else "none"), "recompute_interval": (keys, 1)}
+    return {"recompute": (keys, "full" if recomputes else "none"), "recompute_interval": (keys, 1)}
 
 
-def _parallel(
-    document: Document, before: Fsdp2Layout | None, cluster: Cluster | None
-) -> dict[str, tuple[KeyPath, Any]]:
-    """Field -> (key, value) of the degrees; ``shard`` stays open where it takes what the others leave."""
+def _read_degrees(document: Document, stored: Fsdp2Layout | None, cluster: Cluster | None) -> FileFields:
+    """Return the degrees. ``shard`` stays None, the remaining ranks, unless the stored layout sets it."""
     part = "parallelism_config"
-    sizes = {field: document.read_number(part, key, low=1, high=2**20) for field, key in PARALLEL.items()}
-    says: dict[str, tuple[KeyPath, Any]] = {
-        field: ((part, PARALLEL[field]), sizes[field] or 1) for field in ("replicate", "tp", "cp")
+    sizes = {
+        field: document.read_number(part, key, low=1, high=2**20) for field, key in PARALLEL_KEYS.items()
     }
-    shard = sizes["shard"]
-    others = prod(size for _, size in says.values())
-    if cluster is not None and cluster.num_gpus % others == 0:  # else the layout refuses the others
-        left = cluster.num_gpus // others
-        was_open = before is None or before.shard is None
-        shard = None if shard in (None, left) and was_open else shard or left
-    says["shard"] = ((part, PARALLEL["shard"]), shard)
-    return says
+    degrees = {field: sizes[field] or 1 for field in ("replicate", "tp", "cp")}
+    shard, num_replicas = sizes["shard"], prod(degrees.values())
+    # If the degrees do not divide the GPUs, the layout raises the error.
+    if cluster is not None and cluster.num_gpus % num_replicas == 0:
+        remaining = cluster.num_gpus // num_replicas
+        is_open = stored is None or stored.shard is None
+        shard = None if shard in (None, remaining) and is_open else shard or remaining
+    return {
+        field: ((part, PARALLEL_KEYS[field]), size) for field, size in {**degrees, "shard": shard}.items()
+    }
 
 
-def _deepspeed_file(document: Document, file: Path) -> Path | None:
-    """The JSON that the configuration names; None where it says a few options itself."""
+def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
+    """Return the JSON that the configuration names; None if DeepSpeed's options are inline."""
     part = "deepspeed_config"
     keys = (part, "deepspeed_config_file")
-    document.check_keys((part,), (keys[1], "gradient_accumulation_steps", *INLINE), OTHER_DEEPSPEED)
-    named = document.get(*keys)
-    if named is None:
+    document.check_keys((part,), (keys[1], "gradient_accumulation_steps", *INLINE_DEEPSPEED), OTHER_DEEPSPEED)
+    name = document.get(*keys)
+    if name is None:
         return None
-    if not isinstance(named, str):
+    if not isinstance(name, str):
         document.refuse(keys, "the path of a JSON file", "'ds_config.json'")
-    path = file.parent / named
+    path = file.parent / name
     if not path.is_file():
-        document.refuse(keys, "a file that exists, from this file's folder on", "'ds_config.json'")
+        document.refuse(keys, "an existing file, relative to this file's folder", "'ds_config.json'")
     return path
 
 
-def _inline(document: Document, rest: PlanParts) -> Plan:
+def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
     """Read the few inline DeepSpeed options; the others have DeepSpeed's defaults."""
     part = "deepspeed_config"
-    layout = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
+    layout = parts.layout if isinstance(parts.layout, ZeroLayout) else ZeroLayout()
     stage = document.read_number(part, "zero_stage", low=0, high=3)
-    says: dict[str, tuple[KeyPath, Any]] = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
+    layout_fields: FileFields = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
     for field, key in (
         ("offload_optimizer", "offload_optimizer_device"),
         ("offload_params", "offload_param_device"),
     ):
         device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
-        says[field] = ((part, key), None if device == "none" else device)
-    values = {field: value for field, (_, value) in says.items()}
+        layout_fields[field] = ((part, key), None if device == "none" else device)
     steps = document.read_number(part, "gradient_accumulation_steps", low=1, high=2**24)
-    total = None
-    if steps is not None and rest.cluster is not None:
-        total = rest.recipe.micro_batch_size * steps * (rest.cluster.num_gpus // (layout.tp * layout.pp))
-    said: dict[str, tuple[KeyPath, Any]] = {
-        "precision": (("mixed_precision",), _precision(document, rest.recipe)),
-        "global_batch_size": ((part, "gradient_accumulation_steps"), total),
+    global_batch_size = None
+    if steps is not None and parts.cluster is not None:
+        num_data_ranks = parts.cluster.num_gpus // (layout.tp * layout.pp)
+        global_batch_size = parts.recipe.micro_batch_size * steps * num_data_ranks
+    recipe_fields: FileFields = {
+        "precision": (("mixed_precision",), _read_precision(document, parts.recipe)),
+        "global_batch_size": ((part, "gradient_accumulation_steps"), global_batch_size),
     }
-    recipe = apply_to_recipe(rest.recipe, document, said)
-    return build_plan(rest, document, recipe, {**said, **says}, lambda: replace(layout, **values))
+    return build_plan(
+        parts,
+        document,
+        apply_to_recipe(parts.recipe, document, recipe_fields),
+        {**recipe_fields, **layout_fields},
+        lambda: replace_fields(layout, _get_values(layout_fields)),
+    )
+
+
+def _get_values(file_fields: FileFields) -> dict[str, object]:
+    return {field: value for field, (_, value) in file_fields.items()}

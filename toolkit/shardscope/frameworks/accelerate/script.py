@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate import plugins
@@ -21,6 +21,7 @@ from shardscope.training.tasks.lazy_functions import check_was_run, refuse_lazy_
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.accelerate.watch import ScriptContext
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Script:
 
     source: str | os.PathLike[str] | Callable[..., object]
     """The script's file, or a function that does the same (``main``)."""
-    arguments: Sequence[Any] = field(default=(), kw_only=True)
+    arguments: Sequence[object] = field(default=(), kw_only=True)
     """Command-line arguments of a file, or positional arguments of a function."""
 
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting.tensors")
@@ -51,13 +52,15 @@ class Script:
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
             shown = shlex.split(self.arguments) if isinstance(self.arguments, str) else []
-            refuse("Script.arguments", self.arguments, "several words, one by one", {"arguments": shown})
+            refuse("Script.arguments", self.arguments, "a sequence of arguments", {"arguments": shown})
         object.__setattr__(self, "arguments", tuple(self.arguments))
         if isinstance(self.source, str | os.PathLike):
-            object.__setattr__(self, "source", _file(self.source))
-            for word in self.arguments:
-                if not isinstance(word, str | int | float | os.PathLike):
-                    refuse("Script.arguments", word, "words of a command line: text, numbers, paths", "text")
+            object.__setattr__(self, "source", _find_file(self.source))
+            for argument in self.arguments:
+                if not isinstance(argument, str | int | float | os.PathLike):
+                    refuse(
+                        "Script.arguments", argument, "command-line arguments: text, numbers, paths", "text"
+                    )
             object.__setattr__(self, "arguments", tuple(map(str, self.arguments)))
             return
         if inspect.isclass(self.source) or not callable(self.source):
@@ -69,14 +72,14 @@ class Script:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            return  # One of C says nothing of itself.
+            return  # A function in C has no signature.
         try:
             signature.bind(*self.arguments)
         except TypeError as error:
             refuse(
                 "Script.arguments",
                 self.arguments,
-                f"what {self.name}{signature} takes ({error})",
+                f"arguments of {self.name}{signature} ({error})",
                 "arguments=(...), in order",
             )
 
@@ -112,57 +115,57 @@ class Script:
         except (OSError, TypeError, UnicodeDecodeError):
             return None
 
-    def __call__(self, ctx: Any) -> None:
+    def __call__(self, ctx: ScriptContext) -> None:
         """Run the script on this rank; called by the launcher with the process group up."""
         self.check(ctx.plan)
         from shardscope.frameworks.accelerate.watch import Watch
 
-        environment = plugins.environment_of(ctx.plan, ctx.folder, os.environ)
-        for gone in set(os.environ) - set(environment):
-            del os.environ[gone]
+        environment = plugins.build_environment(ctx.plan, ctx.folder, os.environ)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
         os.environ.update(environment)
         watch = Watch(ctx, self.name)
-        with watch.watching():
+        with watch.wrap_accelerate():
             try:
-                self._run()
+                self._run_source()
             except SystemExit as ending:
                 if ending.code not in (None, 0):
                     raise
             except Exception as error:
-                _name_line(error, self._file_of_code())
+                _add_script_line(error, self._get_code_file())
                 raise
             watch.finish()
 
-    def _run(self) -> None:
+    def _run_source(self) -> None:
         if isinstance(self.source, Path):
-            with _as_main(self.source, [str(self.source), *self.arguments]):
+            with _as_main(self.source, [str(self.source), *map(str, self.arguments)]):
                 runpy.run_path(str(self.source), run_name="__main__")
         else:
             assert callable(self.source)
             check_was_run(self.source(*self.arguments))
 
-    def _file_of_code(self) -> str:
+    def _get_code_file(self) -> str:
         if isinstance(self.source, Path):
             return str(self.source)
         function = inspect.unwrap(self.source)  # type: ignore[arg-type]
         return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
 
 
-def _file(given: str | os.PathLike[str]) -> Path:
-    path = Path(given).expanduser().absolute()
+def _find_file(source: str | os.PathLike[str]) -> Path:
+    path = Path(source).expanduser().absolute()
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "not there"
-        near = sorted(path.parent.glob("*.py"))[:1] if path.parent.is_dir() else []
-        fix = f"Script({str(near[0])!r})" if near else "the path of a file"
-        refuse("Script.source", str(given), f"the path of a script; {path} is {what}", fix)
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        scripts = sorted(path.parent.glob("*.py"))[:1] if path.parent.is_dir() else []
+        fix = f"Script({str(scripts[0])!r})" if scripts else "the path of a file"
+        refuse("Script.source", str(source), f"the path of a script; {path} {problem}", fix)
     return path
 
 
 @contextmanager
-def _as_main(file: Path, words: list[str]) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path`` as ``python file words`` does."""
+def _as_main(file: Path, command: list[str]) -> Iterator[None]:
+    """Set ``sys.argv`` and ``sys.path`` as ``python`` with this command line does."""
     arguments, path = sys.argv, list(sys.path)
-    sys.argv = words
+    sys.argv = command
     sys.path.insert(0, str(file.parent))
     try:
         yield
@@ -170,17 +173,18 @@ def _as_main(file: Path, words: list[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = arguments, path
 
 
-def _name_line(error: Exception, file: str) -> None:
+def _add_script_line(error: Exception, file: str) -> None:
     """Add a note to ``error`` with the script's line that raised it, without the callers' frames."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if frame.filename == file]
-    if not own:
+    script_frames = [number for number, frame in enumerate(frames) if frame.filename == file]
+    if not script_frames:
         return
-    last = frames[own[-1]]
+    last = frames[script_frames[-1]]
     text = f": {last.line}" if last.line else ""
     error.add_note(f"{Path(file).name}, line {last.lineno}{text}")
-    inside = error.__traceback__
-    for _ in range(own[0]):
-        assert inside is not None
-        inside = inside.tb_next
-    error.__traceback__ = inside
+    # Drop the frames above the script's first one: the launcher's and runpy's.
+    traceback_from = error.__traceback__
+    for _ in range(script_frames[0]):
+        assert traceback_from is not None
+        traceback_from = traceback_from.tb_next
+    error.__traceback__ = traceback_from

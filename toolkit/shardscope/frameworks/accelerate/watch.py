@@ -7,10 +7,10 @@ contradicts the plan, so the traceback contains the script's own line.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Protocol
 
 import accelerate
 import torch
@@ -21,220 +21,253 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from shardscope.core.number_format import count
 from shardscope.frameworks.accelerate import script_differences
-from shardscope.frameworks.accelerate.carried import TITLE
-from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
+from shardscope.frameworks.accelerate.plugin_fields import TITLE
+from shardscope.frameworks.accelerate.plugins import get_plugin, make_contradiction
 from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.records.files import RESERVED
 from shardscope.training.accounting import tensors
+from shardscope.training.engine import Context
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+Method = Callable[..., object]
+"""A method of Accelerate or torch, with its own arguments."""
+
+
+class ScriptContext(Context, Protocol):
+    """The part of a rank's context that a script's monitor needs."""
+
+    def memory_metrics(self) -> Mapping[str, float]: ...
 
 
 class Watch:
     """Monitor of one script on one rank."""
 
-    def __init__(self, ctx: Any, name: str) -> None:
+    def __init__(self, ctx: ScriptContext, name: str) -> None:
         self.ctx, self.plan, self.name = ctx, ctx.plan, name
-        self.framework = accelerated(ctx.plan)
-        self.accelerator: Any = None
-        self.record: dict[str, Any] = {}
+        self.plugin = get_plugin(ctx.plan)
+        self.accelerator: Accelerator | None = None
+        self.record: dict[str, object] = {}
         """The entry ``engine`` of ``run.what_it_was()``."""
+        self.differences: list[str] = []
+        """Choices of the script that differ from the plan."""
         self.num_steps = 0
         """Completed optimizer steps."""
-        self._models: list[Any] = []
+        self._models: list[torch.nn.Module] = []
         self._accumulates = False
         self._recomputes = False
         self._losses: list[torch.Tensor] = []
-        self._pending: tuple[int, torch.Tensor, dict[str, Any]] | None = None
+        self._pending: tuple[int, torch.Tensor, dict[str, float]] | None = None
         self._last_step: float | None = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def wrap_accelerate(self) -> Iterator[None]:
         """Wrap the methods of Accelerate's classes inside the context."""
         from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
-        kept = [
-            _wrap(Accelerator, "__init__", self._made),
-            _wrap(Accelerator, "prepare", self._prepared),
-            _wrap(Accelerator, "prepare_model", self._prepared_model),
-            _wrap(Accelerator, "accumulate", self._accumulated),
-            _wrap(Accelerator, "backward", self._went_back),
-            _wrap(Accelerator, "log", self._logged),
-            _wrap(AcceleratedOptimizer, "step", self._stepped),
-            _wrap(DeepSpeedOptimizerWrapper, "step", self._stepped),
+        restore = [
+            _wrap_method(Accelerator, "__init__", self._on_init),
+            _wrap_method(Accelerator, "prepare", self._on_prepare),
+            _wrap_method(Accelerator, "prepare_model", self._on_prepare_model),
+            _wrap_method(Accelerator, "accumulate", self._on_accumulate),
+            _wrap_method(Accelerator, "backward", self._on_backward),
+            _wrap_method(Accelerator, "log", self._on_log),
+            _wrap_method(AcceleratedOptimizer, "step", self._on_step),
+            _wrap_method(DeepSpeedOptimizerWrapper, "step", self._on_step),
             # ``torch.utils.checkpoint`` calls the first without reentrant backward, the second with it.
-            _wrap(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", self._recomputed),
-            _wrap(torch.utils.checkpoint.CheckpointFunction, "forward", self._recomputed),
+            _wrap_method(
+                torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", self._on_recompute
+            ),
+            _wrap_method(torch.utils.checkpoint.CheckpointFunction, "forward", self._on_recompute),
         ]
         try:
             yield
         finally:
-            for undo in kept:
+            for undo in restore:
                 undo()
 
     def finish(self) -> None:
         """Log the last step of an ended script. Raises ``RuntimeError`` if it created no Accelerator."""
-        self._flush()
+        self._log_pending_step()
         if self.accelerator is None:
             raise RuntimeError(
-                f"{self.name} ended and never made an Accelerator(): nothing of it ran as the plan says. "
-                "A script without Accelerate has no place here; a function f(ctx) has."
+                f"{self.name} ended without creating an Accelerator(): nothing of it ran as planned. To run "
+                "code without Accelerate, launch a function f(ctx)."
             )
 
-    # ---- what the wrappers call
+    # ---- Wrappers: each gets the wrapped method and its arguments
 
-    def _made(self, original: Callable[..., Any], accelerator: Any, *given: Any, **named: Any) -> None:
-        original(accelerator, *given, **named)
+    def _on_init(self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object) -> None:
+        original(accelerator, *args, **kwargs)
         self.accelerator = accelerator
-        self.framework.told(self.plan, accelerator)
+        self.plugin.configure(self.plan, accelerator)
         self._check_state(accelerator)
         kind = accelerator.distributed_type.name
-        words = f"{kind} over {count(accelerator.num_processes, 'rank')}; no model was prepared to train"
-        self._record(words, {})
+        num_ranks = count(accelerator.num_processes, "rank")
+        self._start_record(f"{kind} over {num_ranks}; no model was prepared for training", {})
 
-    def _prepared(self, original: Callable[..., Any], accelerator: Any, *given: Any, **named: Any) -> Any:
-        result = original(accelerator, *given, **named)
-        # A tuple of most frameworks, a list of FSDP2.
+    def _on_prepare(
+        self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object
+    ) -> object:
+        result = original(accelerator, *args, **kwargs)
+        # ``prepare`` returns a tuple with most frameworks, and a list with FSDP2.
         prepared = result if isinstance(result, tuple | list) else (result,)
-        for one in prepared:
-            if isinstance(one, torch.nn.Module):
-                self._look(one)
+        for value in prepared:
+            if isinstance(value, torch.nn.Module):
+                self._inspect_model(value)
         return result
 
-    def _prepared_model(
-        self, original: Callable[..., Any], accelerator: Any, *given: Any, **named: Any
-    ) -> Any:
-        model = original(accelerator, *given, **named)
-        if not (named.get("evaluation_mode") or given[2:3] == (True,)):
-            self._look(model)
+    def _on_prepare_model(
+        self, original: Method, accelerator: Accelerator, *args: object, **kwargs: object
+    ) -> object:
+        model = original(accelerator, *args, **kwargs)
+        is_evaluated = kwargs.get("evaluation_mode") or args[2:3] == (True,)
+        if not is_evaluated and isinstance(model, torch.nn.Module):
+            self._inspect_model(model)
         return model
 
-    def _accumulated(self, original: Callable[..., Any], *given: Any) -> Any:
+    def _on_accumulate(self, original: Method, *args: object) -> object:
         self._accumulates = True
-        return original(*given)
+        return original(*args)
 
-    def _went_back(self, original: Callable[..., Any], accelerator: Any, loss: Any, **named: Any) -> None:
+    def _on_backward(
+        self, original: Method, accelerator: Accelerator, loss: object, **kwargs: object
+    ) -> None:
         if not self._accumulates and accelerator.gradient_accumulation_steps > 1:
-            self._leave_out_accumulation(accelerator)
-        original(accelerator, loss, **named)
+            self._disable_accumulation(accelerator)
+        original(accelerator, loss, **kwargs)
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach().float().mean())
 
-    def _stepped(self, original: Callable[..., Any], optimizer: Any, *given: Any, **named: Any) -> Any:
-        is_whole = bool(optimizer.gradient_state.sync_gradients)
-        if is_whole and self.num_steps == 0 and self._models:
-            gradients = sum(tensors.gradient_bytes(model) for model in self._models)
-            # DeepSpeed has taken its step by now, in backward.
-            self._add(**({"gradient_bytes": gradients} if gradients else {}))
-            self._add(micro_batches_per_step=len(self._losses))
-        result = original(optimizer, *given, **named)
-        if is_whole:
-            self._step_is_over(optimizer)
+    def _on_step(
+        self, original: Method, optimizer: AcceleratedOptimizer, *args: object, **kwargs: object
+    ) -> object:
+        is_last_micro_batch = bool(optimizer.gradient_state.sync_gradients)
+        if is_last_micro_batch and self.num_steps == 0 and self._models:
+            gradient_bytes = sum(tensors.gradient_bytes(model) for model in self._models)
+            # DeepSpeed has none left: its engine takes the optimizer step in backward.
+            if gradient_bytes:
+                self._add_to_record(gradient_bytes=gradient_bytes)
+            self._add_to_record(micro_batches_per_step=len(self._losses))
+        result = original(optimizer, *args, **kwargs)
+        if is_last_micro_batch:
+            self._finish_step(optimizer)
         return result
 
-    def _recomputed(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _on_recompute(self, original: Method, *args: object, **kwargs: object) -> object:
         self._recomputes = True
-        return original(*given, **named)
+        return original(*args, **kwargs)
 
-    def _logged(
-        self, original: Callable[..., Any], accelerator: Any, values: Any, *given: Any, **named: Any
-    ) -> Any:
-        step = named.get("step", given[0] if given else None)
+    def _on_log(
+        self, original: Method, accelerator: Accelerator, values: object, *args: object, **kwargs: object
+    ) -> object:
+        step = kwargs.get("step", args[0] if args else None)
         if accelerator.is_main_process and isinstance(values, Mapping):
-            own = {_free(str(name)): value for name, value in values.items() if _is_one_value(value)}
-            if own:
-                self.ctx.log(step=self.num_steps if step is None else int(step), **own)
-        return original(accelerator, values, *given, **named)
+            metrics = {
+                _rename_reserved(str(name)): value for name, value in values.items() if _is_scalar(value)
+            }
+            if metrics:
+                self.ctx.log(step=step if isinstance(step, int) else self.num_steps, **metrics)
+        return original(accelerator, values, *args, **kwargs)
 
-    # ---- what was found
+    # ---- Checks and records of the results
 
-    def _check_state(self, accelerator: Any) -> None:
-        kind, allowed = accelerator.distributed_type.name, self.framework.distributed_types(self.plan)
+    def _check_state(self, accelerator: Accelerator) -> None:
+        """Raise ``RuntimeError`` if framework, ranks, device or precision contradict the plan."""
+        kind, allowed = accelerator.distributed_type.name, self.plugin.list_distributed_types(self.plan)
         title = self.plan.layout.title
         if kind not in allowed:
-            raise contradicts(
+            raise make_contradiction(
                 f"{title}, which {TITLE} calls {' or '.join(allowed)}",
                 kind,
-                "leave plugins out of Accelerator(...): the plan brings its own",
+                "remove plugins from Accelerator(...): the plan configures its own",
             )
         if accelerator.num_processes != self.plan.world_size:
-            raise contradicts(f"{self.plan.world_size} ranks", f"{accelerator.num_processes} processes")
+            raise make_contradiction(
+                f"{self.plan.world_size} ranks", f"{accelerator.num_processes} processes"
+            )
         if accelerator.device.type != self.ctx.device.type:
-            raise contradicts(self.ctx.device.type, accelerator.device.type, "leave cpu=True out")
+            raise make_contradiction(
+                f"the device {self.ctx.device.type}", accelerator.device.type, "remove cpu=True"
+            )
         precision = self.plan.recipe.precision
-        # DeepSpeed has one bf16, whose weights are in bf16 beside fp32 copies: the plan's file says it.
+        # DeepSpeed has one bf16 mode, bf16 weights with fp32 main weights, which its configuration file sets.
         if kind != "DEEPSPEED" and accelerator.mixed_precision != MIXED[precision]:
-            raise contradicts(
+            raise make_contradiction(
                 f"precision={precision!r}",
                 f"mixed_precision={accelerator.mixed_precision!r}",
-                "leave mixed_precision out of Accelerator(...), or plan another precision",
+                "remove mixed_precision from Accelerator(...), or plan another precision",
             )
 
-    def _look(self, model: Any) -> None:
-        """Record what a prepared model is; models without trainable weights are ignored."""
+    def _inspect_model(self, model: torch.nn.Module) -> None:
+        """Check and record a prepared model; models without trainable weights are ignored."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained or any(model is known for known in self._models):
             return
         self._check_types(trained)
-        found = self.framework.read_back(self.plan, self.accelerator, model)
+        sentence, record = self.plugin.describe_model(self.plan, self._get_accelerator(), model)
         self._models.append(model)
+        # The record describes the first model; a script may train several (a GAN).
         if len(self._models) > 1:
-            self._add(num_models=len(self._models))
+            self._add_to_record(num_models=len(self._models))
             return
-        words = found.pop("words")
-        num_parameters = _num_parameters(model.parameters())
+        num_parameters = _count_parameters(model.parameters())
         precision = MIXED[self.plan.recipe.precision]
-        self._record(
-            f"{words} ({self._backend()}, {self.ctx.device.type})"
-            + (f", {precision} mixed precision" if precision != "no" else ""),
+        suffix = f", {precision} mixed precision" if precision != "no" else ""
+        self._start_record(
+            f"{sentence} ({self._get_backend()}, {self.ctx.device.type}){suffix}",
             {
                 "num_parameters": num_parameters,
                 "num_trained_tensors": len(trained),
-                "num_trained_parameters": _num_parameters(trained),
-                "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in model.parameters()}),
+                "num_trained_parameters": _count_parameters(trained),
+                "parameter_dtypes": sorted({_shorten_dtype(tensor.dtype) for tensor in model.parameters()}),
                 "parameter_bytes": tensors.module_bytes(model),
-                "differs": [],
-                **found,
+                "differs": self.differences,
+                **record,
             },
         )
         planned = self.plan.architecture.num_parameters
         if num_parameters != planned and not self.plan.recipe.has_adapters:
-            self._differ(f"a model of {num_parameters:,} parameters, the plan's has {planned:,}")
-        self._differ(
-            script_differences.of_trained(self.plan.recipe, _num_parameters(trained), num_parameters)
+            self._report_difference(f"a model of {num_parameters:,} parameters, the plan's has {planned:,}")
+        self._report_difference(
+            script_differences.compare_trained(self.plan.recipe, _count_parameters(trained), num_parameters)
         )
-        self._look_at_the_batch(model)
+        self._inspect_first_batch(model)
 
-    def _look_at_the_batch(self, model: Any) -> None:
+    def _inspect_first_batch(self, model: torch.nn.Module) -> None:
         """Compare the batch of the first training call; Megatron's plugin builds its own batches."""
 
-        def seen(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def inspect_batch(
+            model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> None:
             if not torch.is_grad_enabled():
                 return
             hook.remove()
-            shape = script_differences.tokens_in(given, named)
+            shape = script_differences.find_token_shape(args, kwargs)
             if shape is not None:
-                self._add(batch_shape=list(shape))
-                self._differ(script_differences.of_batch(self.plan.recipe, shape, cut=self.plan.degrees.cp))
+                self._add_to_record(batch_shape=list(shape))
+                self._report_difference(
+                    script_differences.compare_batch(self.plan.recipe, shape, num_slices=self.plan.degrees.cp)
+                )
 
-        hook = model.register_forward_pre_hook(seen, with_kwargs=True)
+        hook = model.register_forward_pre_hook(inspect_batch, with_kwargs=True)
 
-    def _check_types(self, trained: list[Any]) -> None:
+    def _check_types(self, trained: Sequence[torch.nn.Parameter]) -> None:
         """Raise ``RuntimeError`` if trained weights have another dtype than the plan's."""
         precision = self.plan.recipe.precision
-        if self.accelerator.distributed_type.name in ("DEEPSPEED", "MEGATRON_LM"):
-            return
-        wanted = torch.bfloat16 if precision == "bf16" else torch.float32
-        others = {parameter.dtype for parameter in trained if parameter.is_floating_point()} - {wanted}
+        if self._get_accelerator().distributed_type.name in ("DEEPSPEED", "MEGATRON_LM"):
+            return  # They cast the weights themselves.
+        planned = torch.bfloat16 if precision == "bf16" else torch.float32
+        others = {parameter.dtype for parameter in trained if parameter.is_floating_point()} - {planned}
         if others:
-            shown = " and ".join(sorted(map(_name, others)))
-            raise contradicts(
-                f"precision={precision!r}, whose trained weights are {_name(wanted)}",
-                f"a model with weights in {shown}",
-                "precision='bf16'" if others == {torch.bfloat16} else f"load it with dtype={wanted}",
+            dtypes = " and ".join(sorted(map(_shorten_dtype, others)))
+            raise make_contradiction(
+                f"precision={precision!r}, whose trained weights are {_shorten_dtype(planned)}",
+                f"a model with weights in {dtypes}",
+                "precision='bf16'" if others == {torch.bfloat16} else f"load it with dtype={planned}",
             )
 
-    def _leave_out_accumulation(self, accelerator: Any) -> None:
+    def _disable_accumulation(self, accelerator: Accelerator) -> None:
         """Set accumulation to 1 for a script that steps after every micro-batch.
 
         Accelerate would otherwise divide its losses by the planned number of micro-batches.
@@ -242,109 +275,123 @@ class Watch:
         planned = accelerator.gradient_accumulation_steps
         if accelerator.distributed_type.name == "DEEPSPEED":
             raise RuntimeError(
-                f"the plan takes {planned} micro-batches to a step, DeepSpeed divides by that, and the "
-                "script steps after every one: with accelerator.accumulate(model): around it, or plan "
+                f"the plan has {planned} micro-batches per step, by which DeepSpeed divides the loss, but "
+                "the script steps after every one: wrap each in accelerator.accumulate(model), or plan "
                 f"global_batch_size={self.plan.recipe.global_batch_size // planned}"
             )
         accelerator.gradient_accumulation_steps = 1
-        self._add(gradient_accumulation_steps=1)
-        self._differ(
-            f"a step after every micro-batch, the plan's takes {planned}: with "
-            "accelerator.accumulate(model): around it does"
+        self._add_to_record(gradient_accumulation_steps=1)
+        self._report_difference(
+            f"a step after every micro-batch, the plan's takes {planned}: to accumulate, wrap each in "
+            "accelerator.accumulate(model)"
         )
 
-    def _step_is_over(self, optimizer: Any) -> None:
+    def _finish_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Queue the metrics of a completed step, and record the optimizer after the first one."""
         now = time.perf_counter()
-        self._flush()
-        more: dict[str, Any] = {**self.ctx.memory_metrics()}
+        self._log_pending_step()
+        metrics = dict(self.ctx.memory_metrics())
         if self._last_step is not None:
-            more["seconds_per_step"] = now - self._last_step
+            metrics["seconds_per_step"] = now - self._last_step
         if self._losses:
-            # Read when the next step is over: the host need not wait for the device here.
-            self._pending = (self.num_steps, torch.stack(self._losses).mean(), more)
+            # Read when the next step is over, so that the host does not wait for the device here.
+            self._pending = (self.num_steps, torch.stack(self._losses).mean(), metrics)
             self._losses.clear()
         self.num_steps += 1
         self._last_step = now
         if self.num_steps == 1:
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self._add(optimizer=type(inner).__name__, recomputes=self._recomputes)
-            if isinstance(inner, torch.optim.Optimizer):
-                self._add(optimizer_bytes=tensors.optimizer_bytes(inner))
-            # ZeRO's own is around the one that the script made.
-            own = getattr(inner, "optimizer", inner)
-            if isinstance(own, torch.optim.Optimizer):
-                self._differ(script_differences.of_optimizer(self.plan.recipe, own))
-            if self.accelerator.distributed_type.name != "MEGATRON_LM":  # It has a checkpoint of its own.
-                self._differ(script_differences.of_recomputation(self.plan.recipe, self._recomputes))
+            self._inspect_optimizer(optimizer)
 
-    def _flush(self) -> None:
+    def _inspect_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
+        wrapped = getattr(optimizer, "optimizer", optimizer)
+        self._add_to_record(optimizer=type(wrapped).__name__, recomputes=self._recomputes)
+        if isinstance(wrapped, torch.optim.Optimizer):
+            self._add_to_record(optimizer_bytes=tensors.optimizer_bytes(wrapped))
+        # ZeRO's optimizer wraps the one that the script created.
+        created = getattr(wrapped, "optimizer", wrapped)
+        if isinstance(created, torch.optim.Optimizer):
+            self._report_difference(script_differences.compare_optimizer(self.plan.recipe, created))
+        # Megatron-LM does not recompute through torch.utils.checkpoint.
+        if self._get_accelerator().distributed_type.name != "MEGATRON_LM":
+            self._report_difference(
+                script_differences.compare_recomputation(self.plan.recipe, self._recomputes)
+            )
+
+    def _log_pending_step(self) -> None:
         if self._pending is not None:
-            step, loss, more = self._pending
+            step, loss, metrics = self._pending
             self._pending = None
-            self.ctx.log(step=step, loss=loss.item(), **more)
+            self.ctx.log(step=step, loss=loss.item(), **metrics)
 
-    def _record(self, words: str, found: Mapping[str, Any]) -> None:
-        accelerator = self.accelerator
+    def _start_record(self, sentence: str, entries: Mapping[str, object]) -> None:
+        accelerator = self._get_accelerator()
         self.record = {
-            "sentence": f"{self.name} through {TITLE} {accelerate.__version__} is {words}",
+            "sentence": f"{self.name} through {TITLE} {accelerate.__version__} is {sentence}",
             "framework": self.plan.layout.framework,
             "through": "accelerate",
             "script": self.name,
             "distributed_type": accelerator.distributed_type.name,
             "device": str(accelerator.device),
-            "backend": self._backend(),
+            "backend": self._get_backend(),
             "world_size": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-            **found,
+            **entries,
         }
         self.ctx.record("engine", self.record)
 
-    def _add(self, **found: Any) -> None:
-        self.record |= found
+    def _add_to_record(self, **entries: object) -> None:
+        self.record |= entries
         self.ctx.record("engine", self.record)
 
-    def _differ(self, words: str | None) -> None:
+    def _report_difference(self, text: str | None) -> None:
         """Report a choice of the script that differs from the plan, without an error."""
-        if words is None:
+        if text is None:
             return
-        self.record["sentence"] += f"; it has {words}"
-        self._add(differs=[*self.record.get("differs", ()), words])
+        self.differences.append(text)
+        self._add_to_record(
+            sentence=f"{self.record['sentence']}; it has {text}", differs=list(self.differences)
+        )
         if self.ctx.rank == 0:
-            print(f"{self.name} has {words}", flush=True)
+            print(f"{self.name} has {text}", flush=True)
 
-    def _backend(self) -> str:
+    def _get_accelerator(self) -> Accelerator:
+        assert self.accelerator is not None, "the wrapped methods are those of an Accelerator"
+        return self.accelerator
+
+    def _get_backend(self) -> str:
         if not dist.is_initialized() or dist.group.WORLD is None:
             return "none"
         return str(dist.group.WORLD._get_backend(self.ctx.device).name())
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method by ``around(original, *arguments)``, and return a function that undoes it."""
-    original = owner.__dict__[name]
+def _wrap_method(owner: object, name: str, wrapper: Callable[..., object]) -> Callable[[], None]:
+    """Replace a method by ``wrapper(original, *arguments)``, and return a function that undoes it."""
+    original = vars(owner)[name]
 
     @wraps(original)
-    def method(*given: Any, **named: Any) -> Any:
-        return around(original, *given, **named)
+    def call_wrapper(*args: object, **kwargs: object) -> object:
+        return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, method)
+    setattr(owner, name, call_wrapper)
     return lambda: setattr(owner, name, original)
 
 
-def _num_parameters(parameters: Any) -> int:
+def _count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Count the whole model's parameters: ZeRO-3 keeps a partitioned tensor's size in ``ds_numel``."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
 
 
-def _name(kind: torch.dtype) -> str:
-    return SHORT_NAMES.get(kind, str(kind).removeprefix("torch."))
+def _shorten_dtype(dtype: torch.dtype) -> str:
+    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _free(name: str) -> str:
+def _rename_reserved(name: str) -> str:
+    """Return the name of a script's metric: names that the run's own log uses get a prefix."""
     return f"script_{name}" if name in RESERVED else name
 
 
-def _is_one_value(value: Any) -> bool:
+def _is_scalar(value: object) -> bool:
     if value is None or isinstance(value, str | bool | int | float):
         return True
     return getattr(value, "ndim", None) == 0 or getattr(value, "numel", lambda: 0)() == 1

@@ -12,6 +12,7 @@ from shardscope.frameworks.grid import (
     DATA_PARALLEL,
     Columns,
     Grid,
+    Row,
     combine_degrees,
     filter_rows,
     filter_valid,
@@ -35,8 +36,8 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
     found = []
     for layout in _options(cluster):
 
-        def check_fields(tp: int, pp: int, ep: int, layout: ZeroLayout = layout) -> None:
-            replace(layout, tp=tp, pp=pp, ep=ep)
+        def check_fields(row: Row, layout: ZeroLayout = layout) -> None:
+            replace(layout, tp=row["tp"], pp=row["pp"], ep=row["ep"])
 
         found.append(
             Grid(
@@ -71,10 +72,12 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         cluster,
         recipe,
         {
-            ("tp",): filter_valid(check_tp, [(tp,) for tp in ranks]),
-            ("pp",): filter_valid(lambda pp: check_layers(arch, pp), [(pp,) for pp in ranks]),
-            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+            ("tp",): filter_valid(check_tp, ranks),
+            ("pp",): filter_valid(lambda pp: check_layers(arch, pp), ranks),
+            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), ranks),
         },
         within_data_parallel=("ep",),
     )
-    return filter_rows(found, ("ep", DATA_PARALLEL), lambda ep, ranks: check_experts(arch, ep, ranks))
+    return filter_rows(
+        found, ("ep", DATA_PARALLEL), lambda row: check_experts(arch, row["ep"], row[DATA_PARALLEL])
+    )

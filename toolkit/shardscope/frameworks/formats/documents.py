@@ -6,11 +6,16 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
 from shardscope.core.json_text import check_depth, key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
+
+if TYPE_CHECKING:
+    import yaml  # type: ignore[import-untyped,unused-ignore]
+
+Choice = TypeVar("Choice")
 
 MAX_BYTES = 1_000_000
 """Maximum size of a file; real configurations have a few kilobytes."""
@@ -49,7 +54,7 @@ class Document(TextPositions):
             return value
         return self.refuse(keys, "true or false", "true" if value else "false")
 
-    def read_choice(self, *keys: str, among: Iterable[Any]) -> Any:
+    def read_choice(self, *keys: str, among: Iterable[Choice]) -> Choice | None:
         """Return one of ``among``; None if it is missing."""
         value = self.get(*keys)
         return None if value is None else check_choice(self.locate(*keys), value, among)
@@ -116,7 +121,7 @@ def read_yaml(file: str | Path) -> Document:
     """
     text, name = read_text(file), Path(file).name
     try:
-        import yaml  # type: ignore[import-untyped,unused-ignore]
+        import yaml
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('Reading YAML needs PyYAML: pip install "shardscope[train]".') from error
     try:
@@ -128,42 +133,52 @@ def read_yaml(file: str | Path) -> Document:
     except RecursionError as error:
         raise ValueError(f"{name} is nested too deeply to be a configuration.") from error
     lines: dict[KeyPath, int] = {}
-    values = _Yaml(yaml, name, lines).value(root, ()) if root is not None else None
+    values = _YamlConverter(name, lines).convert(root, ()) if root is not None else None
     if not isinstance(values, dict):
         refuse(name, values, "one YAML mapping", "distributed_type: FSDP")
     return Document(name=name, values=values, lines=lines)
 
 
-class _Yaml:
+class _YamlConverter:
     """Conversion of YAML nodes to plain values. Aliases are errors: they can expand without bound."""
 
-    def __init__(self, yaml: Any, name: str, lines: dict[KeyPath, int]) -> None:
-        self.yaml, self.name, self.lines = yaml, name, lines
-        self.seen: set[int] = set()
-        self.loader = yaml.SafeLoader("")
+    def __init__(self, name: str, lines: dict[KeyPath, int]) -> None:
+        import yaml
 
-    def value(self, node: Any, way: KeyPath) -> Any:
-        line = node.start_mark.line + 1
+        self.name, self.lines = name, lines
+        self.yaml = yaml
+        self.loader = yaml.SafeLoader("")
+        self.seen: set[int] = set()
+
+    def convert(self, node: yaml.Node, keys: KeyPath) -> object:
+        """Return the value of the node at ``keys``, and record the lines of the keys below."""
         if id(node) in self.seen:
-            raise ValueError(f"{self.name}, line {line}: an alias; allowed: the value itself.")
+            raise self._make_error(node, "an alias; allowed: the value itself")
         self.seen.add(id(node))
         if isinstance(node, self.yaml.ScalarNode):
-            try:
-                return self.loader.construct_object(node)
-            except (self.yaml.YAMLError, ValueError) as error:
-                raise ValueError(
-                    f"{self.name}, line {line}, {'.'.join(way)}: {node.value[:40]!r} is no plain value."
-                ) from error
+            return self._convert_scalar(node, keys)
         if isinstance(node, self.yaml.SequenceNode):
-            return [self.value(item, way) for item in node.value]
-        found: dict[str, Any] = {}
+            return [self.convert(item, keys) for item in node.value]
+        values: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, self.yaml.ScalarNode) else None
-            here = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise ValueError(f"{self.name}, line {here}: a key that is no word; allowed: plain keys.")
-            if key in found:
-                raise ValueError(f"{self.name}, line {here}, {key}: this key stands twice; keep one.")
-            self.lines[(*way, key)] = here
-            found[key] = self.value(value_node, (*way, key))
-        return found
+                raise self._make_error(key_node, "a key that is not a string; allowed: plain keys")
+            if key in values:
+                raise self._make_error(key_node, f"duplicate key {key!r}; remove one of the two")
+            self.lines[(*keys, key)] = key_node.start_mark.line + 1
+            values[key] = self.convert(value_node, (*keys, key))
+        return values
+
+    def _convert_scalar(self, node: yaml.ScalarNode, keys: KeyPath) -> object:
+        try:
+            value: object = self.loader.construct_object(node)
+        except (self.yaml.YAMLError, ValueError) as error:
+            line, value_text = node.start_mark.line + 1, node.value[:40]
+            raise ValueError(
+                f"{self.name}, line {line}, {'.'.join(keys)}: {value_text!r} is not a plain value."
+            ) from error
+        return value
+
+    def _make_error(self, node: yaml.Node, problem: str) -> ValueError:
+        return ValueError(f"{self.name}, line {node.start_mark.line + 1}: {problem}.")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardscope.core.errors import FieldError, Value, add_article, refuse
 from shardscope.core.recipe import Recipe
+from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.exported import PLAN_FILE
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
 
-FileFields = Mapping[str, tuple[KeyPath, object]]
+FileFields = dict[str, tuple[KeyPath, object]]
 """Recipe or layout field -> its keys in a file and its value; None: the file does not set it."""
 
 
@@ -94,12 +95,6 @@ def load_plan_parts(
         layout=stored.layout if stored else None,
         is_recipe_open=recipe is None and stored is None,
     )
-
-
-def replace_fields(noun: Part, values: Mapping[str, object]) -> Part:
-    """Return a copy of ``noun``, a recipe or a layout, with ``values``; its class checks their types."""
-    make_copy: Callable[..., Part] = replace
-    return make_copy(noun, **values)
 
 
 def apply_to_recipe(recipe: Recipe, document: Document, file_fields: FileFields) -> Recipe:

@@ -15,10 +15,9 @@ from shardscope.frameworks.formats.text import parse_comment
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
-    from shardscope.core.text_positions import KeyPath
     from shardscope.frameworks.formats.documents import Document
+    from shardscope.frameworks.formats.sidecar_files import FileFields
 
-    FileFields = dict[str, tuple[KeyPath, object]]
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Recipe fields that are listed even if they have their default value: every run needs them."""

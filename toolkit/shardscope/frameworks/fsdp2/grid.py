@@ -29,10 +29,10 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
         cluster,
         recipe,
         {
-            ("tp",): filter_valid(lambda tp: check_heads(arch, tp), [(tp,) for tp in ranks]),
-            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
-            ("pp", "vpp"): filter_valid(lambda pp, vpp: check_layers(arch, pp, vpp), pipelines),
-            ("replicate",): [(replicas,) for replicas in ranks],
+            ("tp",): filter_valid(lambda tp: check_heads(arch, tp), ranks),
+            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), ranks),
+            ("pp", "vpp"): filter_valid(lambda sizes: check_layers(arch, *sizes), pipelines),
+            ("replicate",): ranks,
         },
     )
     # The schedule depends on the number of micro-batches only: check it with one sequence in each.
@@ -40,7 +40,9 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
     columns = filter_rows(
         columns,
         ("pp", "vpp", SEQUENCES_AT_ONCE),
-        lambda pp, vpp, at_once: plain.check_schedule(single, Degrees(data_parallel=at_once, pp=pp, vpp=vpp)),
+        lambda row: plain.check_schedule(
+            single, Degrees(data_parallel=row[SEQUENCES_AT_ONCE], pp=row["pp"], vpp=row["vpp"])
+        ),
     )
     offload_targets: tuple[Literal["cpu"] | None, ...] = (
         (None, "cpu") if cluster.gpu.vendor != "cpu" else (None,)

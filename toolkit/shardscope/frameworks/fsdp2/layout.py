@@ -227,9 +227,14 @@ class Fsdp2Layout(Layout):
         return "FSDP2" + (f" ({', '.join(told)})" if told else "")
 
 
+def get_layout(plan: Plan) -> Fsdp2Layout:
+    """Return the layout of an FSDP2 plan."""
+    assert isinstance(plan.layout, Fsdp2Layout)
+    return plan.layout
+
+
 def get_reshard_after_forward(plan: Plan) -> bool | int:
     """Return the ``reshard_after_forward`` argument of ``fully_shard``: True if the int is the whole mesh."""
-    layout: Any = plan.layout
-    reshard = layout.reshard_after_forward
-    whole = plan.degrees.shard * plan.degrees.cp
-    return True if not isinstance(reshard, bool) and reshard == whole else reshard
+    reshard = get_layout(plan).reshard_after_forward
+    num_shards = plan.degrees.shard * plan.degrees.cp
+    return True if not isinstance(reshard, bool) and reshard == num_shards else reshard

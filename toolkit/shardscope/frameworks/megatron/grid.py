@@ -63,10 +63,10 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         cluster,
         recipe,
         {
-            ("tp",): filter_valid(lambda tp: check_heads(arch, tp, True), [(tp,) for tp in ranks]),
-            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
+            ("tp",): filter_valid(lambda tp: check_heads(arch, tp, True), ranks),
+            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), ranks),
             ("pp", "vpp"): pipelines,
-            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+            ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), ranks),
         },
         within_data_parallel=("ep",),
     )
@@ -74,8 +74,8 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
     return filter_rows(
         found,
         ("pp", "vpp", SEQUENCES_AT_ONCE),
-        lambda pp, vpp, per_step: plain.check_micro_batches(
-            single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
+        lambda row: plain.check_micro_batches(
+            single, Degrees(data_parallel=row[SEQUENCES_AT_ONCE], pp=row["pp"], vpp=row["vpp"])
         ),
     )
 
@@ -84,18 +84,24 @@ def _cut(
     arch: Architecture, cluster: Cluster, recipe: Recipe, layout: MegatronLayout, columns: Columns
 ) -> Columns:
     found = filter_rows(
-        columns, ("tp", "cp"), lambda tp, cp: replace(layout, tp=tp, cp=cp).check_sequence(arch, recipe)
+        columns,
+        ("tp", "cp"),
+        lambda row: replace(layout, tp=row["tp"], cp=row["cp"]).check_sequence(arch, recipe),
     )
     if recipe.precision == "fp8-mixed":
         found = filter_rows(
             found,
             ("tp", "cp", MICRO_BATCH_SIZE),
-            lambda tp, cp, size: replace(layout, tp=tp, cp=cp).check_fp8(
-                arch, cluster, replace(recipe, micro_batch_size=size)
+            lambda row: replace(layout, tp=row["tp"], cp=row["cp"]).check_fp8(
+                arch, cluster, replace(recipe, micro_batch_size=row[MICRO_BATCH_SIZE])
             ),
         )
     return filter_rows(
         found,
         ("ep", DATA_PARALLEL, "cp", "tp"),
-        lambda ep, ranks, cp, tp: check_experts(arch, ep, ranks * cp * tp // (layout.etp or tp)),
+        lambda row: check_experts(
+            arch,
+            row["ep"],
+            row[DATA_PARALLEL] * row["cp"] * row["tp"] // (layout.etp or row["tp"]),
+        ),
     )

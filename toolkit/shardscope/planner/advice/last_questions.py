@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
-from shardscope.frameworks.accelerate.carried import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.accelerate.limits import why_not_started
+from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import words
 from shardscope.planner.advice.alternatives import find_better

@@ -197,7 +197,7 @@ class Fsdp2Engine(TorchEngine):
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
         """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
         for module in (one for unit in self.called for one in unit.modules()):
-            for group in inspection.groups_of(module):
+            for group in inspection.list_groups(module):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 

@@ -45,7 +45,7 @@ def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ..
         )
 
 
-def groups_of(module: torch.nn.Module) -> Iterator[Any]:
+def list_groups(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the ``FSDPParamGroup`` objects of ``module``; none if ``fully_shard`` was not called on it."""
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
@@ -60,7 +60,7 @@ def check_resharding(layers: Sequence[torch.nn.Module], planned: bool | int) -> 
     False keeps the parameters all-gathered, True reshards them, an int reshards them to that many ranks.
     Raises ``RuntimeError`` unless all layers do as ``planned``.
     """
-    found = {_resharded(group) for layer in layers for group in groups_of(layer)}
+    found = {_resharded(group) for layer in layers for group in list_groups(layer)}
     if found - {planned} or len(found) < bool(layers):
         raise RuntimeError(
             f"the plan says reshard_after_forward={planned}, and the layers have "
@@ -105,7 +105,7 @@ def check_home(
 
     Raises ``RuntimeError`` if a group's offload policy or the device of a shard is not as ``planned``.
     """
-    groups = [group for unit in units for module in unit.modules() for group in groups_of(module)]
+    groups = [group for unit in units for module in unit.modules() for group in list_groups(module)]
     policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
     if policies != {planned == "cpu"}:
         shown = " and ".join(sorted("'cpu'" if policy else "None" for policy in policies))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.recipe import Recipe
+from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.sidecar_files import (
@@ -18,7 +19,6 @@ from shardscope.frameworks.formats.sidecar_files import (
     apply_to_recipe,
     build_plan,
     load_plan_parts,
-    replace_fields,
 )
 from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
@@ -234,7 +234,7 @@ def _recipe(document: Document, rest: PlanParts) -> Says:
     if backend == "fused":
         backend = "flash"  # cuDNN's own, of the same memory
     if backend in backends or document.get("use-flash-attn"):
-        says["attention"] = (("attention-backend",), backends.get(backend, "flash"))
+        says["attention"] = (("attention-backend",), backends.get(backend or "", "flash"))
     if document.get("cross-entropy-loss-fusion"):
         says["loss"] = (("cross-entropy-loss-fusion",), "fused")
     says["recompute"] = _recompute(document)
