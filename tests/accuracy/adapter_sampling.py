@@ -19,7 +19,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.memory.state.lora import find_first_layer
+from shardscope.families.parameter_shapes import find_first_layer
 
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 LAYOUTS = {

@@ -32,9 +32,9 @@ def held_share(row: Scored) -> float:
         beside = overheads.estimate_runtime(gpu.vendor, gpu.architecture).high
         beside += max(buffers.high for _, buffers in with_communication(plan, stages))
     return min(
-        (row.measured - beside - tensor_bytes(moment)) / compute_allocated_and_freed(stage.moments)
+        (row.measured - beside - tensor_bytes(moment)) / compute_allocated_and_freed(stage.phases)
         for stage in stages
-        for moment in stage.moments
+        for moment in stage.phases
         if moment.phase != "initialisation"
     )
 

@@ -13,9 +13,9 @@ from shardscope import Plan
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
-from shardscope.memory.moments import compute_phases as moments_of
 from shardscope.memory.report import Component, PhaseMemory, Term
 from shardscope.memory.state.quantization import compute_frozen_base_bytes
+from shardscope.prediction.memory import compute_phases as moments_of
 
 
 def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
@@ -40,5 +40,5 @@ def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemo
         terms = dict(moment.terms)
         for name, size in changes.items():
             terms[name] = Term(size, lambda: "as prepare_model_for_kbit_training leaves it")
-        found.append(PhaseMemory.of(moment.phase, moment.fraction, terms))
+        found.append(PhaseMemory.from_terms(moment.phase, moment.fraction, terms))
     return tuple(found)

@@ -79,7 +79,7 @@ def on_ranks(row: Row, report: MemoryReport) -> tuple[StageMemory, ...]:
 
 
 def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, PhaseMemory]]:
-    return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
+    return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.phases]
 
 
 def tensor_bytes(moment: PhaseMemory) -> int:
@@ -90,12 +90,12 @@ def tensor_bytes(moment: PhaseMemory) -> int:
 def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, PhaseMemory]:
     low = high = 0
     for stage in stages:
-        held = overheads.estimate_fragmentation(compute_allocated_and_freed(stage.moments), True).high
-        for moment in stage.moments:
+        held = overheads.estimate_fragmentation(compute_allocated_and_freed(stage.phases), True).high
+        for moment in stage.phases:
             tensors = tensor_bytes(moment)
             gaps = 0 if moment.phase == "initialisation" else held
             low, high = max(low, tensors), max(high, tensors + gaps)
-    moments = [moment for stage in stages for moment in stage.moments]
+    moments = [moment for stage in stages for moment in stage.phases]
     fullest = max(moments, key=_with_fragmentation)
     return low, _with_fragmentation(fullest), high, fullest
 

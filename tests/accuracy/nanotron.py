@@ -144,7 +144,7 @@ def memory(plan: Plan) -> MemoryReport:
     """The first stage's memory. The plan carries its layers and degrees in Megatron's words."""
     sizes = _sizes(plan)
     moments = tuple(_moments(plan, sizes))
-    stage = StageMemory(stage=0, num_layers=plan.stage_layers[0], find_moments=lambda: moments)
+    stage = StageMemory(stage=0, num_layers=plan.stage_layers[0], find_phases=lambda: moments)
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
 
     return MemoryReport(
@@ -204,8 +204,8 @@ def _moment(
         name: Term(num_bytes, lambda: "huggingface/nanotron, by its source")
         for name, num_bytes in {**rest, **more}.items()
     }
-    found = PhaseMemory.of(phase, fraction, terms)
+    found = PhaseMemory.from_terms(phase, fraction, terms)
     if phase in ("forward", "backward"):
         lost = overheads.compute_fragmentation(found.components["activations"] + found.components["logits"])
         terms["fragmentation"] = Term(lost, lambda: "blocks that the allocator cannot give out again")
-    return PhaseMemory.of(phase, fraction, terms)
+    return PhaseMemory.from_terms(phase, fraction, terms)

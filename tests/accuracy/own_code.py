@@ -103,16 +103,16 @@ def with_communication(
     shapes = model.find_shapes(plan)
     states = [model.compute_training_state(plan, model.count_weights(plan, shape)) for shape in shapes.kinds]
     return [
-        (stage.moments, estimate_communication(states[shapes.kind_of[stage.stage]].group_sizes, vendor))
+        (stage.phases, estimate_communication(states[shapes.kind_of[stage.stage]].group_sizes, vendor))
         for stage in stages
     ]
 
 
 def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageMemory:
-    moments = stage.moments
+    moments = stage.phases
     for name in own:
         moments = _CHANGES[name](plan, moments)
-    return replace(stage, find_moments=lambda: moments, find_peak=None)
+    return replace(stage, find_phases=lambda: moments, find_peak=None)
 
 
 def _no_buckets(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
@@ -201,7 +201,7 @@ def _torchtitan_policy(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[Ph
     """
     arch, recipe = plan.architecture, plan.recipe
     again = Plan(arch, plan.cluster, replace(recipe, recompute="full"), plan.layout).memory()
-    moments = again.worst_stage.moments
+    moments = again.worst_stage.phases
     width, c = attention_widths(arch), widths[recipe.precision].compute
     products = width.query + width.value + arch.intermediate_size + arch.hidden_size
     each = (products + width.output) * c + FP32 * arch.num_attention_heads
@@ -226,7 +226,7 @@ def said_of(name: OwnCode) -> str:
 def _with(moment: PhaseMemory, more: Mapping[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "the source's own code") for name, num_bytes in more.items()})
-    return PhaseMemory.of(moment.phase, moment.fraction, terms)
+    return PhaseMemory.from_terms(moment.phase, moment.fraction, terms)
 
 
 _CHANGES: dict[OwnCode, _Change] = {

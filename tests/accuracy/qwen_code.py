@@ -53,7 +53,7 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMe
     numel, _, _ = measure_layer_linears(arch, False, "nf4_double")
     last = arch.hidden_size * arch.intermediate_size
     found = []
-    for moment in theirs.moments:
+    for moment in theirs.phases:
         parts = moment.components
         more: dict[Component, int] = {
             "parameters": parts["parameters"] - smaller,
@@ -74,4 +74,4 @@ def _adapters(plan: Plan) -> int:
 def _with(moment: PhaseMemory, more: dict[Component, int]) -> PhaseMemory:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "Qwen's own scripts") for name, num_bytes in more.items()})
-    return PhaseMemory.of(moment.phase, moment.fraction, terms)
+    return PhaseMemory.from_terms(moment.phase, moment.fraction, terms)

@@ -75,7 +75,7 @@ def _stored_peak(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _predicted_peak(plan: ss.Plan) -> dict[str, int]:
-    moments = [moment for stage in plan.memory().by_stage for moment in stage.moments]
+    moments = [moment for stage in plan.memory().by_stage for moment in stage.phases]
     fullest = max(moments, key=tensor_bytes).components
     return {name: fullest[name] for name in COMPONENTS}  # type: ignore[index]
 

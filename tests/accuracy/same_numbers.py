@@ -73,7 +73,7 @@ def _memory(plan: ss.Plan) -> Row:
 
 
 def _stage(stage: StageMemory) -> str:
-    moments = [(one.phase, one.fraction, one.components) for one in stage.moments]
+    moments = [(one.phase, one.fraction, one.components) for one in stage.phases]
     return fingerprint(
         [
             [stage.stage, stage.num_layers, stage.host_bytes, stage.nvme_bytes],

@@ -20,7 +20,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations.modules.known import KNOWN
+from shardscope.memory.activations.forward import KNOWN
 from shardscope.prediction.support import list_supported
 
 MAX_HIDDEN = 8192

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.catalog import models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
-from shardscope.memory.activations.modules.known import KNOWN
+from shardscope.memory.activations.forward import KNOWN
 from shardscope.memory.state import stages
 
 ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}

@@ -8,8 +8,8 @@ import pytest
 from tests.needs import few
 
 import shardscope as ss
-from shardscope.memory.activations.backward import compute_layer_backward
 from shardscope.memory.activations.forward import compute_layer_activations
+from shardscope.memory.activations.largest_layer import compute_layer_backward
 from shardscope.memory.activations.modules.saved import Modules
 
 LLAMA = ss.models["llama-3.1-8b"]
@@ -50,9 +50,9 @@ def test_a_branch_is_overwritten_by_its_gradient() -> None:
     """Beside the stream's gradient backward makes one inner width, or two where no product was saved."""
     modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
     stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
-    assert compute_layer_backward(LLAMA, False, modules).inside == stream + inner
+    assert compute_layer_backward(LLAMA, False, modules).at_product == stream + inner
     frozen = modules._replace(targets=("q_proj", "v_proj"), adapter_rank=8)
-    assert compute_layer_backward(LLAMA, False, frozen).inside == stream + 2 * inner
+    assert compute_layer_backward(LLAMA, False, frozen).at_product == stream + 2 * inner
 
 
 def test_a_layer_computed_again_keeps_its_input() -> None:

@@ -19,11 +19,11 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import compute_layer_activations, find_modules, list_saved_tensors
 from shardscope.memory.activations.modules.saved import Modules
-from shardscope.memory.moments import compute_phases
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters
 from shardscope.memory.state.stages import Stage, count_layer_shard
+from shardscope.prediction.memory import compute_phases
 
 GIB = 2**30
 NAMES = (
@@ -85,7 +85,7 @@ def test_fault_37_components_sum_everywhere(a_plan: Plan) -> None:
     assert sum(stage.num_layers for stage in report.by_stage) == a_plan.architecture.num_hidden_layers
     for stage in report.by_stage:
         assert stage.peak_bytes == sum(stage.components.values())
-        for moment in stage.moments:
+        for moment in stage.phases:
             assert all(type(v) is int and v >= 0 for v in moment.components.values())
             assert moment.total == sum(moment.components.values()) <= stage.peak_bytes
     for phase in PHASES:
@@ -109,10 +109,10 @@ def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
         buffers = overheads.estimate_communication(
             model.compute_training_state(a_plan, stage).group_sizes, gpu.vendor
         )
-        step = [moment.components for moment in found.moments if moment.phase != "initialisation"]
+        step = [moment.components for moment in found.phases if moment.phase != "initialisation"]
         freed = {name: max(p[name] for p in step) - min(p[name] for p in step) for name in NAMES[:6]}
         gaps = overheads.estimate_fragmentation(sum(freed.values()), a_plan.on_gpu).high
-        for moment in found.moments:
+        for moment in found.phases:
             lost = moment.components["fragmentation"]
             tensors = moment.total - buffers.point - runtime.point - lost
             lows.append(tensors + buffers.low + runtime.low)
@@ -163,7 +163,7 @@ def test_the_formula_of_activations_stands_beside_their_parts(layout: ss.Layout)
     report = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), layout).memory()
     layers = f"{LLAMA.num_hidden_layers} layers × 4,096 tokens × ("
     told = 0
-    for moment in report.worst_stage.moments:
+    for moment in report.worst_stage.phases:
         words = moment.terms["activations"].explain() if "activations" in moment.terms else ""
         if moment.fraction in (0.34, 0.35):
             assert layers in words
@@ -178,7 +178,7 @@ def test_the_parts_in_words_add_up() -> None:
     node = ss.Cluster.parse("8xh100-sxm-80gb")
     plan = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), ss.Layout.fsdp2())
     found = 0
-    for moment in plan.memory().worst_stage.moments:
+    for moment in plan.memory().worst_stage.phases:
         for name in ("activations", "gather_buffers"):
             term = moment.terms.get(name)
             parts = (
@@ -230,7 +230,7 @@ def test_recomputation_keeps_less(a_plan: Plan) -> None:
         except ValueError:  # Of stage 3 with parameters on NVMe what is read ahead depends on it.
             assume(False)
         kept[how] = [
-            max(one.components["activations"] for one in stage.moments if one.phase == "forward")
+            max(one.components["activations"] for one in stage.phases if one.phase == "forward")
             for stage in again.memory().by_stage
         ]
     assert all(none >= full for none, full in zip(kept["none"], kept["full"], strict=True))
@@ -417,7 +417,7 @@ def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: s
 def test_llama_8b_fsdp2_as_traced() -> None:
     """As torch's FSDPMemTracker counted its second step on fake tensors: 46.60 GiB at the peak."""
     report = plan(LLAMA_8B, ss.Layout.fsdp2(shard=8), global_batch_size=8).memory()
-    at_head = next(m for m in report.by_stage[0].moments if m.phase == "backward").components
+    at_head = next(m for m in report.by_stage[0].phases if m.phase == "backward").components
     gib = {name: value / GIB for name, value in at_head.items()}
     assert gib["parameters"] == pytest.approx(3.74, abs=0.01)
     assert gib["optimizer"] == pytest.approx(7.48, abs=0.01)
@@ -465,7 +465,7 @@ def test_attention_without_a_fused_kernel_grows_with_the_square_of_the_sequence(
 
 def test_experts_trade_tokens_and_do_not_lose_them() -> None:
     kept = [
-        plan(MOE, ss.Layout.megatron(ep=ep)).memory().by_stage[0].moments[3].components["activations"]
+        plan(MOE, ss.Layout.megatron(ep=ep)).memory().by_stage[0].phases[3].components["activations"]
         for ep in (1, 8)
     ]
     assert kept[0] == kept[1]
@@ -579,8 +579,8 @@ def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, p
             compute_phases(a_plan, find_modules(a_plan), stage, model.compute_training_state(a_plan, stage)),
             key=lambda moment: moment.fraction,
         )
-        assert [moment.components for moment in found.moments] == [moment.components for moment in alone]
-        for ours, theirs in zip(found.moments, alone, strict=True):
+        assert [moment.components for moment in found.phases] == [moment.components for moment in alone]
+        for ours, theirs in zip(found.phases, alone, strict=True):
             assert {name: term.explain() for name, term in ours.terms.items()} == {
                 name: term.explain() for name, term in theirs.terms.items()
             }

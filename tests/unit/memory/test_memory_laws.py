@@ -21,7 +21,7 @@ from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
 def tensors(a_plan: Plan) -> int:
     """Bytes of all tensors at the peak; what libraries and the allocator add follows the same."""
-    moments = [moment for stage in a_plan.memory().by_stage for moment in stage.moments]
+    moments = [moment for stage in a_plan.memory().by_stage for moment in stage.phases]
     return max(sum(moment.components[name] for name in TENSOR_COMPONENTS) for moment in moments)
 
 
@@ -141,9 +141,9 @@ def test_json_keeps_the_bytes(a_plan: Plan) -> None:
 @given(plans())
 def test_every_instant_has_its_place(a_plan: Plan) -> None:
     for stage in a_plan.memory().by_stage:
-        fractions = [moment.fraction for moment in stage.moments]
+        fractions = [moment.fraction for moment in stage.phases]
         assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] <= 1
-        for moment in stage.moments:
+        for moment in stage.phases:
             assert all(size >= 0 for size in moment.components.values())
             assert all(term.explain() for term in moment.terms.values() if term.num_bytes)
 

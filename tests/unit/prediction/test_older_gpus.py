@@ -23,7 +23,7 @@ def plan(arch: ss.Architecture, gpu: str, precision: str) -> Plan:
 
 
 def activations(a_plan: Plan) -> int:
-    return max(moment.components["activations"] for moment in a_plan.memory().worst_stage.moments)
+    return max(moment.components["activations"] for moment in a_plan.memory().worst_stage.phases)
 
 
 @pytest.mark.parametrize("gpu", ["v100-sxm-32gb", "t4-16gb"])

@@ -55,7 +55,7 @@ def test_refused_by_name_or_predicted(layout: str, model: str, cluster: str) -> 
             continue
         report = plan.memory()
         for stage, moment in product(report.by_stage, range(3)):
-            terms = stage.moments[moment].components
+            terms = stage.phases[moment].components
             assert all(type(value) is int and value >= 0 for value in terms.values()), (change, dict(terms))
         for name in COMPONENTS:
             assert report.explain(name)

@@ -62,7 +62,7 @@ def test_every_stored_stage_is_near_its_own_prediction(sample: str) -> None:
         row = json.loads(line)
         by_stage = Plan.from_dict(row["plan"]).memory().by_stage
         for stored in map(RehearsedStage.from_dict, row["stages"]):
-            predicted = max(map(tensors_of, by_stage[stored.stage].moments))
+            predicted = max(map(tensors_of, by_stage[stored.stage].phases))
             assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.0125), (row["name"], stored.stage)
 
 
@@ -156,7 +156,7 @@ def test_every_choice_of_a_recipe_is_played_or_refused_by_name(field: str) -> No
                 played(Plan(arch, EIGHT, recipe, layout))
             continue
         (stage,) = played(Plan(arch, EIGHT, recipe, layout))
-        predicted = max(map(tensors_of, Plan(arch, EIGHT, recipe, layout).memory().by_stage[0].moments))
+        predicted = max(map(tensors_of, Plan(arch, EIGHT, recipe, layout).memory().by_stage[0].phases))
         assert predicted == pytest.approx(stage.peak.num_bytes, rel=0.02), value
 
 

@@ -51,7 +51,7 @@ def test_each_stage_has_its_layers_and_shards(stages: list[RehearsedStage]) -> N
     for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
         assert {moment.phase for moment in stage.moments} == set(PHASES)
         for name in ("parameters", "optimizer"):
-            rest = next(m for m in predicted.moments if m.phase == "rest").components[name]  # type: ignore[index]
+            rest = next(m for m in predicted.phases if m.phase == "rest").components[name]  # type: ignore[index]
             assert most(stage, name, "rest") == pytest.approx(rest, abs=2**20)
 
 
@@ -101,7 +101,7 @@ def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
     few, all_of_them = (plan.memory().by_stage for plan in plans)
     for one, other, rehearsed in zip(few, all_of_them, played(plans[1]), strict=True):
         assert "ScheduleGPipe" in rehearsed.note and "micro-batches played" not in rehearsed.note
-        most_of = [max(map(tensor_bytes, stage.moments)) for stage in (one, other)]
+        most_of = [max(map(tensor_bytes, stage.phases)) for stage in (one, other)]
         assert most_of[1] > most_of[0]
         assert most_of[1] == pytest.approx(rehearsed.peak.num_bytes, rel=0.02)
     assert plans[1].step().seconds == plans[0].step().seconds

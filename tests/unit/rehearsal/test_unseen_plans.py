@@ -132,7 +132,7 @@ def test_what_they_showed_is_mended(shown: str) -> None:
     predicted = max(
         sum(moment.components[name] for name in COMPONENTS)  # type: ignore[index]
         for stage in one.memory().by_stage
-        for moment in stage.moments
+        for moment in stage.phases
     )
     assert predicted == pytest.approx(rehearsed, rel=0.007)
 
@@ -172,6 +172,6 @@ def test_megatron_s_main_copies_are_there_before_the_first_step(distributed: boo
     )
     found = one.memory().by_stage[0]
     start = one.memory().at("initialisation")
-    weights = next(m for m in found.moments if m.phase == "rest").components["parameters"] // 2
+    weights = next(m for m in found.phases if m.phase == "rest").components["parameters"] // 2
     assert start["optimizer"] == pytest.approx(4 * weights, rel=1e-3)
     assert start["gradients"] == pytest.approx(4 * weights, rel=1e-3)

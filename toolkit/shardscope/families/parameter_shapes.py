@@ -183,3 +183,8 @@ def _build_gpt2_mlp(arch: Architecture) -> list[Parameter]:
         Parameter("mlp", "mlp.c_proj.weight", (size, hidden)),
         Parameter("mlp", "mlp.c_proj.bias", (hidden,)),
     ]
+
+
+def find_first_layer(architecture: Architecture, moe: bool) -> int:
+    """Return the index of the first decoder layer with (``moe``) or without routed experts."""
+    return next(i for i in range(architecture.num_hidden_layers) if architecture.is_moe_layer(i) == moe)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice
 from shardscope.core.number_format import format_sum, gib
@@ -36,11 +36,11 @@ class Term(NamedTuple):
     """Bytes of one component, and a callable that returns their explanation on request."""
 
     num_bytes: int
-    words: Callable[[], str]
+    find_explanation: Callable[[], str]
 
     def explain(self) -> str:
         """Return the formula and source of the bytes."""
-        return self.words()
+        return self.find_explanation()
 
 
 class PhaseMemory(NamedTuple):
@@ -55,9 +55,9 @@ class PhaseMemory(NamedTuple):
     """Computes the bytes by component; lazy, because most phases only need their sum."""
 
     @classmethod
-    def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> PhaseMemory:
+    def from_terms(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> PhaseMemory:
         """Build a phase from its terms, and compute the total."""
-        return cls(phase, fraction, sum([term[0] for term in terms.values()]), lambda: terms)
+        return cls(phase, fraction, sum([term.num_bytes for term in terms.values()]), lambda: terms)
 
     @property
     def terms(self) -> Mapping[Component, Term]:
@@ -79,26 +79,26 @@ class StageMemory:
     """Index of the stage, from 0."""
     num_layers: int
     """Number of decoder layers on the stage."""
-    find_moments: Callable[[], tuple[PhaseMemory, ...]]
-    """Computes :attr:`moments`; lazy, because most stages of a long pipeline are never inspected."""
+    find_phases: Callable[[], tuple[PhaseMemory, ...]]
+    """Computes :attr:`phases`; lazy, because most stages of a long pipeline are never inspected."""
     find_peak: Callable[[], PhaseMemory] | None = None
-    """Computes :attr:`peak` where that is cheaper than all moments; None: the maximum of the moments."""
+    """Computes :attr:`peak` where that is cheaper than all phases; None: the largest phase."""
     host_bytes: int = 0
     """Host memory per rank of this stage with offloading."""
     nvme_bytes: int = 0
     """NVMe bytes per rank of this stage with offloading."""
 
     @cached_property
-    def moments(self) -> tuple[PhaseMemory, ...]:
-        """Phases of a step in order, initialisation first."""
-        return self.find_moments()
+    def phases(self) -> tuple[PhaseMemory, ...]:
+        """Phases of a step in order, initialisation first; backward has several."""
+        return self.find_phases()
 
     @cached_property
     def peak(self) -> PhaseMemory:
         """The phase with the most bytes."""
         if self.find_peak is not None:
             return self.find_peak()
-        return max(self.moments, key=lambda moment: moment.total)
+        return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def peak_bytes(self) -> int:
@@ -111,8 +111,8 @@ class StageMemory:
         return self.peak.components
 
     def at(self, phase: Phase) -> PhaseMemory:
-        """Return the moment with the most bytes of a phase."""
-        return max((m for m in self.moments if m.phase == phase), key=lambda m: m.total)
+        """Return the entry of :attr:`phases` with the most bytes among those of ``phase``."""
+        return max((entry for entry in self.phases if entry.phase == phase), key=lambda entry: entry.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +203,10 @@ class MemoryReport:
     @property
     def timeline(self) -> tuple[tuple[str, float, Mapping[str, int]], ...]:
         """(phase, fraction of the step, bytes by component) on the worst rank, in order."""
-        return tuple((m.phase, m.fraction, m.components) for m in self.worst_stage.moments)
+        return tuple((entry.phase, entry.fraction, entry.components) for entry in self.worst_stage.phases)
 
     def at(self, phase: Phase) -> Mapping[str, int]:
-        """Return bytes by component on the worst rank at the largest moment of ``phase``.
+        """Return bytes by component on the worst rank where ``phase`` has the most.
 
         Raises ``ValueError`` for a name that is not in ``PHASES``.
         """
@@ -268,20 +268,20 @@ def sum_parts(*parts: tuple[int, str], source: Callable[[], str] | None = None) 
     """
     num_bytes = sum([part[0] for part in parts])
 
-    def words() -> str:
-        told = format_sum(parts) or parts[0][1]
-        return told if source is None or not num_bytes else f"{told} · {source()}"
+    def explain() -> str:
+        explanation = format_sum(parts) or parts[0][1]
+        return explanation if source is None or not num_bytes else f"{explanation} · {source()}"
 
-    return Term(num_bytes, words)
+    return Term(num_bytes, explain)
 
 
-def zero_term(why: str) -> Term:
+def zero_term(reason: str) -> Term:
     """Return a term of 0 bytes with the reason."""
-    return Term(0, lambda: why)
+    return Term(0, lambda: reason)
 
 
-def choose_term(condition: Any, then: Term, otherwise: Term) -> Term:
+def choose_term(condition: bool, then: Term, otherwise: Term) -> Term:
     """Return ``then`` if ``condition`` is true, else ``otherwise``; elementwise over arrays of plans."""
     if isinstance(condition, bool):
         return then if condition else otherwise
-    return Term(where(condition, then[0], otherwise[0]), otherwise.words)
+    return Term(where(condition, then.num_bytes, otherwise.num_bytes), otherwise.find_explanation)

@@ -119,7 +119,7 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
         find_band=lambda: compute_band(
-            plan, [(stage.moments, overheads_by_stage[stage.stage].communication) for stage in by_stage]
+            plan, [(stage.phases, overheads_by_stage[stage.stage].communication) for stage in by_stage]
         ),
         tier="rehearsed",
     )
@@ -170,12 +170,12 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
             terms["fragmentation"] = Term(
                 gaps.point, lambda: f"{percent} % of what a step allocates and frees"
             )
-        return PhaseMemory.of(peak.phase, peak.fraction, terms)
+        return PhaseMemory.from_terms(peak.phase, peak.fraction, terms)
 
     return StageMemory(
         stage=rehearsed.stage,
         num_layers=rehearsed.num_layers,
-        find_moments=lambda: tuple(build_moment(peak) for peak in rehearsed.moments),
+        find_phases=lambda: tuple(build_moment(peak) for peak in rehearsed.moments),
         host_bytes=rehearsed.host_bytes,
         nvme_bytes=rehearsed.nvme_bytes,
     )

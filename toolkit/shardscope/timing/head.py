@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, resolve_loss
-from shardscope.memory.activations.logits import compute_logits_per_token
+from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, compute_logits_per_token, resolve_loss
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.matmul import unaligned
 

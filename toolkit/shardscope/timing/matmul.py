@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import names_of
-from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:

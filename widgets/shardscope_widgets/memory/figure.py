@@ -315,7 +315,7 @@ def _list_overlays(shown: ShownMemory) -> list[_Timeline]:
 
 def _read_timeline(report: MemoryReport) -> tuple[list[float], list[Any]]:
     """Return fractions of a step and the components at each; a step ends as it began."""
-    phases = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
+    phases = [m for m in report.worst_stage.phases if m.phase != "initialisation"]
     if not phases:
         return [], []
     rest = next((m for m in phases if m.phase == "rest"), phases[0])

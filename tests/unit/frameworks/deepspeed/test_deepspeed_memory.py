@@ -356,7 +356,7 @@ def test_flattening_moves_to_the_host_where_two_copies_do_not_fit() -> None:
 def test_offloaded_gradients_are_not_there_in_backward() -> None:
     for stage in (2, 3):
         report = zero(stage, offload_optimizer="cpu", global_batch_size=16).memory()
-        assert {moment.components["gradients"] for moment in report.worst_stage.moments} == {0}
+        assert {moment.components["gradients"] for moment in report.worst_stage.phases} == {0}
 
 
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
@@ -528,7 +528,7 @@ def test_what_is_not_rehearsed_is_refused_by_name() -> None:
 @settings(max_examples=examples(10), deadline=None)
 def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) -> None:
     report = zero(stage, recompute=recompute).memory()
-    for moment in report.worst_stage.moments:
+    for moment in report.worst_stage.phases:
         for term in moment.terms.values():
             assert term.explain()
 

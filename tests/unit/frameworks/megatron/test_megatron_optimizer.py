@@ -94,7 +94,7 @@ def test_experts_have_an_optimizer_of_their_own_that_steps_after() -> None:
 def test_transformer_engines_loss_writes_its_gradient_over_the_logits(impl: str, each: int) -> None:
     a_plan = plan(recipe={"loss": "fused"}, tp=2, cross_entropy_fusion_impl=impl)
     rows = padded_vocab_size(LLAMA.vocab_size, 2) // 2
-    peak = max(m.components["logits"] for m in a_plan.memory().worst_stage.moments)
+    peak = max(m.components["logits"] for m in a_plan.memory().worst_stage.phases)
     assert peak >= each * 512 * rows
     assert (peak == 2 * 512 * rows) == (impl == "te")
     # Another loss has no such kernel.

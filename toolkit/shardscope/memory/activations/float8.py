@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32, HALF
-from shardscope.memory.state.lora import find_first_layer
+from shardscope.families.parameter_shapes import find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

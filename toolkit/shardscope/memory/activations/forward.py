@@ -9,10 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.core.errors import refuse
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
-from shardscope.families.registry import family_of
+from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.families.registry import FAMILIES, family_of
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
     find_fused_attention,
@@ -27,13 +29,12 @@ from shardscope.memory.activations.modules.compiled import (
 from shardscope.memory.activations.modules.decoder import list_decoder_tensors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
-from shardscope.memory.activations.modules.known import check_known
-from shardscope.memory.activations.modules.layernorm import casts_norms, list_layernorm_tensors, upcasts_norms
-from shardscope.memory.activations.modules.liger import compute_liger_final_norm, list_liger_tensors
+from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
+from shardscope.memory.activations.modules.liger import list_liger_tensors
 from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 from shardscope.memory.activations.modules.selective import compute_int8_inputs, list_selective_tensors
-from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.lora import find_adapter_targets
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -281,29 +282,6 @@ def compute_unsaved_at_start(architecture: Architecture, modules: Modules, tp: i
 
 
 @lru_cache(maxsize=4096)
-def compute_final_norm_saved(architecture: Architecture, modules: Modules) -> int:
-    """Return the bytes per token saved by the final norm, without the head's input."""
-    hidden = architecture.hidden_size
-    if modules.kernels == "liger":
-        return compute_liger_final_norm(architecture, modules)
-    if architecture.norm == "layernorm":
-        number = modules.compute if casts_norms(architecture, modules) else modules.normed
-        return hidden * number + 2 * FP32
-    normed = FP32 if family_of(architecture).scales_before_cast else modules.stream
-    return hidden * FP32 + FP32 + hidden * normed * modules.trained
-
-
-def compute_head_input(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
-    """Return the bytes per token of the head's saved input, never sharded by sequence parallelism.
-
-    A fused loss saves gradients instead (memory/activations/head.py), a chunked loss its input.
-    """
-    keeps = modules.trained or modules.keeps_frozen_inputs
-    width = {"full": modules.compute * keeps, "chunked": modules.stream, "fused": 0}[loss]
-    return architecture.hidden_size * width
-
-
-@lru_cache(maxsize=4096)
 def list_kept_by_selective(
     architecture: Architecture, moe: bool, modules: Modules
 ) -> tuple[SavedTensor, ...]:
@@ -350,3 +328,25 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
     product = (names_of(arch).down, arch.intermediate_size)
     copies -= adapted.count(product) * arch.intermediate_size * c
     return masks + copies
+
+
+KNOWN = frozenset(FAMILIES)
+"""Families tested tensor by tensor against transformers' modules (tests/runs/test_saved_tensors.py)."""
+
+
+def check_known(arch: Architecture) -> None:
+    """Raise ``ValueError`` if the saved tensors of the family's modules are not listed."""
+    if arch.model_type not in KNOWN:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"a family whose activations are known: {', '.join(sorted(KNOWN))}",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )
+    if arch.position_embedding == "alibi":
+        refuse(
+            "Architecture.position_embedding",
+            "alibi",
+            "rope or learned: what a mask of biases for each head takes is not known",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )

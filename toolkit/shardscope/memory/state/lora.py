@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div
+from shardscope.families.parameter_shapes import find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -44,8 +45,3 @@ def count_layer_adapters(
             whole += rank * (inner + out)
             part += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
     return whole, part
-
-
-def find_first_layer(architecture: Architecture, moe: bool) -> int:
-    """Return the index of the first decoder layer with (``moe``) or without routed experts."""
-    return next(i for i in range(architecture.num_hidden_layers) if architecture.is_moe_layer(i) == moe)

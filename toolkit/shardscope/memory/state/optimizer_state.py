@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.ops import ceil_div, map_distinct
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.report import Term, zero_term
-from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.optimizers import (
     ELEMENTWISE,
     TensorState,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
-from shardscope.memory.state.lora import find_first_layer
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from shardscope.core.ops import (
     map_distinct,
     maximum,
 )
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
-from shardscope.memory.state.lora import count_layer_adapters, find_first_layer
+from shardscope.memory.state.lora import count_layer_adapters
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -1,20 +1,63 @@
-"""Training state of one pipeline stage: the result of a framework's memory model."""
+"""Training state and peak candidates of one pipeline stage: what a framework's memory model returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.activations.backward import PeakCandidate, StageBackward
-from shardscope.memory.report import Component, Term, zero_term
+from shardscope.memory.activations.stage_activations import StageBackward
+from shardscope.memory.report import Component, Phase, Term, zero_term
 
 if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
-    from shardscope.memory.activations.step import TransformersActivations
+    from shardscope.memory.activations.stage_activations import TransformersActivations
     from shardscope.memory.state.stages import Stage
 
 _NOTHING: Mapping[Component, Term] = MappingProxyType({})
+
+
+class PeakTerms(NamedTuple):
+    """Terms of one peak candidate: bytes with their explanations."""
+
+    activations: Term
+    gather: Term
+    gradients: Term
+
+
+@dataclass(slots=True)
+class PeakCandidate:
+    """One peak candidate in forward or backward, with the framework's own state. Bytes on one rank.
+
+    Bytes are plain numbers and terms are built lazily, because most candidates only need their sum. About two
+    dozen are created per prediction, so this is a slotted dataclass, the fastest kind of object to create.
+    """
+
+    fraction: float
+    activations: int
+    gather: int
+    gradients: int
+    find_terms: Callable[[], PeakTerms]
+    """Returns the same bytes as terms, with explanations."""
+    logits: Term | None = None
+    """Logits at the forward or backward of the loss."""
+    phase: Phase = "backward"
+    """``forward`` if a collective in forward needs more memory than the end of forward."""
+
+    @classmethod
+    def from_terms(
+        cls,
+        fraction: float,
+        activations: Term,
+        gather: Term,
+        gradients: Term,
+        logits: Term | None = None,
+        phase: Phase = "backward",
+    ) -> PeakCandidate:
+        """Build a candidate from terms."""
+        terms = PeakTerms(activations, gather, gradients)
+        return cls(fraction, activations[0], gather[0], gradients[0], lambda: terms, logits, phase)
 
 
 class TrainingState(NamedTuple):
@@ -30,7 +73,7 @@ class TrainingState(NamedTuple):
     """All-gathered parameters and staging buffers at the end of forward, when activations are largest."""
     optimizer_working: Term = zero_term("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""
-    gradients_stay: bool = False
+    keeps_gradients: bool = False
     """Whether the gradient buffer is never freed, and so exists at rest and in forward too."""
     gradients_rest: Term | None = None
     """Gradients at rest, and in forward of a step with one micro-batch, if that is a part of them."""
@@ -51,11 +94,11 @@ class TrainingState(NamedTuple):
     find_peaks: Callable[[Stage, Modules], list[PeakCandidate]] | None = None
     """Returns the peak candidates of forward and backward, if the framework has its own modules and
     schedule."""
-    find_backward: Callable[[StageBackward], list[PeakCandidate]] | None = None
+    find_backward_peaks: Callable[[StageBackward], list[PeakCandidate]] | None = None
     """Otherwise: returns the peak candidates of backward for transformers' modules, from the framework's
     collectives."""
     find_logits: Callable[[TransformersActivations], tuple[Term, Term]] | None = None
     """Returns logits at the end of forward and the start of backward, if the framework shards the head
     itself."""
-    gradients_waiting: Term | None = None
+    gradients_accumulated: Term | None = None
     """Gradients of earlier micro-batches while later ones run; None: ``gradients``."""

@@ -11,11 +11,11 @@ import numpy as np
 from shardscope.core.layout import Degrees
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.modules.attention import broadcasts_views
-from shardscope.memory.activations.step import TransformersActivations
-from shardscope.memory.moments import compute_peak_bytes
+from shardscope.memory.activations.stage_activations import TransformersActivations
 from shardscope.memory.state.stages import StageShape
 from shardscope.prediction.batch.object_batch import ObjectBatch
 from shardscope.prediction.batch.rows import Rows
+from shardscope.prediction.memory import compute_peak_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +50,7 @@ def compute_stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes
     state = frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
     peak = compute_peak_bytes(plan, modules, stage, state)
     offloads = plan.recipe.recompute == "offload"
-    offloaded = TransformersActivations(plan, modules, stage).offloaded() if offloads else 0
+    offloaded = TransformersActivations(plan, modules, stage).compute_offloaded() if offloads else 0
     return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
 
 

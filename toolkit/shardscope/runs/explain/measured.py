@@ -92,7 +92,7 @@ class MeasuredMemory(MemoryReport):
     def at(self, phase: Phase) -> Mapping[str, int]:
         """Return bytes by component on the worst rank. Raises ``ValueError`` for an unmeasured ``phase``."""
         check_choice("phase", phase, PHASES)
-        measured = [moment.phase for moment in self.worst_stage.moments]
+        measured = [moment.phase for moment in self.worst_stage.phases]
         if phase not in measured:
             refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", Value("rest"))
         return self.worst_stage.at(phase).components
@@ -120,7 +120,7 @@ class MeasuredMemory(MemoryReport):
     @property
     def tensor_bytes(self) -> int:
         """Peak bytes of tensors only, the part that a prediction is compared with."""
-        return max((sum_tensor_bytes(m.components) for m in self.worst_stage.moments), default=0)
+        return max((sum_tensor_bytes(m.components) for m in self.worst_stage.phases), default=0)
 
     @property
     def error(self) -> float | None:
@@ -145,7 +145,7 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def _tensor_phase(self) -> str:
-        fullest = max(self.worst_stage.moments, key=lambda moment: sum_tensor_bytes(moment.components))
+        fullest = max(self.worst_stage.phases, key=lambda moment: sum_tensor_bytes(moment.components))
         return fullest.phase
 
     def explain(self, name: str) -> str:
@@ -164,7 +164,7 @@ def sum_tensor_bytes(components: Mapping[str, int]) -> int:
 
 def sum_predicted_tensors(report: MemoryReport) -> int:
     """Return the predicted peak of tensor bytes within a step, initialization excluded."""
-    moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
+    moments = (m for stage in report.by_stage for m in stage.phases if m.phase != "initialisation")
     return max(sum_tensor_bytes(moment.components) for moment in moments)
 
 
@@ -187,7 +187,7 @@ def build_measured_memory(
             layers = plan.stage_layers[stage] if plan else 0
             shares.setdefault(stage, []).append(_make_stage(stage, layers, moments))
     fullest = [max(shares[stage], key=lambda rank: rank.peak_bytes) for stage in sorted(shares)]
-    by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredMoment.of("rest", 0.0, {}),)),)
+    by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredMoment.from_terms("rest", 0.0, {}),)),)
     worst = max(by_stage, key=lambda stage: stage.peak_bytes)
     return MeasuredMemory(
         find_stages=lambda: by_stage,
@@ -202,7 +202,7 @@ def build_measured_memory(
 
 
 def _make_stage(number: int, num_layers: int, moments: tuple[PhaseMemory, ...]) -> StageMemory:
-    return StageMemory(stage=number, num_layers=num_layers, find_moments=lambda: moments)
+    return StageMemory(stage=number, num_layers=num_layers, find_phases=lambda: moments)
 
 
 def _predict(plan: Plan) -> MemoryReport | None:
@@ -214,7 +214,7 @@ def _predict(plan: Plan) -> MemoryReport | None:
 
 
 def _explain_missing(stage: StageMemory) -> str:
-    named = {name for moment in stage.moments for name in moment.terms}
+    named = {name for moment in stage.phases for name in moment.terms}
     if named <= {OTHER}:
         return "the task did not train through the run's engine, so only a total is known"
     if "communication" not in named and "runtime" in named:
@@ -229,7 +229,7 @@ def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory
         if num_bytes <= 0:
             return ()
         total = Term(num_bytes, lambda: "the highest peak_memory_bytes that this rank logged")
-        return (MeasuredMoment.of("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
+        return (MeasuredMoment.from_terms("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
     phases = record.get("phases")
     phases = phases if isinstance(phases, Mapping) else {}
     peaks = record.get("allocated_peaks")
@@ -241,7 +241,7 @@ def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory
             continue
         terms = {name: Term(value, _make_explanation(name, record)) for name, value in sizes.items()}
         terms |= _read_other_terms(record, sum(sizes.values()), peak if isinstance(peak, int) else None)
-        moments.append(MeasuredMoment.of(phase, start, terms))  # type: ignore[arg-type]
+        moments.append(MeasuredMoment.from_terms(phase, start, terms))  # type: ignore[arg-type]
     return tuple(moments)
 
 

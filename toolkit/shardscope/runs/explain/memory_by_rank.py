@@ -28,7 +28,7 @@ class RankMemory(NamedTuple):
 
 def predict_rank_memory(report: MemoryReport) -> RankMemory:
     """Return the predicted tensor bytes in the peak phase of a step, initialization excluded."""
-    moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
+    moments = (m for stage in report.by_stage for m in stage.phases if m.phase != "initialisation")
     return _sum_phase(max(moments, key=lambda moment: sum_tensor_bytes(moment.components)))
 
 
@@ -47,7 +47,7 @@ def read_rank_memory(
         if not measured.tensor_bytes:
             continue
         memory[rank] = _sum_phase(
-            max(measured.worst_stage.moments, key=lambda moment: sum_tensor_bytes(moment.components))
+            max(measured.worst_stage.phases, key=lambda moment: sum_tensor_bytes(moment.components))
         )
     return memory
 

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
-from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
 from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.stage_activations import StageBackward
 from shardscope.memory.report import Phase, Term, sum_parts, zero_term
+from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.instants import LayerPeak
-    from shardscope.memory.layer_order import LayerKind, LayerOrder, StageLayer
+    from shardscope.memory.activations.modules.layer_peaks import LayerPeak
+    from shardscope.memory.activations.stage_activations import LayerKind, LayerOrder, StageLayer
     from shardscope.memory.state.stages import Stage
 
 
@@ -65,14 +66,14 @@ class _Step:
         """Bytes of a tied head's gradient, which autograd keeps until it is summed with the embedding's."""
 
     def peaks(self) -> list[PeakCandidate]:
-        shape, order = self.shape, self.shape.find_order()
-        full = (shape.layers, shape.edges, shape.cast)
+        shape, order = self.shape, self.shape.find_layer_order()
+        full = (shape.saved_by_layers, shape.saved_by_head, shape.weight_casts)
         once = self._gradient_bytes(0)
         found = []
         instants: dict[int, list[tuple[Any, Any]]] = {}
-        for place in order.last_places(shape.layers):
+        for place in order.find_last_layers(shape.saved_by_layers):
             found.append(self._forward(order, place))
-        for place in order.places(shape.layers, lambda moe: 0):
+        for place in order.find_peak_layers(shape.saved_by_layers, lambda moe: 0):
             kind = id(place.kind)
             if kind not in instants:
                 instants[kind] = self._instants(place.kind)
@@ -83,20 +84,22 @@ class _Step:
             else 0
         )
         untied = 0 if self.is_tied else self.stage.head
-        last = self._gradient_bytes(order.sum_before(order.num_layers, "weights") + self.trains * untied)
+        last = self._gradient_bytes(
+            order.sum_before(order.num_layers, lambda kind: kind.weights) + self.trains * untied
+        )
         return [
             *found,
             self._peak(0.34, full, _SAVED, once, shape.logits),
             self._peak(0.35, (*full, self._head()), _IN_HEAD, once),
             self._peak(0.355, (*full, self._norm()), _IN_NORM, self._gradient_bytes(self.trains * untied)),
-            self._peak(0.97, (shape.stream, embedding), _IN_EMBEDDING, last),
+            self._peak(0.97, (shape.stream_gradient, embedding), _IN_EMBEDDING, last),
         ]
 
     def _head(self) -> Any:
         """Return the bytes besides saved tensors while the head's weight gradient is computed, then cast."""
         plan, shape, width = self.plan, self.shape, self.width
         if not self.trains:
-            return shape.stream
+            return shape.stream_gradient
         copy = width.compute * self.stage.head
         logits = 0
         if resolve_loss(plan) == "full":
@@ -104,7 +107,7 @@ class _Step:
             logits = width.compute * plan.architecture.vocab_size * tokens
         return maximum(
             logits + copy,
-            -(copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
+            -(copy if self.mixed else 0) + self.each * self.stage.head + shape.stream_gradient,
         )
 
     def _norm(self) -> Any:
@@ -113,14 +116,14 @@ class _Step:
         A tied head's gradient is allocated by then, and autocast's copy of the head is freed.
         """
         copy = self.width.compute * self.stage.head * (self.mixed and self.trains)
-        return self.shape.norm + self.tied - copy
+        return self.shape.in_final_norm + self.tied - copy
 
     def _forward(self, order: LayerOrder, place: StageLayer) -> PeakCandidate:
         """Return the candidate inside one layer's forward, with autocast's copies of all weights so far."""
-        casts = order.sum_before(place.index + 1, "casts_made")
+        casts = order.sum_before(place.position + 1, lambda kind: kind.casts_after_forward)
         return self._peak(
-            0.02 + 0.3 * (place.index + 1) / order.num_layers,
-            (place.before, place.kind.forward, casts),
+            0.02 + 0.3 * (place.position + 1) / order.num_layers,
+            (place.saved_before, place.kind.forward, casts),
             _IN_FORWARD,
             self._gradient_bytes(0),
             phase="forward",
@@ -131,22 +134,31 @@ class _Step:
 
         One pair for each phase of the layer's backward.
         """
-        return [(self._at(one), one.done - one.making - one.experts) for one in kind.backward]
+        return [
+            (self._at(one), one.weights_with_gradient - one.current_matrix - one.current_experts)
+            for one in kind.backward
+        ]
 
     def _layer(self, order: LayerOrder, place: StageLayer, instants: list[tuple[Any, Any]]) -> PeakCandidate:
         """Return the candidate at the maximum of a layer's backward."""
         shape, layers = self.shape, order.num_layers
-        above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
+        above = order.sum_before(layers, lambda kind: kind.weights) - order.sum_before(
+            place.position + 1, lambda kind: kind.weights
+        )
         finished = above + (0 if self.is_tied else self.stage.head * self.trains)
-        casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
+        casts = (
+            order.sum_before(place.position, lambda kind: kind.casts_in_backward)
+            + place.kind.casts
+            - shape.unsaved_casts
+        )
         rows = []
         for now, done in instants:
             bucketed = self._gradient_bytes(finished + done)
             rows.append((now + bucketed, now, bucketed))
         _, held, gradients = pick_largest_row(rows)
         return self._peak(
-            0.36 + 0.6 * (layers - 1 - place.index) / layers,
-            (place.before, held, casts, self.tied),
+            0.36 + 0.6 * (layers - 1 - place.position) / layers,
+            (place.saved_before, held, casts, self.tied),
             _IN_LAYER,
             gradients,
         )
@@ -156,8 +168,13 @@ class _Step:
 
         Grouped matmuls are not autocast, so their weight gradients have the type of the weights.
         """
-        copies = self.width.compute * one.products if self.mixed else 0
-        return one.held + self.each * one.making + self.width.original * one.experts - copies
+        copies = self.width.compute * one.autocast_weights if self.mixed else 0
+        return (
+            one.activations
+            + self.each * one.current_matrix
+            + self.width.original * one.current_experts
+            - copies
+        )
 
     def _gradient_bytes(self, finished: Any) -> Any:
         """Return the bytes of the buckets, and of the sums of unreduced micro-batches (``no_sync``).

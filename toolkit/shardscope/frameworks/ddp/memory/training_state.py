@@ -80,9 +80,9 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         gather_forward=NOTHING_GATHERED,
         group_sizes=(plan.degrees.data_parallel,),
         # DDP's reducer allocates its buckets when it wraps the model and keeps them for the whole run.
-        gradients_stay=True,
-        gradients_waiting=_compute_unreduced_gradients(trained),
-        find_backward=lambda shape: find_peaks(plan, stage, shape, trained),
+        keeps_gradients=True,
+        gradients_accumulated=_compute_unreduced_gradients(trained),
+        find_backward_peaks=lambda shape: find_peaks(plan, stage, shape, trained),
     )
 
 

@@ -15,28 +15,27 @@ from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import mlp_inputs, names_of
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
-from shardscope.memory.activations.backward import (
-    LargestLayer,
-    PeakCandidate,
-    PeakTerms,
-    compute_layer_backward,
-    list_candidate_depths,
-)
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
     compute_unsaved_at_start,
     find_modules,
 )
 from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.largest_layer import (
+    LargestLayer,
+    compute_layer_backward,
+    list_candidate_depths,
+)
 from shardscope.memory.activations.modules.attention import compute_saved_scores
 from shardscope.memory.report import Phase, Term, sum_parts
+from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
-    from shardscope.memory.activations.backward import StageBackward
     from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
 
 
@@ -137,7 +136,7 @@ def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
     vocab = ceil_div(arch.vocab_size, tp if shards_tied_head(arch) else 1)
     has_whole_logits = resolve_loss(plan) == "full"
     layer = compute_layer_backward(arch, False, modules)
-    feed_forward, inner = layer.inside - layer.stream, arch.intermediate_size * modules.compute
+    feed_forward, inner = layer.at_product - layer.stream_gradient, arch.intermediate_size * modules.compute
     # Materialized scores may be larger than the feed-forward's activations.
     has_scores = compute_saved_scores(arch, modules) > 0
     peaks_in_scores = has_scores and feed_forward > (2 if arch.gated_mlp else 3) * inner
@@ -232,7 +231,7 @@ class _BackwardPeaks:
     ) -> None:
         self.counts, self.backward, self.half = counts, backward, half
         self.sizes, self.buffers = sizes, buffers
-        self.saved = (backward.layers, backward.edges, backward.cast)
+        self.saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts)
         # The bucket, if it is allocated before the first gradient.
         self.permanent_bucket = (buffers.after_forward > 0) * buffers.bucket
         self.bucket_at_head = where(buffers.head_is_first, buffers.bucket, self.permanent_bucket)
@@ -242,7 +241,9 @@ class _BackwardPeaks:
         peaks = self._find_head_peaks()
         for num_passed, layer in self._choose_layers():
             peaks += self._find_layer_peaks(num_passed, layer)
-        peaks.append(self._build(0.97, (self.backward.stream,), _IN_EMBEDDING, self.counts.embedding))
+        peaks.append(
+            self._build(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, self.counts.embedding)
+        )
         peaks += [self._build(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in self.counts.final_reduction]
         if self.sizes.has_scores:
             peaks += self._find_forward_score_peaks()
@@ -292,7 +293,7 @@ class _BackwardPeaks:
                 self._explain_elements(buffers.gradients_at_loss, "of earlier micro-batches"),
             )
 
-        at_norm = (*self.saved, self.backward.norm)
+        at_norm = (*self.saved, self.backward.in_final_norm)
         norm_bucket = buffers.bucket if buffers.trains_all else self.bucket_at_head
         return [
             PeakCandidate(
@@ -331,9 +332,9 @@ class _BackwardPeaks:
         sizes, buffers, backward = self.sizes, self.buffers, self.backward
         num_layers, trains_all = sizes.num_layers, buffers.trains_all
         fraction = 0.36 + 0.6 * num_passed / num_layers
-        layer = backward.find_fullest()
-        has_experts = layer.later != layer.inside
-        saved = _count_remaining(backward.layers, layer.saved, num_layers, num_passed)
+        layer = backward.find_largest_layer()
+        has_experts = layer.at_expert_weights != layer.at_product
+        saved = _count_remaining(backward.saved_by_layers, layer.saved, num_layers, num_passed)
         if sizes.interval > 1:
             layer, saved = self._find_layer_at(layer, num_layers - 1 - num_passed)
         is_last = num_passed == num_layers - 1
@@ -346,7 +347,7 @@ class _BackwardPeaks:
         )
         remaining = maximum(0, saved - layer.saved)
         after_layer = self._build(
-            fraction + 0.01, (remaining, 2 * backward.stream), _AFTER_LAYER, phases.peak
+            fraction + 0.01, (remaining, 2 * backward.stream_gradient), _AFTER_LAYER, phases.peak
         )
         if sizes.fetches_one_by_one:
             fetches = self._find_fetch_phases(phases, num_layers - 1 - num_passed)
@@ -358,12 +359,12 @@ class _BackwardPeaks:
                 after_layer,
             ]
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
-        inside = (saved, maximum(layer.inside, layer.earlier) - is_last * sizes.unsaved)
+        inside = (saved, maximum(layer.at_product, layer.at_expert_rows) - is_last * sizes.unsaved)
         at_peak = phases.before_attention if sizes.peaks_in_scores else phases.first_gradient
         peaks = [self._build(fraction, inside, _IN_LAYER, at_peak, bucket)]
         if trains_all:
             # At the gradient of the down projection, whose input, the product, is still alive.
-            with_product = layer.inside - sizes.freed[0] + sizes.product
+            with_product = layer.at_product - sizes.freed[0] + sizes.product
             inside = (where(has_experts, 0, saved), where(has_experts, 0, with_product))
             with_down = phases.first_gradient.staging + sizes.down_projection
             at_down = phases.first_gradient._replace(staging=with_down)
@@ -374,18 +375,18 @@ class _BackwardPeaks:
             peaks.append(self._build(fraction + 0.003, inside, _IN_LAYER, phases.first_gradient))
         # At the gradient of a feed-forward matrix, when some saved tensors have been freed.
         freed, in_feed_forward = self._find_feed_forward_peak(phases.feed_forward)
-        in_dense = layer.inside - freed
-        in_experts = layer.later if trains_all else layer.inside
+        in_dense = layer.at_product - freed
+        in_experts = layer.at_expert_weights if trains_all else layer.at_product
         # A layer without experts, after layers with experts, cannot free more than is left.
         inside = (saved, maximum(where(has_experts, in_experts, in_dense), -saved))
         elements = where(has_experts & trains_all, phases.last_feed_forward, in_feed_forward)
         peaks.append(self._build(fraction + 0.004, inside, _IN_LAYER, elements, bucket))
         if sizes.has_scores:
-            inside = (saved, maximum(layer.core, -saved))
+            inside = (saved, maximum(layer.at_scores, -saved))
             peaks.append(self._build(fraction + 0.006, inside, _IN_LAYER, phases.before_attention))
         peaks.append(after_layer)
         if trains_all:
-            at_attention = (remaining, sizes.attention, 2 * backward.stream)
+            at_attention = (remaining, sizes.attention, 2 * backward.stream_gradient)
             peaks.append(
                 self._build(fraction + 0.008, at_attention, _AFTER_FEED_FORWARD, phases.attention_output)
             )
@@ -397,16 +398,16 @@ class _BackwardPeaks:
 
     def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
         """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
-        order = self.backward.find_order()
-        before, with_it = (order.sum_before(end, "saved") for end in (index, index + 1))
-        outside = self.backward.layers - order.sum_before(order.num_layers, "saved")
-        change = (index % self.sizes.interval == 0) * fullest.again - fullest.recomputed
+        order = self.backward.find_layer_order()
+        before, with_it = (order.sum_before(end, lambda kind: kind.saved) for end in (index, index + 1))
+        outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
+        change = (index % self.sizes.interval == 0) * fullest.most_recomputed - fullest.recomputed
         layer = fullest._replace(
             saved=with_it - before,
-            inside=fullest.inside + change,
-            later=fullest.later + change,
-            core=fullest.core + (fullest.core != 0) * change,
-            earlier=fullest.earlier + change,
+            at_product=fullest.at_product + change,
+            at_expert_weights=fullest.at_expert_weights + change,
+            at_scores=fullest.at_scores + (fullest.at_scores != 0) * change,
+            at_expert_rows=fullest.at_expert_rows + change,
         )
         return layer, outside + with_it
 
@@ -419,9 +420,9 @@ class _BackwardPeaks:
         the layer's backward in ``memory/activations``: the MLP's four, the norm after attention, attention's
         output projection, its core, its input projections, and the first norm.
         """
-        order = self.backward.find_order()
-        outside = self.backward.layers - order.sum_before(order.num_layers, "saved")
-        before = maximum(0, outside + order.sum_before(index, "saved"))
+        order = self.backward.find_layer_order()
+        outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
+        before = maximum(0, outside + order.sum_before(index, lambda kind: kind.saved))
         matrices = phases.feed_forward
         first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
         elements = (
@@ -439,7 +440,7 @@ class _BackwardPeaks:
         is_offloaded = index % order.interval == 0
         # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
         return [
-            ((before, maximum(where(is_offloaded, fetched.held, saved.held), -before)), phase)
+            ((before, maximum(where(is_offloaded, fetched.activations, saved.activations), -before)), phase)
             for fetched, saved, phase in zip(offloaded.backward, kept.backward, elements, strict=True)
         ]
 
@@ -459,19 +460,19 @@ class _BackwardPeaks:
             elements = where(num_passed >= num_layers - 1, gathered, elements)
         return [
             self._build(
-                0.02 + 0.3 * (layer.index + 1) / num_layers,
-                (layer.before, layer.kind.forward),
+                0.02 + 0.3 * (layer.position + 1) / num_layers,
+                (layer.saved_before, layer.kind.forward),
                 _INSIDE_FORWARD,
                 PhaseElements(elements, 0),
                 self.permanent_bucket,
                 phase="forward",
             )
-            for layer in self.backward.find_order().last_places(self.backward.layers)
+            for layer in self.backward.find_layer_order().find_last_layers(self.backward.saved_by_layers)
         ]
 
     def _find_forward_peak(self) -> PeakCandidate:
         """Return the candidate in forward with the most all-gathered and saved bytes together."""
-        half, num_layers, layers = self.half, self.sizes.num_layers, self.backward.layers
+        half, num_layers, layers = self.half, self.sizes.num_layers, self.backward.saved_by_layers
         num_passed, elements = self.counts.gathered_in_forward[0]
         for other_passed, other in self.counts.gathered_in_forward[1:]:
             other_total = half * other + layers * other_passed // num_layers

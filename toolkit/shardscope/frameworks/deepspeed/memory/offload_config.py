@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
-    from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
+    from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
-    from shardscope.memory.state.training_state import TrainingState
+    from shardscope.memory.state.training_state import PeakCandidate, PeakTerms, TrainingState
 
 PARAMS_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""
@@ -106,7 +106,7 @@ def _offload_optimizer(
     if layout.stage < 3:
         # The staging buffer for gradients is allocated after the weights are flattened.
         initialisation["gather_buffers"] = zero_term("none while weights are flattened")
-    find_device_peaks = state.find_backward
+    find_device_peaks = state.find_backward_peaks
     assert find_device_peaks is not None
 
     def find_peaks(backward: StageBackward) -> list[PeakCandidate]:
@@ -122,13 +122,13 @@ def _offload_optimizer(
     return state._replace(
         gradients=choose_term(stays_on_device, state.gradients, gradients),
         gradients_reduced=gradients_reduced,
-        gradients_stay=False,
+        keeps_gradients=False,
         optimizer=zero_term(f"{location} (offload_optimizer), updated there"),
         optimizer_working=zero_term("the update runs on the host (DeepSpeedCPUAdam)"),
         initialisation=initialisation,
         gather_rest=state.gather_rest or gather_rest,
         gather_forward=gather_forward,
-        find_backward=find_peaks,
+        find_backward_peaks=find_peaks,
         host_bytes=state.host_bytes + host_bytes,
         nvme_bytes=state.nvme_bytes + nvme_bytes,
     )

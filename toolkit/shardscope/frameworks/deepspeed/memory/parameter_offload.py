@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.families.parameter_names import attention_inputs, names_of
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.memory.partition_parameters import split_norms
-from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:

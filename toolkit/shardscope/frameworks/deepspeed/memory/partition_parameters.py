@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import names_of
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.layout import get_layout
-from shardscope.memory.state.lora import find_adapter_targets, find_first_layer
+from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import gib
 from shardscope.core.ops import group_equal, minimum
 from shardscope.core.precision import widths
-from shardscope.memory.activations.backward import PeakCandidate, PeakTerms
-from shardscope.memory.activations.step import count_in_flight
+from shardscope.memory.activations.stage_activations import count_in_flight
 from shardscope.memory.report import Term, zero_term
+from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.backward import StageBackward
+    from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import TrainingState
 
@@ -47,7 +47,7 @@ def add_pipeline_buffers(
     def explain(num_bytes: int) -> str:
         return f"{gib(num_bytes)} GiB that stages send, and outputs that stay referenced"
 
-    find_stage_peaks = state.find_backward
+    find_stage_peaks = state.find_backward_peaks
     assert find_stage_peaks is not None
 
     def find_peaks(backward: StageBackward) -> list[PeakCandidate]:
@@ -57,13 +57,13 @@ def add_pipeline_buffers(
             at_rest + reduction_bytes, lambda: f"{gib(reduction_bytes)} GiB in buckets + {explain(at_rest)}"
         )
         no_activations = zero_term("activations: all are freed")
-        return [*peaks, PeakCandidate.of(0.985, no_activations, reduction, state.gradients)]
+        return [*peaks, PeakCandidate.from_terms(0.985, no_activations, reduction, state.gradients)]
 
     forward = state.gather_forward
     return state._replace(
         gather_forward=Term(forward.num_bytes + in_step, lambda: f"{forward.explain()} + {explain(in_step)}"),
         gather_rest=Term(at_rest, lambda: explain(at_rest)),
-        find_backward=find_peaks,
+        find_backward_peaks=find_peaks,
     )
 
 

@@ -37,7 +37,7 @@ from shardscope.memory.state.stages import (
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.step import TransformersActivations
+    from shardscope.memory.activations.stage_activations import TransformersActivations
     from shardscope.memory.state.training_state import TrainingState
 
 counts_neighbours = True

@@ -97,7 +97,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
             half * partition,
             lambda: f"{partition:,} × {half} bytes · a permanent buffer, each tensor / ranks",
         ),
-        gradients_stay=True,
+        keeps_gradients=True,
         optimizer=Term(
             optimizer,
             lambda: (
@@ -108,7 +108,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         gather_rest=staging(counts.persistent, "and never released", secondary.frozen),
         gather_update=staging(counts.persistent, "and never released"),
         gather_forward=staging(counts.after_forward, "when forward ends"),
-        find_backward=lambda backward: find_backward_peaks(
+        find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage), buffers
         ),
         optimizer_working=Term(

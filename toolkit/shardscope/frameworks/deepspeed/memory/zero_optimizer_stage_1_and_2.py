@@ -131,7 +131,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
             Term(bucket, lambda: f"{gib(bucket)} GiB (reduce_bucket_size={layout.reduce_bucket_size:,})"),
             NOT_PARTITIONED,
         ),
-        find_backward=lambda backward: find_backward_peaks(
+        find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, compute_activation_sizes(plan, stage), buffers
         ),
         optimizer_working=Term(

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
 from shardscope.core.precision import widths
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.memory.quantized import count_saved_elements
-from shardscope.memory.state.lora import count_layer_adapters, find_adapter_targets, find_first_layer
+from shardscope.memory.state.lora import count_layer_adapters, find_adapter_targets
 from shardscope.memory.state.stages import count_layer_shard, list_rank_shapes
 
 if TYPE_CHECKING:

@@ -13,14 +13,15 @@ from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.memory import words as said
-from shardscope.memory.activations.backward import PeakCandidate, PeakTerms, StageBackward
+from shardscope.memory.activations.stage_activations import StageBackward
 from shardscope.memory.report import Term, sum_parts
+from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import GroupBuffers, StageGroups
     from shardscope.frameworks.fsdp2.memory.pipeline import Waiting
-    from shardscope.memory.layer_order import StageLayer
+    from shardscope.memory.activations.stage_activations import StageLayer
     from shardscope.memory.report import Phase
     from shardscope.memory.state.stages import Stage
 
@@ -84,12 +85,12 @@ class Step:
 
     def peaks(self) -> list[PeakCandidate]:
         shape = self.shape
-        order = shape.find_order()
+        order = shape.find_layer_order()
         found: list[PeakCandidate] = []
-        for place in order.last_places(shape.layers):
+        for place in order.find_last_layers(shape.saved_by_layers):
             found += self._forward(place)
         fullest: dict[int, tuple[Any, Any]] = {}
-        for place in order.places(shape.layers, self._growth):
+        for place in order.find_peak_layers(shape.saved_by_layers, self._growth):
             kind = id(place.kind)
             if kind not in fullest:
                 fullest[kind] = self._fullest(place)
@@ -99,10 +100,10 @@ class Step:
     def _loss_and_norm(self) -> list[PeakCandidate]:
         """Return the candidates in the backward of the loss and of the final norm."""
         shape, groups = self.shape, self.groups
-        full = (shape.layers, shape.edges, shape.cast, 0)
+        full = (shape.saved_by_layers, shape.saved_by_head, shape.weight_casts, 0)
         gathered = (groups.root, 0, 0, self.in_layers.kept, groups.left_over)
         prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
-        norm = (*full, shape.norm, self.held_head)
+        norm = (*full, shape.in_final_norm, self.held_head)
         coming = (self.own_head, prefetched)
         return [
             self._peak(0.34, full, (*gathered, prefetched), self.none, said.AT_LOSS, shape.logits),
@@ -124,7 +125,7 @@ class Step:
 
     def _forward(self, place: StageLayer) -> list[PeakCandidate]:
         """Return the candidates of one layer's forward: during its all-gather and during its compute."""
-        groups, index = self.groups, place.index
+        groups, index = self.groups, place.position
         group, before_it = groups.at(index), groups.at(index - 1)
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
         gathered = (
@@ -134,7 +135,7 @@ class Step:
             group.parameters,
             group.staging,
         )
-        before = (place.before, self.waits.sent)
+        before = (place.saved_before, self.waits.sent)
         previous = where(index > 0, before_it.staging, groups.root_staging)
         alone = (group.staging == 0) * group.copying
         return [
@@ -169,7 +170,9 @@ class Step:
             first.parameters,
             first.staging,
         )
-        return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
+        return self._peak(
+            0.02, (self.shape.stream_gradient,), gathered, self.none, said.FIRST, None, "forward"
+        )
 
     def _layer(self, place: StageLayer, held: Any, done: Any) -> list[PeakCandidate]:
         """Return the candidates of one layer's backward.
@@ -177,11 +180,11 @@ class Step:
         They are before it starts, at its own maximum, and after it with its gradients unsharded. ``held`` and
         ``done`` are the result of :meth:`_fullest`.
         """
-        groups, shape, index = self.groups, self.shape, place.index
+        groups, shape, index = self.groups, self.shape, place.position
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
         fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, shards = (place.before, self.held_head, 0), groups.shards_before(index)
+        before, shards = (place.saved_before, self.held_head, 0), groups.shards_before(index)
         kept = (groups.root, 0, 0, self.own_head, groups.kept_before(index), 0)
         reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
         own = (*kept, group.parameters, reducing)
@@ -194,7 +197,7 @@ class Step:
         return [
             self._peak(
                 fraction - 0.005,
-                (*before, place.kind.saved, shape.stream),
+                (*before, place.kind.saved, shape.stream_gradient),
                 (*own, arriving),
                 not_yet,
                 said.BEFORE_LAYER,
@@ -204,7 +207,7 @@ class Step:
             ),
             self._peak(
                 fraction + 0.01,
-                (*before, 2 * shape.stream),
+                (*before, 2 * shape.stream_gradient),
                 (*kept, coming, group.reduction, where(is_reduced > 0, output, gradient)),
                 self._gradients(shards + (1 - is_reduced) * group.shard),
                 said.AFTER_LAYER,
@@ -231,8 +234,12 @@ class Step:
         """
         compute, rows = self.compute, []
         for one in place.kind.backward:
-            made = one.done if adds is True else where(adds, one.done, one.making + one.experts)
-            rows.append((one.held + compute * made, one.held, made))
+            made = (
+                one.weights_with_gradient
+                if adds is True
+                else where(adds, one.weights_with_gradient, one.current_matrix + one.current_experts)
+            )
+            rows.append((one.activations + compute * made, one.activations, made))
         _, held, done = pick_largest_row(rows)
         return held, done
 
@@ -240,7 +247,7 @@ class Step:
         """Return the candidates at the embedding's gradient and at the root group's reduce-scatter."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0)
-        held = (shape.stream, 2 * self.held_head, groups.embedding, 0)
+        held = (shape.stream_gradient, 2 * self.held_head, groups.embedding, 0)
         reduced = groups.root_reduction + self.outputs * groups.root_shard
         staged = groups.at(0).reduction
         # The loop variable in foreach_reduce still references the last gradient of its list.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.core.number_format import gib
 from shardscope.core.ops import all_true, ceil_div, group_equal, where
 from shardscope.core.precision import FP32, widths
-from shardscope.memory.activations.forward import compute_final_norm_saved, compute_head_input, find_modules
-from shardscope.memory.activations.step import count_in_flight
+from shardscope.memory.activations.forward import find_modules
+from shardscope.memory.activations.head import compute_final_norm_saved, compute_head_input
+from shardscope.memory.activations.stage_activations import count_in_flight
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import widths
-from shardscope.memory.state.lora import find_first_layer
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.state.quantization import check_kernels, compute_nf4_bytes
 from shardscope.memory.state.stages import count_layers_by_kind, list_rank_shapes
 

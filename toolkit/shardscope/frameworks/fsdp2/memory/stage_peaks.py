@@ -13,16 +13,15 @@ from shardscope.core.ops import is_array, maximum, where
 from shardscope.frameworks.fsdp2.memory import words as said
 from shardscope.frameworks.fsdp2.memory.peaks import Step
 from shardscope.frameworks.fsdp2.memory.pipeline import NOTHING_WAITS, Waiting
-from shardscope.memory.activations.backward import PeakCandidate
 from shardscope.memory.report import Term
+from shardscope.memory.state.training_state import PeakCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import StageGroups
-    from shardscope.memory.activations.backward import StageBackward
-    from shardscope.memory.layer_order import StageLayer
+    from shardscope.memory.activations.stage_activations import StageBackward, StageLayer
     from shardscope.memory.state.stages import Stage
 
 
@@ -71,28 +70,28 @@ class StagedStep(Step):
         self.adds = where(waits.repeats, waits.adds, True)
         """Whether new gradients are separate tensors from accumulated ones; always for the first ones."""
         self.learns_positions = plan.architecture.position_embedding == "learned"
-        self.chunk = shape.layers // waits.chunks
+        self.chunk = shape.saved_by_layers // waits.chunks
         """Saved tensors of one micro-batch's layers. Bytes."""
         self.back = waits.repeats * waits.hidden_back
         self.stays = waits.output(1)
 
     def peaks(self) -> list[PeakCandidate]:
         waits = self.waits
-        order = self.shape.find_order()
+        order = self.shape.find_layer_order()
         found = [self._first(), *self._loss_and_norm(), *self._root(), *self._reductions()]
-        for place in order.last_places(self.shape.layers):
+        for place in order.find_last_layers(self.shape.saved_by_layers):
             found += self._forward(place)
             found += self._where(waits.repeats, self._forward_again, place)
             # At the last layers the saved tensors are largest, and all layers are all-gathered anyway.
             found += self._where(waits.chunks > 1, self._backward_again, place)
         fullest: dict[int, tuple[Any, Any]] = {}
-        for place in order.places(self.shape.layers, self._growth):
+        for place in order.find_peak_layers(self.shape.saved_by_layers, self._growth):
             kind = id(place.kind)
-            is_other_end = kind in fullest and place.index == place.kind.lowest
+            is_other_end = kind in fullest and place.position == place.kind.first_index
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
             # In an array of plans each place has its own kind.
-            if is_array(place.kind.num_layers) or is_array(place.index) or is_other_end:
+            if is_array(place.kind.num_layers) or is_array(place.position) or is_other_end:
                 # The lowest layer of a kind, where most of its layers are all-gathered.
                 found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
@@ -116,10 +115,10 @@ class StagedStep(Step):
 
     def _forward_again(self, place: StageLayer) -> PeakCandidate:
         """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
-        groups, waits, index = self.groups, self.waits, place.index
+        groups, waits, index = self.groups, self.waits, place.position
         group, gone = groups.at(index), groups.before(index)
         later = self.in_layers.parameters - gone.parameters - group.parameters
-        held = (place.before, waits.sent + self.back, place.kind.forward)
+        held = (place.saved_before, waits.sent + self.back, place.kind.forward)
         gathered = (*self.waiting, gone.kept + later, 0, group.parameters, 0)
         return self._peak(
             0.02 + 0.3 * (index + 1) / self.stage.num_layers,
@@ -133,7 +132,12 @@ class StagedStep(Step):
 
     def _loss_and_norm(self) -> list[PeakCandidate]:
         shape, waits = self.shape, self.waits
-        full = (shape.layers, shape.edges, shape.cast, waits.sent + waits.hidden + self.back)
+        full = (
+            shape.saved_by_layers,
+            shape.saved_by_head,
+            shape.weight_casts,
+            waits.sent + waits.hidden + self.back,
+        )
         gathered = (*self.waiting, self.in_layers.kept, 0)
         prefetched = 0 if self.whole else self.groups.at(self.stage.num_layers - 1).staging
         # A pipeline computes the loss outside the root module, so nothing is all-gathered for it.
@@ -141,7 +145,7 @@ class StagedStep(Step):
             self._peak(0.34, full, (*gathered, 0), 0, said.AT_LOSS, waits.with_output(shape.logits)),
             self._peak(
                 0.35,
-                (*full, shape.norm, 0),
+                (*full, shape.in_final_norm, 0),
                 (*gathered, self.own_head, prefetched),
                 0,
                 said.IN_NORM,
@@ -154,7 +158,7 @@ class StagedStep(Step):
 
         Unlike without stages, layers whose backward is done stay all-gathered and their gradients unsharded.
         """
-        groups, shape, waits, index = self.groups, self.shape, self.waits, place.index
+        groups, shape, waits, index = self.groups, self.shape, self.waits, place.position
         group, gone = groups.at(index), groups.before(index)
         fraction = 0.36 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers
         first_ones = self.in_layers.gradient - gone.gradient - group.gradient
@@ -166,14 +170,14 @@ class StagedStep(Step):
             gone.kept,
             self.in_layers.parameters - gone.parameters - group.parameters,
         )
-        before = (place.before, 0, waits.sent + waits.hidden + self.back)
+        before = (place.saved_before, 0, waits.sent + waits.hidden + self.back)
         coming, arriving = self._arriving(group, groups.at(index - 1))
         own = (*kept, group.parameters, 0)
         whole = where(waits.repeats, self.adds * self.compute * place.kind.weights, group.gradient)
         return [
             self._peak(
                 fraction - 0.005,
-                (*before, place.kind.saved, shape.stream),
+                (*before, place.kind.saved, shape.stream_gradient),
                 (*own, arriving),
                 0,
                 said.BEFORE_LAYER,
@@ -184,7 +188,7 @@ class StagedStep(Step):
             ),
             self._peak(
                 fraction + 0.01,
-                (*before, 2 * shape.stream),
+                (*before, 2 * shape.stream_gradient),
                 (*kept, coming, group.parameters, whole),
                 0,
                 said.AFTER_LAYER,
@@ -197,7 +201,7 @@ class StagedStep(Step):
 
         One micro-batch fewer is in flight, and all layers are all-gathered.
         """
-        waits, index = self.waits, place.index
+        waits, index = self.waits, place.position
         held, done = self._fullest(place, waits.adds)
         gathered = (
             self.groups.root,
@@ -208,7 +212,7 @@ class StagedStep(Step):
             *(0, 0, 0, 0),
             self.compute * done,
         )
-        before = maximum(0, place.before - self.chunk)
+        before = maximum(0, place.saved_before - self.chunk)
         return self._peak(
             0.361 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers,
             (before, 0, waits.sent - waits.ended + waits.hidden_back, held),
@@ -227,7 +231,7 @@ class StagedStep(Step):
         own = groups.root_gradient - (1 - self.adds) * groups.head
         others = self.chunk * (waits.chunks - 1)
         sent = waits.sent + waits.hidden
-        held = (shape.stream, 0, groups.embedding, others + sent + self.back)
+        held = (shape.stream_gradient, 0, groups.embedding, others + sent + self.back)
         found = [self._peak(0.97, held, (groups.root, own, 0, stay), 0, said.IN_EMBEDDING, self.stays)]
         if waits.repeats is not True:
             cast = waits.adds * (waits.all_gradients - self.in_layers.gradient)

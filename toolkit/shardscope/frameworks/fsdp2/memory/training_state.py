@@ -117,9 +117,9 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer_working=away if on_host else optimizer.working,
         gather_forward=compute_gathered_at_loss(plan, stage, groups, waits),
         gather_rest=received(waits, plan) if pipelined else None,
-        gradients_waiting=unreduced(plan, 0 if on_host else trained) if pipelined else None,
+        gradients_accumulated=unreduced(plan, 0 if on_host else trained) if pipelined else None,
         initialisation={} if on_host else {"parameters": _compute_initialisation(plan, stage, parameters)},
-        find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
+        find_backward_peaks=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )

@@ -17,7 +17,7 @@ from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.memory.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.memory.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.memory.schedule import fullest
-from shardscope.memory.activations.logits import Logits, compute_logits_per_token
+from shardscope.memory.activations.head import Logits, compute_logits_per_token
 from shardscope.memory.activations.modules.megatron import compute_norm_statistics
 from shardscope.memory.report import Term
 from shardscope.memory.state.stages import count_layers_by_kind

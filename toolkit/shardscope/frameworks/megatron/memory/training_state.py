@@ -21,7 +21,6 @@ from shardscope.frameworks.megatron.memory import precision_aware
 from shardscope.frameworks.megatron.memory.activations import stage_activations
 from shardscope.frameworks.megatron.memory.replicas import replicas_of
 from shardscope.frameworks.megatron.memory.schedule import chunk_layers
-from shardscope.memory.activations.backward import PeakCandidate
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.activations.modules.megatron import count_branches
 from shardscope.memory.report import Term, sum_parts, zero_term
@@ -33,7 +32,7 @@ from shardscope.memory.state.stages import (
     count_stage_weights,
     find_stage_shapes,
 )
-from shardscope.memory.state.training_state import TrainingState
+from shardscope.memory.state.training_state import PeakCandidate, TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -151,10 +150,12 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         found = stage_activations(plan, stage, modules)
         with_embedding = sum_parts((embedding, "half-precision gradient of an embedding"), *buffers)
         return [
-            PeakCandidate.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
-            PeakCandidate.of(0.34, found.head, gathered, gradients, found.logits_backward),
-            PeakCandidate.of(0.36, found.first, gathered, gradients),
-            PeakCandidate.of(0.97, found.last, with_embedding, gradients),
+            PeakCandidate.from_terms(
+                0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"
+            ),
+            PeakCandidate.from_terms(0.34, found.head, gathered, gradients, found.logits_backward),
+            PeakCandidate.from_terms(0.36, found.first, gathered, gradients),
+            PeakCandidate.from_terms(0.97, found.last, with_embedding, gradients),
         ]
 
     return TrainingState(
@@ -173,7 +174,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         ),
         gather_rest=gathered,
         group_sizes=_group_sizes(plan, stage),
-        gradients_stay=True,
+        keeps_gradients=True,
         find_peaks=peaks,
     )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.precision import FP32
+from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.modules.attention import get_attention_widths, is_eager, uses_math_backend
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor
-from shardscope.memory.state.lora import find_first_layer
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture

@@ -14,13 +14,13 @@ from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32, HALF
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
-from shardscope.memory.activations.backward import compute_final_norm, count_inner_gradients
 from shardscope.memory.activations.forward import (
     compute_kept_for_recomputation,
     compute_kept_masks,
     list_kept_by_selective,
     list_saved_tensors,
 )
+from shardscope.memory.activations.head import compute_final_norm
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     get_attention_widths,
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 
 class LayerPeak(NamedTuple):
-    """One peak candidate inside a layer."""
+    """One peak candidate inside a layer's backward."""
 
-    held: int
+    activations: int
     """Bytes per token: the layer's saved tensors still alive, and gradients of activations."""
-    done: int = 0
+    weights_with_gradient: int = 0
     """Number of the layer's weights whose gradients exist, including the one being computed."""
-    making: int = 0
+    current_matrix: int = 0
     """Number of weights of the matrix whose gradient is being computed."""
-    experts: int = 0
+    current_experts: int = 0
     """Number of routed experts' weights whose gradient is being computed."""
-    products: int = 0
-    """The part of ``done`` that autocast copies: all but routed experts."""
-    whole: int = 0
+    autocast_weights: int = 0
+    """The part of ``weights_with_gradient`` that autocast copies: all but routed experts."""
+    dequantized_weights: int = 0
     """Number of weights of the matrix in its matmul's backward; a quantized base dequantizes it."""
 
 
@@ -95,22 +95,28 @@ def compute_layer_peaks(
     elif recompute == "offload" and modules.on_gpu:
         kept = 0
     kept += compute_int8_inputs(arch, moe, modules, recompute)
-    beside = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
+    kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
     layer = _Layer(arch, moe, modules, parts, everything, away=recompute == "offload" and modules.on_gpu)
     forward = layer.forward()
     backward = layer.backward()
     if recompute in ("full", "selective"):
-        backward = [one._replace(held=one.held + beside) for one in backward]
+        backward = [peak._replace(activations=peak.activations + kept_inputs) for peak in backward]
         # Recomputation runs with the incoming gradient alive; the first forward saved nothing.
         waiting = layer.waiting_for_recomputation()
         again = max(forward, layer.in_adapter(again=True))
-        backward.append(LayerPeak(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
+        backward.append(
+            LayerPeak(
+                stream + kept_inputs + again + waiting, dequantized_weights=0 if moe else layer.weights.up
+            )
+        )
         forward = kept + layer.in_passing(recompute)
     elif layer.away:
         forward = layer.in_passing(recompute)
     else:
         forward = max(forward, layer.product_of_few_bits(), layer.in_adapter(again=False))
-    return LayerPeaks(max(kept, forward), tuple(backward), max(one.done for one in backward))
+    return LayerPeaks(
+        max(kept, forward), tuple(backward), max(peak.weights_with_gradient for peak in backward)
+    )
 
 
 class _Layer:
@@ -193,8 +199,8 @@ class _Layer:
         rows = 1 + copied + (0 if again or passes_dropped else 2)
         # The residual stream at this point, at the layer's input and at the model's input.
         streams = (modules.stream < FP32) * (1 if again else 3)
-        beside = rows * self.row + streams * self.stream
-        held: int = self.everything + ceil_div(inner, self.parts.tp) + beside
+        kept_inputs = rows * self.row + streams * self.stream
+        held: int = self.everything + ceil_div(inner, self.parts.tp) + kept_inputs
         return held
 
     def waiting_for_recomputation(self) -> int:
@@ -306,10 +312,10 @@ class _Layer:
         found.append(self._at(self.own_norm + self.stream + self.norm, weights.everything))
         return found
 
-    def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> LayerPeak:
+    def _at(self, held: int, done: int, making: int = 0, dequantized: int = 0) -> LayerPeak:
         """Return a candidate with gradients of ``done`` weights; without them if the base is frozen."""
         if not self.trained:
-            return LayerPeak(held, whole=whole)
+            return LayerPeak(held, dequantized_weights=dequantized)
         experts = self.weights.expert_down + self.weights.expert_up
         # In backward, attention comes after routed experts, shared experts before.
         return LayerPeak(held, done, making, 0, done - (experts if done >= experts else 0))
@@ -353,20 +359,22 @@ class _Layer:
         found = []
         if experts.shared_expert_intermediate_size:
             wide = experts.shared_expert_intermediate_size * c
-            found.append(self._at(left + self.stream + 2 * wide, weights.down, whole=weights.down))
+            found.append(self._at(left + self.stream + 2 * wide, weights.down, dequantized=weights.down))
             left -= (3 + modules.inner_copies("down_proj")) * wide
         # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
         # cast.
         weight = get_expert_row_widths(arch, modules)[1]
         weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
-        found.append(LayerPeak(left + self.stream + weighted, first, products=first))
+        found.append(LayerPeak(left + self.stream + weighted, first, autocast_weights=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
         left -= unweighted
         down, up = self.done(weights.expert_down), self.done(weights.expert_up)
         made = first + down
         found.append(LayerPeak(left + self.stream + unweighted + inner, made, 0, down, first))
-        found.append(LayerPeak(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
+        found.append(
+            LayerPeak(left + self.stream + inner * (2 if self.trained else 3), made, autocast_weights=first)
+        )
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         # Gradients of both branches together and of the rows, and the rows themselves.
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
@@ -466,3 +474,23 @@ def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
         expert_down=of("down_proj", "experts"),
         expert_up=of("gate_up_proj", "experts"),
     )
+
+
+def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
+    """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
+    if not arch.gated_mlp:
+        product = modules.inner_copies(names_of(arch).down)
+        activation = family_of(arch).activation
+        if activation == "gelu_new":
+            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
+            return (6 if modules.autocast and modules.on_gpu else 3) - product
+        # One kernel: the gradients of its output and input. The squared ReLU has two more.
+        return (4 if activation == "relu2" else 2) - product
+    if modules.kernels == "liger":
+        # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
+        return 1
+    if modules.kernels == "compiled":
+        # One kernel computes both branches' gradients, and one of them overwrites its branch: buffers donated
+        # to a compiled backward are reused (torch/_inductor/ir.py, DonatedBuffer).
+        return 1 if modules.inner_copies("down_proj") else 2
+    return 2 if modules.inner_copies("down_proj") else 3

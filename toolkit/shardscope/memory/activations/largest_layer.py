@@ -1,0 +1,215 @@
+"""Peak of backward in a stage's largest layer, for frameworks that use one layer for all (DeepSpeed's ZeRO).
+
+Derived from the operators, as rehearsals record them. Autograd frees the saved tensors of a layer one by one,
+so the peak inside a layer is the backward of the feed-forward's product (gate times up). The peak of the step
+is in the first layers of backward, or in the last one if unsharded gradients accumulate.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.ops import ceil_div, is_array, maximum, minimum, where
+from shardscope.core.precision import FP32
+from shardscope.families.parameter_names import names_of
+from shardscope.families.registry import family_of
+from shardscope.memory.activations.float8 import compute_layer_working
+from shardscope.memory.activations.modules.attention import (
+    compute_saved_scores,
+    get_attention_widths,
+    has_one_key_head,
+    is_eager,
+)
+from shardscope.memory.activations.modules.decoder import count_mlp_copies
+from shardscope.memory.activations.modules.experts import list_expert_tensors
+from shardscope.memory.activations.modules.layer_peaks import count_inner_gradients
+from shardscope.memory.activations.modules.saved import list_stream_readers
+from shardscope.memory.state.stages import count_layers_by_kind
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.memory.activations.forward import LayerActivations
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.activations.stage_activations import TransformersActivations
+
+
+class LayerBackward(NamedTuple):
+    """Bytes per token in one layer's backward, on top of all saved activations."""
+
+    at_product: int
+    """At the backward of the feed-forward's product: the gradients of the residual stream, of the product and
+    of its two factors, less the saved product."""
+    stream_gradient: int
+    """Gradient of the residual stream."""
+    at_expert_weights: int
+    """At the gradient of the routed experts' first matrices, when all expert gradients exist, less the
+    experts' saved tensors. Equals ``at_product`` in a dense layer."""
+    at_expert_rows: int
+    """At the weighting of the experts' rows, before any expert weight has a gradient. Equals ``at_product``
+    in a dense layer."""
+    at_scores: int
+    """At attention's scores, after the routed experts' backward, less the experts' saved tensors; 0 if scores
+    are not materialized, and in a dense layer, whose ``at_product`` includes them."""
+
+
+class LargestLayer(NamedTuple):
+    """The layer with the largest backward peak. Bytes on one rank, one micro-batch."""
+
+    saved: int
+    """Its saved activations."""
+    at_product: int
+    """At the feed-forward's product, on top of ``saved``, recomputed activations included."""
+    at_expert_weights: int
+    """The same when all routed experts' gradients exist; equals ``at_product`` in a dense layer."""
+    at_expert_rows: int
+    """The same at the weighting of experts' rows, before any gradient; equals ``at_product`` in a dense
+    layer."""
+    at_scores: int
+    """The same at attention's scores, after the routed experts' backward; 0 in a dense layer, or if fused."""
+    recomputed: int
+    """Recomputed activations among these; 0 if this layer is not recomputed."""
+    most_recomputed: int
+    """Recomputed activations of the layer kind with the most."""
+
+
+def list_candidate_depths(deepest: int) -> list[int]:
+    """Return the numbers of layers that backward has passed at its peak candidates: 0, 1 and ``deepest``."""
+    depths = [0, minimum(1, deepest), deepest]
+    return depths if is_array(deepest) else sorted(set(depths))
+
+
+def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
+    """Return the stage's layer with the most activations, and its bytes in backward."""
+    arch, modules, tokens = stage.plan.architecture, stage.modules, stage.tokens
+    layer, tp = _find_most_activations(stage), stage.plan.degrees.tp
+    # Layers with experts come last, and so first in backward.
+    peak = compute_layer_backward(arch, count_layers_by_kind(arch, stage.stage)[-1][0], modules)
+    if 0 < arch.num_moe_layers < arch.num_hidden_layers:
+        has_experts = stage.stage.num_moe_layers > 0
+        peak = where(has_experts, peak, compute_layer_backward(arch, False, modules))
+    dequantized, float8 = stage.compute_dequantized(), _compute_float8(stage)
+
+    def compute_on_rank(num_bytes: int) -> int:
+        # tp shards the stream only if the sequence is split.
+        stream = ceil_div(peak.stream_gradient, stage.num_stream_shards)
+        rest = ceil_div(num_bytes - peak.stream_gradient, tp)
+        return tokens * (stream + rest + layer.recomputed) + dequantized
+
+    return LargestLayer(
+        saved=tokens * layer.saved,
+        at_product=maximum(
+            compute_on_rank(peak.at_product),
+            _compute_all_gathered(stage, peak.stream_gradient, layer.recomputed),
+            (float8 > 0) * (tokens * (peak.stream_gradient + layer.recomputed) + float8),
+        ),
+        at_expert_weights=compute_on_rank(peak.at_expert_weights),
+        at_expert_rows=compute_on_rank(peak.at_expert_rows),
+        at_scores=where(peak.at_scores == 0, 0, compute_on_rank(peak.at_scores)),
+        recomputed=tokens * layer.recomputed,
+        most_recomputed=tokens * maximum(*(kind.activations.recomputed for kind in stage.kinds)),
+    )
+
+
+def _find_most_activations(stage: TransformersActivations) -> LayerActivations:
+    """Return the stage's layer with the most saved and recomputed activations."""
+    largest = stage.kinds[0]
+    for kind in stage.kinds[1:]:
+        layer, other = kind.activations, largest.activations
+        is_larger = layer.saved + layer.recomputed > other.saved + other.recomputed
+        is_chosen = (kind.num_layers > 0) & (is_larger | (largest.num_layers == 0))
+        largest = where(is_chosen, kind, largest)
+    return largest.activations
+
+
+def _compute_all_gathered(stage: TransformersActivations, stream_gradient: int, recomputed: int) -> int:
+    """Return bytes at a layer's last matmul with a split sequence.
+
+    These are its all-gathered output gradient and its input's gradient.
+    """
+    arch, width, tp = stage.plan.architecture, stage.modules.compute, stage.plan.degrees.tp
+    gathered = arch.hidden_size * width + ceil_div(arch.intermediate_size * width, tp)
+    stream = ceil_div(stream_gradient, stage.num_stream_shards)
+    return (stage.num_stream_shards > 1) * stage.tokens * (stream + gathered + recomputed)
+
+
+def _compute_float8(stage: TransformersActivations) -> int:
+    """Return bytes of casts to 8 bits during one matmul's backward."""
+    if stage.plan.recipe.precision != "fp8-mixed":
+        return 0
+    working = 0
+    for moe, num_layers in count_layers_by_kind(stage.plan.architecture, stage.stage):
+        # Layers with experts come last, and so first in backward.
+        layer = compute_layer_working(stage.plan.architecture, moe, stage.tokens)
+        working = where(num_layers > 0, layer, working)
+    return working
+
+
+@lru_cache(maxsize=4096)
+def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
+    """Return the bytes of one layer's backward, dense or MoE, for its attention implementation."""
+    c, hidden = modules.compute, arch.hidden_size
+    stream = hidden * modules.stream
+    experts = arch.mixture_of_experts
+    if moe and experts is not None:
+        rows = experts.num_experts_per_tok
+        # Grouped matmuls are not autocast: they run in the weights' dtype.
+        width = modules.stream
+        # Gradients of the weighted rows, of their sum and of the router weights, in the router's fp32; a
+        # cast.
+        weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
+        inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
+        saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
+        both = rows * width * (2 * experts.moe_intermediate_size + hidden)
+        at_product = stream + inner - rows * hidden * width
+        # After the backward of the experts and their norm, eager attention may need more.
+        scores = _compute_score_gradients(arch, modules)
+        at_scores = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
+        return LayerBackward(at_product, stream, stream + both - saved, stream + weighted, at_scores)
+    inner = arch.intermediate_size * (
+        c * count_inner_gradients(arch, modules) - compute_dropped_mask(arch, modules)
+    )
+    at_product = stream + max(inner, _compute_attention_excess(arch, modules))
+    return LayerBackward(at_product, stream, at_product, at_product, 0)
+
+
+def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per element of the down projection's adapter dropout mask, which is freed by then."""
+    return int(modules.adapter_dropout and modules.on_gpu and names_of(arch).down in (modules.targets or ()))
+
+
+def _compute_attention_excess(arch: Architecture, modules: Modules) -> int:
+    """Return the bytes of unfused attention's backward: gradients of probabilities, softmax and soft cap."""
+    if not compute_saved_scores(arch, modules):
+        return 0
+    scores = _compute_score_gradients(arch, modules)
+    c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
+    if is_eager(arch, modules):
+        return max(0, scores - _compute_freed_after_attention(arch, modules))
+    if has_one_key_head(arch):
+        # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
+        return max(0, scores - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
+    # The feed-forward and its norm have freed their saved tensors by then.
+    return max(0, scores - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+
+
+def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per token of the gradients of attention scores alive at once; 0 for a fused kernel."""
+    if not compute_saved_scores(arch, modules):
+        return 0
+    each = arch.num_attention_heads * modules.seq_len
+    if family_of(arch).has_attention_sinks:
+        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
+        # added.
+        return 2 * each * modules.stream
+    return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
+
+
+def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:
+    """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
+    c, hidden = modules.compute, arch.hidden_size
+    normed = FP32 if family_of(arch).scales_before_cast else modules.stream
+    norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
+    copies = modules.stream_copies(*list_stream_readers(arch)[1]) * hidden * c
+    output = modules.inner_copies(names_of(arch).output) * get_attention_widths(arch).output * c
+    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output

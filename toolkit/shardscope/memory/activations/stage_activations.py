@@ -1,0 +1,504 @@
+"""Activations of transformers' modules on one pipeline stage: in forward, and layer by layer in backward.
+
+Dense layers come before those with routed experts; every ``recompute_interval``-th layer of the stage is
+recomputed, its first one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.number_format import count, gib, kib
+from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, maximum, minimum, where
+from shardscope.families.parameter_names import attention_inputs
+from shardscope.families.registry import family_of
+from shardscope.memory.activations.float8 import compute_layer_working
+from shardscope.memory.activations.forward import (
+    LayerActivations,
+    compute_kept_masks,
+    compute_layer_activations,
+    compute_unsaved_at_start,
+    compute_weight_casts,
+    count_weight_casts,
+)
+from shardscope.memory.activations.head import (
+    compute_final_norm,
+    compute_final_norm_saved,
+    compute_head_input,
+    compute_logits_terms,
+    compute_norm_after_head,
+    resolve_loss,
+)
+from shardscope.memory.activations.largest_layer import LargestLayer, find_largest_layer
+from shardscope.memory.activations.modules.attention import is_eager
+from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
+from shardscope.memory.report import Term
+from shardscope.memory.state.quantization import find_largest_matrix
+from shardscope.memory.state.stages import count_layers_by_kind
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved import Modules
+    from shardscope.memory.state.stages import Stage
+
+TOKEN_ID_BYTES = 8
+"""Bytes of a token's id, which the embedding saves for backward: int64."""
+
+
+class StageBackward(NamedTuple):
+    """Bytes on one rank during backward, one micro-batch: a framework adds its own buffers and gradients."""
+
+    saved_by_layers: int
+    """Activations saved by all layers, and the token ids."""
+    saved_by_head: int
+    """Activations saved by the final norm and the head."""
+    weight_casts: int
+    """Autocast's half-precision copies of weights, kept by autograd."""
+    unsaved_casts: int
+    """Copies of the first layer's adapters that autograd does not keep, because no gradient reaches their
+    input."""
+    stream_gradient: int
+    """Gradient of the residual stream."""
+    in_final_norm: int
+    """At the final norm's backward, on top of all saved activations."""
+    logits: Term
+    """Logits and their gradients at the backward of the loss."""
+    explain_layers: Callable[[], str]
+    """Returns the formula and source of the layers' saved activations."""
+    find_layer_order: Callable[[], LayerOrder]
+    """Returns the layers one by one, for frameworks that treat layers differently."""
+    find_largest_layer: Callable[[], LargestLayer]
+    """Returns the largest layer, for frameworks that use it for all layers."""
+
+
+class LayersOfKind(NamedTuple):
+    """Layers of one kind on a stage, with the same recomputation."""
+
+    num_layers: int
+    activations: LayerActivations
+    recompute: str
+
+
+class TransformersActivations:
+    """Activations of one stage's micro-batches, in forward and backward."""
+
+    def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
+        self.plan, self.modules, self.stage = plan, modules, stage
+        degrees, recipe = plan.degrees, plan.recipe
+        self.tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        self.num_stream_shards = where(plan.layout.splits_sequence, degrees.tp, 1)
+        """Number of shards of the residual stream: tp with sequence parallelism."""
+        self.kinds = self._list_kinds()
+        self.num_chunks, self.chunks_in_flight = count_in_flight(plan, stage.number)
+        saved = sum([kind.num_layers * kind.activations.saved for kind in self.kinds])
+        self.saved_by_layers = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks_in_flight
+        """Bytes of all layers' activations, of all micro-batches in flight."""
+        self.saved_before_layers = self.tokens * self._compute_before_layers()
+        """Bytes of one micro-batch."""
+        self.saved_after_layers = stage.is_last * self.tokens * self._compute_after_layers()
+        """Bytes of one micro-batch."""
+
+    # ---- The end of forward, and backward ----
+
+    def compute_forward(self) -> Term:
+        """Return the activations at the end of forward."""
+        edges = self.saved_before_layers + self.saved_after_layers
+        casts = self._compute_weight_casts()[0]
+        num_bytes = self.saved_by_layers + edges + casts + self._compute_output()
+
+        def explain() -> str:
+            copies = f"{gib(casts)} GiB half-precision copies of weights (autocast) + " if casts else ""
+            return f"{copies}{gib(edges)} GiB before and after the layers + {self.explain_layers()}"
+
+        return Term(num_bytes, explain)
+
+    def compute_logits(self) -> tuple[Term, Term]:
+        """Return logits and loss at the end of forward and at the start of backward."""
+        return compute_logits_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
+
+    def compute_backward(self, logits: Term) -> StageBackward:
+        """Return the bytes that autograd holds during the stage's backward."""
+        row = self.plan.architecture.hidden_size * self.modules.stream
+        return StageBackward(
+            saved_by_layers=self.saved_by_layers + self.saved_before_layers,
+            saved_by_head=self.saved_after_layers,
+            weight_casts=self._compute_weight_casts()[1],
+            unsaved_casts=self._compute_unsaved_casts(),
+            stream_gradient=self.tokens * ceil_div(row, self.num_stream_shards),
+            in_final_norm=self.stage.is_last * self.tokens * self._compute_in_final_norm(),
+            logits=logits,
+            explain_layers=self.explain_layers,
+            find_layer_order=lambda: build_layer_order(self),
+            find_largest_layer=lambda: find_largest_layer(self),
+        )
+
+    def explain_layers(self) -> str:
+        """Return the formula and source of the layers' saved activations."""
+        parts = " + ".join(
+            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_explain_layer(kind)})"
+            for kind in self.kinds
+            if kind.num_layers
+        )
+        in_flight = self.chunks_in_flight / self.num_chunks
+        schedule = "GPipe" if self.plan.layout.runs_all_forwards_first else "1F1B"
+        micro_batches = f" × {in_flight:g} micro-batches in flight ({schedule})" if in_flight != 1 else ""
+        return (
+            f"{parts}{micro_batches} · {self.modules.kernels} modules, Korthikanti et al. 2022, eq. 2, "
+            "operator by operator"
+        )
+
+    # ---- Layers ----
+
+    def compute_layer(self, moe: bool, recompute: str) -> LayerActivations:
+        """Return the activations of one layer of a kind. Bytes per token."""
+        compute = partial(compute_layer_activations, self.plan.architecture, moe, self.modules, recompute)
+        # torch's ring attention (cp > 1) concatenates the output of sequence chunks.
+        joins = 0
+        if self.plan.layout.joins_attention_by_heads:
+            joins = where(self.plan.degrees.cp > 1, 1, 0)
+        return map_distinct(compute, self.plan.degrees.tp, self.num_stream_shards, joins)
+
+    def _list_kinds(self) -> list[LayersOfKind]:
+        """Return the layers of each kind on the stage, recomputed or offloaded ones first."""
+        recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
+        by_kind = count_layers_by_kind(self.plan.architecture, self.stage)
+        if recompute == "none" or interval == 1:
+            return [
+                LayersOfKind(num_layers, self.compute_layer(moe, recompute), recompute)
+                for moe, num_layers in by_kind
+            ]
+        with_recompute, without = [], []
+        layers_so_far = recomputed_so_far = 0
+        for moe, num_layers in by_kind:
+            layers_so_far = layers_so_far + num_layers
+            recomputed = ceil_div(layers_so_far, interval) - recomputed_so_far
+            recomputed_so_far = recomputed_so_far + recomputed
+            with_recompute.append(LayersOfKind(recomputed, self.compute_layer(moe, recompute), recompute))
+            without.append(LayersOfKind(num_layers - recomputed, self.compute_layer(moe, "none"), "none"))
+        return with_recompute + without
+
+    def compute_offloaded(self) -> int:
+        """Return host bytes of offloaded activations, of all micro-batches in flight.
+
+        Autocast's copies of weights, which autograd saves as well, are included.
+        """
+        arch, modules = self.plan.architecture, self.modules
+        offloaded = sum(kind.num_layers * kind.activations.offloaded for kind in self.kinds)
+        casts = 0
+        if modules.autocast:
+            by_kind = zip(self.kinds, count_layers_by_kind(arch, self.stage), strict=False)
+            casts = sum(
+                kind.num_layers * compute_weight_casts(arch, moe, modules) for kind, (moe, _) in by_kind
+            )
+        return ceil_div(self.tokens * offloaded, self.num_chunks) * self.chunks_in_flight + casts
+
+    def compute_dequantized(self) -> int:
+        """Return bytes of the largest dequantized matrix, in the compute dtype (bitsandbytes, MatMul4Bit)."""
+        if not self.modules.quantized:
+            return 0
+        return self.modules.compute * find_largest_matrix(self.plan.architecture, self.stage)
+
+    # ---- Before and after the layers ----
+
+    def _compute_before_layers(self) -> int:
+        """Return bytes per token saved before the layers: its id, and the masks of recomputed layers.
+
+        The tensors that the first layer need not save under adapters are subtracted.
+        """
+        arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
+        if recipe.recompute != "none" or not recipe.has_adapters:
+            masks = compute_kept_masks(arch, modules, recipe.recompute, recipe.recompute_interval)
+            if not is_eager(arch, modules) and not family_of(arch).always_passes_mask:
+                # Boolean window masks are the same for all sequences, and exist once.
+                masks = ceil_div(masks, recipe.micro_batch_size)
+            return self.stage.is_first * TOKEN_ID_BYTES + masks
+        unsaved = map_distinct(
+            lambda tp, num_shards: compute_unsaved_at_start(arch, modules, tp, num_shards),
+            self.plan.degrees.tp,
+            self.num_stream_shards,
+        )
+        return self.stage.is_first * (TOKEN_ID_BYTES - unsaved)
+
+    def _compute_after_layers(self) -> int:
+        """Return bytes per token saved after the layers: by the final norm, and the head's input."""
+        arch, modules = self.plan.architecture, self.modules
+        norm = ceil_div(compute_final_norm_saved(arch, modules), self.num_stream_shards)
+        return norm + compute_head_input(arch, modules, resolve_loss(self.plan))
+
+    def _compute_output(self) -> int:
+        """Return bytes of the final norm's output, returned by the model, unless it is saved anyway."""
+        modules = self.modules
+        is_saved = modules.trained or modules.keeps_frozen_inputs
+        is_alive = modules.kernels != "megatron" and (modules.autocast or not is_saved)
+        row = self.plan.architecture.hidden_size * modules.normed
+        return self.stage.is_last * self.tokens * is_alive * row
+
+    def _compute_in_final_norm(self) -> int:
+        """Return bytes per token at the final norm's backward, on top of all saved activations."""
+        arch, modules, loss = self.plan.architecture, self.modules, resolve_loss(self.plan)
+        sharded = ceil_div(compute_final_norm(arch, modules), self.num_stream_shards)
+        if loss == "fused":
+            return sharded
+        unsharded = compute_norm_after_head(arch, modules, compute_head_input(arch, modules, loss))
+        return where(self.num_stream_shards > 1, sharded, unsharded)
+
+    # ---- Autocast's copies of weights ----
+
+    def _compute_weight_casts(self) -> tuple[int, int]:
+        """Return bytes of half-precision matrix copies at the end of forward and the start of backward.
+
+        Autocast caches copies of trained weights until its context exits, and autograd keeps those it needs;
+        recomputation frees them layer by layer. A frozen base is in half precision already.
+        """
+        modules = self.modules
+        if not modules.autocast:
+            return 0, 0
+        arch = self.plan.architecture
+        head = modules.trained * arch.embedding_parameters
+        after_forward = in_backward = self.stage.is_last * head * modules.compute
+        by_kind = count_layers_by_kind(arch, self.stage)
+        # The kinds after the recomputed ones are the same kinds, not recomputed.
+        for kind, (moe, _) in zip(self.kinds, (*by_kind, *by_kind), strict=False):
+            casts = kind.num_layers * compute_weight_casts(arch, moe, modules)
+            copies, kept_copies = count_weight_casts(modules, kind.recompute)
+            after_forward, in_backward = after_forward + copies * casts, in_backward + kept_copies * casts
+        return after_forward, in_backward - self._compute_unsaved_casts()
+
+    def _compute_unsaved_casts(self) -> int:
+        """Return bytes of first-layer adapter copies not kept by autograd: their input needs no gradient."""
+        modules = self.modules
+        if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
+            return 0
+        return self.stage.is_first * modules.compute * _count_first_adapters(self.plan.architecture, modules)
+
+
+def _count_first_adapters(arch: Architecture, modules: Modules) -> int:
+    """Return the number of weights in the adapters' first matrices that read the model's embeddings."""
+    adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
+    return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
+
+
+def count_in_flight(plan: Plan, stage: int) -> tuple[int, int]:
+    """Return a stage's number of model chunks, and of the chunk activations that it holds at once.
+
+    1F1B holds pp - stage micro-batches; interleaving more, in chunks of 1/vpp (Narayanan et al. 2021, section
+    2.2; Megatron's warm-up count); GPipe all of a step's (Huang et al. 2019, section 2).
+    """
+    pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
+    if plan.layout.runs_all_forwards_first:
+        return vpp, where(pp > 1, micro_batches, 1)
+    plain = pp - stage
+    interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
+    return vpp, minimum(where(vpp == 1, plain, interleaved), micro_batches * vpp)
+
+
+def _explain_layer(kind: LayersOfKind) -> str:
+    layer = kind.activations
+    if kind.recompute == "none":
+        return (
+            f"{kib(layer.norms)} KiB norms and residuals + {kib(layer.attention)} KiB attention "
+            f"+ {kib(layer.mlp)} KiB MLP"
+        )
+    if kind.recompute == "offload":
+        return f"{kib(layer.offloaded)} KiB in host memory"
+    kept = "layer input" if kind.recompute == "full" else "matrix products and attention"
+    return f"{kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"
+
+
+# ---- The layers one by one, in forward order ----
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind (dense or MoE, recomputed or not) on one rank. Bytes per layer and micro-batch."""
+
+    moe: bool
+    num_layers: int
+    """Number of layers of this kind on the stage; 0 if it has none."""
+    first_index: int
+    """Index of the first layer of this kind."""
+    last_index: int
+    """Index of the last layer of this kind."""
+    saved: int
+    """Bytes saved for backward by one layer."""
+    forward: int
+    """Maximum bytes of one layer during its forward."""
+    backward: tuple[LayerPeak, ...]
+    """Peak candidates during the layer's backward; their ``activations`` are bytes, not bytes per token."""
+    casts: int
+    """Bytes of autocast's half-precision copies of its matrices, made again if the layer is recomputed."""
+    casts_after_forward: int
+    """Bytes of such copies alive after the layer's forward."""
+    casts_in_backward: int
+    """Bytes of such copies that autograd keeps for backward."""
+    weights: int
+    """Number of weights with gradients in one layer."""
+
+
+class StageLayer(NamedTuple):
+    """One layer of a stage, and the activations saved before it."""
+
+    kind: LayerKind
+    position: int
+    """Index in forward order, from 0."""
+    saved_before: int
+    """Bytes saved by the layers before it and by all other micro-batches in flight."""
+
+
+class LayerOrder(NamedTuple):
+    """The layers of one stage, in forward order."""
+
+    num_layers: int
+    num_dense: int
+    """Number of layers without routed experts; they come first."""
+    interval: int
+    """Every ``interval``-th layer is recomputed."""
+    kinds: tuple[LayerKind, ...]
+    """Without an interval, at most one dense and one MoE kind; with it, these recomputed, then not."""
+
+    def sum_before(self, index: int, get_value: Callable[[LayerKind], int]) -> int:
+        """Return the sum of ``get_value`` over all layers before ``index``."""
+        if len(self.kinds) == 1:
+            return index * get_value(self.kinds[0])
+        dense = minimum(index, self.num_dense)
+        total = 0
+        num_recomputed_kinds = len(self.kinds) if self.interval == 1 else len(self.kinds) // 2
+        for position, kind in enumerate(self.kinds):
+            number = index - dense if kind.moe else dense
+            if self.interval > 1:
+                recomputed_dense = ceil_div(dense, self.interval)
+                recomputed = recomputed_dense
+                if kind.moe:
+                    recomputed = ceil_div(index, self.interval) - recomputed_dense
+                number = recomputed if position < num_recomputed_kinds else number - recomputed
+            total = total + number * get_value(kind)
+        return total
+
+    def find_peak_layers(self, saved: int, compute_growth: Callable[[bool], int]) -> list[StageLayer]:
+        """Return, for each kind, the layers whose backward may be the stage's peak.
+
+        These are the kind's last layer (no gradients wait for reduction yet), its first layer (its prefetch
+        differs: nothing, or another module), and one end of the layers between: from layer to layer, saved
+        activations are freed and ``compute_growth(moe)`` bytes of gradients are added, so the peak is at one
+        end. ``saved``: bytes saved by all layers and by other micro-batches in flight.
+        """
+        others = saved - self.sum_before(self.num_layers, _get_saved)
+        layers: list[StageLayer] = []
+        indices: set[int] = set()
+        for kind in self.kinds:
+            second_to_last = maximum(kind.last_index - self.interval, kind.first_index)
+            second = minimum(kind.first_index + self.interval, kind.last_index)
+            between = where(compute_growth(kind.moe) > kind.saved, second, second_to_last)
+            for index in (kind.last_index, between, kind.first_index):
+                # Of one plan, absent kinds and repeated layers are skipped; arrays of plans keep them all.
+                if not is_array(kind.num_layers) and (
+                    not kind.num_layers or (not is_array(index) and index in indices)
+                ):
+                    continue
+                if not is_array(index):
+                    indices.add(index)
+                layers.append(self._build_layer(kind, index, others))
+        return layers
+
+    def find_last_layers(self, saved: int) -> list[StageLayer]:
+        """Return the last layer of each kind, where the forward of that kind has its peak."""
+        others = saved - self.sum_before(self.num_layers, _get_saved)
+        return [
+            self._build_layer(kind, kind.last_index, others)
+            for kind in self.kinds
+            if is_array(kind.num_layers) or kind.num_layers
+        ]
+
+    def _build_layer(self, kind: LayerKind, index: int, others: int) -> StageLayer:
+        """Return one layer with the bytes saved before it.
+
+        They are at least 0: the tensors that the first layer does not save under adapters may make the sum
+        negative. For arrays of stages, a stage without this kind gets layer 0 with zero bytes, which another
+        kind always exceeds.
+        """
+        if is_array(kind.num_layers):
+            exists = kind.num_layers > 0
+            index, others = where(exists, index, 0), where(exists, others, 0)
+            kind = kind._replace(
+                saved=exists * kind.saved,
+                forward=exists * kind.forward,
+                backward=tuple(
+                    peak._replace(
+                        activations=exists * peak.activations,
+                        weights_with_gradient=exists * peak.weights_with_gradient,
+                    )
+                    for peak in kind.backward
+                ),
+                casts=exists * kind.casts,
+                casts_after_forward=exists * kind.casts_after_forward,
+                casts_in_backward=exists * kind.casts_in_backward,
+                weights=exists * kind.weights,
+            )
+        return StageLayer(kind, index, maximum(0, others + self.sum_before(index, _get_saved)))
+
+
+def _get_saved(kind: LayerKind) -> int:
+    return kind.saved
+
+
+def build_layer_order(activations: TransformersActivations) -> LayerOrder:
+    """Return the layers of one stage, with the bytes of each kind at its peak candidates."""
+    plan, stage = activations.plan, activations.stage
+    recipe = plan.recipe
+    interval = recipe.recompute_interval if recipe.recompute != "none" else 1
+    num_dense = stage.num_layers - stage.num_moe_layers
+    kinds: list[LayerKind] = []
+    for recompute in [recipe.recompute] if interval == 1 else [recipe.recompute, "none"]:
+        for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
+            first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
+            if interval > 1:
+                if recompute == "none":
+                    last = last - (last % interval == 0)
+                    first = first + (first % interval == 0)
+                else:
+                    first, last = ceil_div(first, interval) * interval, last // interval * interval
+                num_layers = maximum(0, where(last >= first, num_layers, 0))
+            kinds.append(_build_kind(activations, moe, recompute, num_layers, first, last))
+    return LayerOrder(stage.num_layers, num_dense, interval, tuple(kinds))
+
+
+def _build_kind(
+    activations: TransformersActivations, moe: bool, recompute: str, num_layers: int, first: int, last: int
+) -> LayerKind:
+    plan, modules, tokens = activations.plan, activations.modules, activations.tokens
+    arch, num_stream_shards = plan.architecture, activations.num_stream_shards
+    layer = activations.compute_layer(moe, recompute)
+    peaks = map_distinct(
+        partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
+    )
+    dequantized_width = modules.compute * modules.quantized
+    backward = [
+        peak._replace(
+            activations=tokens * peak.activations + dequantized_width * peak.dequantized_weights,
+            dequantized_weights=0,
+        )
+        for peak in peaks.backward
+    ]
+    if plan.recipe.precision == "fp8-mixed":
+        stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
+        saved = tokens * (layer.saved + layer.recomputed + stream)
+        backward.append(LayerPeak(saved + compute_layer_working(arch, moe, tokens)))
+    casts = compute_weight_casts(arch, moe, modules)
+    copies, kept_copies = count_weight_casts(modules, recompute)
+    # int8 matmuls do not dequantize the matrix in forward, only in backward.
+    dequantized = 0 if modules.int8_base else activations.compute_dequantized()
+    return LayerKind(
+        moe=moe,
+        num_layers=num_layers,
+        first_index=first,
+        last_index=last,
+        saved=tokens * layer.saved,
+        forward=tokens * peaks.forward + dequantized,
+        backward=tuple(backward),
+        casts=casts,
+        casts_after_forward=copies * casts,
+        casts_in_backward=kept_copies * casts,
+        weights=peaks.weights,
+    )
