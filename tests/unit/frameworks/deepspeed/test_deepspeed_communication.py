@@ -1,4 +1,4 @@
-"""DeepSpeed's ``communication_data_type``: refused, written, read back, counted and timed."""
+"""DeepSpeed's ``communication_data_type``: checks, configuration files, memory and step time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
     return ss.Plan(arch, NODE, ss.Recipe(**fields), ss.Layout.zero(stage, **options))
 
 
-# -------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------- checks
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,18 @@ def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **option
         (2, {KEY: "bf16"}, "communication_data_type is 'bf16'; allowed: None, 'fp32'"),
         (3, {KEY: 4}, "communication_data_type is 4"),
         (3, {**FP32, "zero_quantized_gradients": True}, "which send 4 bits.*communication_data_type=None"),
-        (1, {**FP32, "ep": 2}, "no formula counts what is cast of experts'.*communication_data_type=None"),
+        (1, {**FP32, "ep": 2}, "no formula counts the cast of the experts'.*communication_data_type=None"),
         (2, {**FP32, "ep": 2}, "experts' own buckets"),
     ],
 )
-def test_what_means_nothing_or_nobody_counts_is_refused(
-    stage: int, options: dict[str, Any], words: str
-) -> None:
+def test_unknown_ignored_and_uncounted_types_raise(stage: int, options: dict[str, Any], words: str) -> None:
     with pytest.raises(FieldError, match=words) as refused:
         ss.Layout.zero(stage, **options)
     assert refused.value.field == f"Layout.{KEY}"
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}])
-def test_stage_0_takes_it_beside_any_degree(options: dict[str, Any]) -> None:
+def test_stage_0_supports_it_with_any_degree(options: dict[str, Any]) -> None:
     assert plan(0, MOE if "ep" in options else LLAMA, **options, **FP32).memory().peak_bytes
 
 
@@ -65,7 +63,7 @@ def test_stage_0_takes_it_beside_any_degree(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_half_precision_has_it_in_the_configuration(stage: int) -> None:
+def test_it_is_in_the_configuration_of_half_precision(stage: int) -> None:
     assert deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
     assert KEY not in deepspeed_config(plan(stage))
     assert KEY not in deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
@@ -97,8 +95,10 @@ def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
         ("fp32", None, None),
     ],
 )
-def test_a_file_s_own_type(said: Any, section: str | None, found: str | None, tmp_path: Path) -> None:
-    """In DeepSpeed's spelling, which takes capitals; the type of products is what a layout leaves open."""
+def test_the_type_in_a_file_is_read(
+    said: Any, section: str | None, found: str | None, tmp_path: Path
+) -> None:
+    """DeepSpeed accepts capitals; the compute type is the default, which a layout does not set."""
     layout: Any = read(tmp_path, said, section).layout
     assert layout.communication_data_type == found
 
@@ -111,7 +111,7 @@ def test_a_file_s_own_type(said: Any, section: str | None, found: str | None, tm
         (32, "bf16", "communication_data_type is 32"),
     ],
 )
-def test_another_type_than_products_have_is_refused(
+def test_types_other_than_fp32_and_the_compute_type_raise(
     said: Any, section: str | None, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -126,7 +126,7 @@ def read(folder: Path, said: Any, section: str | None) -> ss.Plan:
     return ss.Plan.from_deepspeed(folder / "zero.json", architecture=LLAMA, cluster=NODE)
 
 
-def test_a_habit_and_its_remedy() -> None:
+def test_the_default_type_and_the_suggested_fix() -> None:
     for stage in range(4):
         before = plan(stage)
         assert get_reduce_type(before) == "bf16"
@@ -140,11 +140,11 @@ def test_a_habit_and_its_remedy() -> None:
     assert mended is None and words == '"communication_data_type": "fp32" in the DeepSpeed configuration'
 
 
-# ------------------------------------------------------------------------------------------ what it takes
+# ------------------------------------------------------------------------------------ memory and time
 
 
-def test_a_cast_copy_stands_beside_a_flattened_one() -> None:
-    """Of two bytes each: four more for each element that is reduced together, flattened or not."""
+def test_a_cast_is_allocated_besides_the_flattened_copy() -> None:
+    """Elements of two bytes: four more bytes for each of them that is reduced together, flattened or not."""
     options = ReductionOptions((50, 0), rank=0, overlapping=60, bucket_size=100, cast_width=2)
     same_rank = [FlatGradient(0, 20, 50), FlatGradient(20, 20, 50)]
     assert count_flattened_copy(same_rank, options) == 2 * 40
@@ -154,8 +154,8 @@ def test_a_cast_copy_stands_beside_a_flattened_one() -> None:
     assert count_all_reduce_copy((30,), 15, 2) == 2 * 30
 
 
-def test_whole_gradients_are_cast_all_at_once() -> None:
-    """Stage 0 flattens up to 500 million of them, two bytes each; what is cast of them has four more."""
+def test_stage_0_casts_all_gradients_at_once() -> None:
+    """Stage 0 flattens up to 500 million gradients of two bytes; their cast has four more bytes each."""
     arch, recipe = replace(LLAMA, num_hidden_layers=2), {"seq_len": 16, "global_batch_size": 8}
     without, cast = (plan(0, arch, recipe, **options).memory() for options in ({}, FP32))
     more = cast.at("backward")["gather_buffers"] - without.at("backward")["gather_buffers"]
@@ -163,21 +163,21 @@ def test_whole_gradients_are_cast_all_at_once() -> None:
     assert cast.at("rest") == without.at("rest") and cast.at("optimizer") == without.at("optimizer")
 
 
-def test_stage_3_has_its_whole_bucket_in_that_type() -> None:
+def test_the_bucket_of_stage_3_has_that_type() -> None:
     without, cast = (plan(3, reduce_bucket_size=10**6, **options).memory() for options in ({}, FP32))
     more = cast.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
     assert more == (4 - 2) * 10**6
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp32_is_summed_in_fp32_anyway(stage: int) -> None:
+def test_fp32_gradients_are_always_reduced_in_fp32(stage: int) -> None:
     plain, said = (plan(stage, recipe={"precision": "fp32"}, **options) for options in ({}, FP32))
     assert plain.memory().components == said.memory().components
     assert plain.step().seconds == said.step().seconds
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_travel_in_twice_the_bytes(stage: int) -> None:
+def test_gradients_are_sent_with_twice_the_bytes(stage: int) -> None:
     def sent(a_plan: ss.Plan, part: str) -> float:
         return sum(one.num_bytes for one in a_plan.step().communication if one.part == part)
 
@@ -191,7 +191,7 @@ def test_gradients_travel_in_twice_the_bytes(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
+def test_a_batch_of_plans_has_the_same_bytes_as_each_plan(stage: int) -> None:
     several = [
         plan(stage, recipe={"micro_batch_size": size}, reduce_bucket_size=3_000_000, **degrees, **FP32)
         for size in (1, 2)
@@ -204,7 +204,7 @@ def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
     assert compute_peaks(several).tolist() == [one.memory().peak_bytes for one in several]
 
 
-def test_a_search_leaves_it_open() -> None:
+def test_a_search_does_not_set_it() -> None:
     found = ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=16), frameworks=("deepspeed",))
     assert found.num_evaluated > 50
     assert {getattr(found.plan(row).layout, KEY) for row in range(found.num_evaluated)} == {None}
@@ -216,7 +216,7 @@ WIDE = replace(
     LLAMA, hidden_size=1024, intermediate_size=3072, num_hidden_layers=3, num_attention_heads=8,
     num_key_value_heads=4, head_dim=128, vocab_size=8000,
 )  # fmt: skip
-"""Of so few tokens that most is held where gradients are reduced."""
+"""A model for few tokens, so that the peak is where gradients are reduced."""
 SMALL, LARGE = {"reduce_bucket_size": 6_000_000}, {"reduce_bucket_size": 100_000_000}
 GATHERS = {"stage3_prefetch_bucket_size": 2_000_000, "stage3_max_reuse_distance": 1_000_000}
 AGAIN = {"global_batch_size": 16}
@@ -245,7 +245,7 @@ FEWER = {"zero-1, overlapping, two micro-batches", "zero-2, one bucket", "zero-3
 
 @needs_installed("deepspeed")
 @pytest.mark.parametrize("name", few(PLAYED, FEWER | {"zero-1 pp"}))
-def test_deepspeed_itself_holds_what_is_predicted(name: str) -> None:
+def test_deepspeed_allocates_the_predicted_bytes(name: str) -> None:
     stage, options, recipe = PLAYED[name]
     arch = replace(WIDE, num_hidden_layers=4) if "pp" in options else WIDE
     made = plan(stage, arch, {"seq_len": 32, "global_batch_size": 8, **recipe}, **options, **FP32)

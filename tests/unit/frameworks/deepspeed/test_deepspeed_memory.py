@@ -1,4 +1,4 @@
-"""ZeRO's memory: identities that everyone quotes, options, offload, and DeepSpeed's own engine."""
+"""ZeRO's memory: well-known identities, options, offloading, and comparisons with DeepSpeed's own engine."""
 
 from __future__ import annotations
 
@@ -59,38 +59,38 @@ def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA,
     return Plan(arch, cluster, ss.Recipe(**rest), ss.Layout.zero(stage, **options))
 
 
-def test_zero_0_takes_16_bytes_a_parameter_and_24_while_it_updates() -> None:
+def test_zero_0_needs_16_bytes_per_parameter_and_24_in_the_optimizer_step() -> None:
     """bf16 runs FP16_Optimizer, not BF16_Optimizer (deepspeed/runtime/engine.py)."""
     report = zero(0).memory()
     rest, update = report.at("rest"), report.at("optimizer")
     assert (rest["parameters"], rest["gradients"], rest["optimizer"]) == (2 * P, 0, 12 * P)
     assert update["gradients"] == 2 * P
-    # Every gradient in fp32, and all of them flattened, before the bf16 ones are given up.
+    # Every gradient in fp32, and all of them flattened, before the bf16 ones are freed.
     assert update["optimizer"] == 12 * P + 2 * 4 * P
     assert sum(update[name] for name in ("parameters", "gradients", "optimizer")) == 24 * P
 
 
-def test_fp32_needs_no_main_copy_on_whole_ranks_only() -> None:
+def test_fp32_needs_no_main_copy_in_stage_0_only() -> None:
     assert zero(0, precision="fp32").memory().at("rest")["optimizer"] == 8 * P
-    # ZeRO clones its part of the weights even where they are fp32.
+    # ZeRO clones its partition of the weights even if they are fp32.
     assert zero(1, precision="fp32").memory().at("rest")["optimizer"] == pytest.approx(12 * P / 8, rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-def test_an_update_takes_no_more_on_cpu_ranks(stage: int, precision: str) -> None:
-    """The engine's AdamW is fused on both, and needs nothing beside its moments."""
-    here, there = (
+def test_an_update_needs_no_more_on_cpu_ranks(stage: int, precision: str) -> None:
+    """The engine's AdamW is fused on both, and needs nothing besides its moments."""
+    on_cpu, on_gpu = (
         zero(stage, ss.Cluster.parse(cluster), precision=precision, kernels="transformers").memory()
         for cluster in ("2xcpu", "2xh100-sxm-80gb")
     )
-    # DeepSpeed's own FusedAdam, a GPU's, has whole ranks' gradients in fp32 twice.
+    # DeepSpeed's own FusedAdam runs on GPUs only; stage 0 has all gradients in fp32 twice with it.
     twice = 4 * P if (stage, precision) == (0, "bf16-mixed") else 0
-    assert here.at("optimizer")["optimizer"] == there.at("optimizer")["optimizer"] - twice
+    assert on_cpu.at("optimizer")["optimizer"] == on_gpu.at("optimizer")["optimizer"] - twice
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_zero_divides_by_its_ranks(ranks: int) -> None:
+def test_zero_partitions_over_the_ranks(ranks: int) -> None:
     cluster = ss.Cluster.parse(f"{ranks}xh100-sxm-80gb")
     rest = {stage: zero(stage, cluster).memory().at("rest") for stage in (1, 2, 3)}
     for stage in (1, 2, 3):
@@ -110,7 +110,7 @@ def test_figure_1_of_the_zero_paper() -> None:
         rest = report.at("rest")
         gradients = 2 * arch.num_parameters if stage < 2 else report.at("optimizer")["gradients"]
         found = (rest["parameters"] + rest["optimizer"] + gradients) * scale / 1e9
-        # Stage 2 keeps tensors whole that a partition touches, the embedding among them.
+        # Stage 2 keeps the gradients of all tensors that overlap a partition, the embedding among them.
         slack = whole / 1e9 if stage == 2 else 0
         # The paper rounds to a tenth.
         assert gigabytes * 0.995 - 0.05 < found < gigabytes * 1.005 + 0.05 + slack
@@ -118,8 +118,8 @@ def test_figure_1_of_the_zero_paper() -> None:
 
 @given(plans("deepspeed"))
 @settings(max_examples=examples(100), deadline=None)
-def test_stages_are_ordered(a_plan: Plan) -> None:
-    # Stage 0 takes no other optimizers than these, and Lion.
+def test_a_higher_stage_needs_less_memory(a_plan: Plan) -> None:
+    # Stage 0 supports no other optimizers than these and Lion.
     assume(a_plan.world_size > 1 and a_plan.recipe.optimizer in ("adamw", "sgd"))
     alone = {"tp": 1, "pp": 1, "ep": 1, "offload_optimizer": None, "offload_params": None}
     a_plan = replace(a_plan, layout=replace(a_plan.layout, **alone))
@@ -135,7 +135,7 @@ def test_stages_are_ordered(a_plan: Plan) -> None:
         try:
             report = replace(a_plan, layout=replace(a_plan.layout, stage=stage)).memory()  # type: ignore[call-arg]
         except FieldError:
-            continue  # Some optimizers run where each rank's part is flat only.
+            continue  # Some optimizers run on flat partitions only.
         rest, update = report.at("rest"), report.at("optimizer")
         held.append((rest["parameters"], update["gradients"], rest["optimizer"]))
     for fewer, more in pairwise(held):
@@ -232,8 +232,8 @@ def test_vectors_have_a_flat_buffer_and_sub_groups_of_their_own() -> None:
     assert options.has_own(options.place_gradients(sizes, is_vector)[3:])
 
 
-def test_stage_3_keeps_what_is_used_again_soon() -> None:
-    """Two layers of a Llama whose parameters are all cut: what lies between two uses decides."""
+def test_stage_3_keeps_parameters_that_are_reused_soon() -> None:
+    """Two layers of a Llama without persistent parameters: the elements between two uses decide."""
     arch = replace(LLAMA, num_hidden_layers=2)
     embedding = head = arch.embedding_parameters
     norm = arch.hidden_size
@@ -241,7 +241,7 @@ def test_stage_3_keeps_what_is_used_again_soon() -> None:
     free = Stage3Options(0, 0, 10**12, 0, 10**12)
     nothing = simulate_step(model, 2, 0, free)
     assert (nothing.persistent, nothing.after_forward) == (0, 0)
-    # Nothing is used between the head and its own backward; between the norm and its, the head is, twice.
+    # Nothing is used between the head's forward and backward; between the norm's, the head is, twice.
     some = simulate_step(model, 2, 0, free._replace(max_reuse_distance=1))
     assert some.after_forward == head
     some = simulate_step(model, 2, 0, free._replace(max_reuse_distance=2 * head + 1))
@@ -250,12 +250,12 @@ def test_stage_3_keeps_what_is_used_again_soon() -> None:
     assert everything.after_forward == arch.num_parameters
     small = simulate_step(model, 2, 0, free._replace(param_persistence_threshold=10**12))
     assert small.persistent == small.after_forward == arch.num_parameters
-    # Alone, a rank has everything and gathers nothing.
+    # A single rank has all parameters, and all-gathers nothing.
     assert simulate_step(model, 1, 0, free).after_forward == 0
 
 
-def test_stage_3_gathers_ahead_into_a_buffer_of_its_own() -> None:
-    """What is prefetched together lies twice while it is copied; a lone tensor's buffer is its own."""
+def test_stage_3_prefetches_into_a_flat_buffer() -> None:
+    """Coalesced parameters exist twice while they are copied; a single one is all-gathered in place."""
     arch = replace(LLAMA, num_hidden_layers=2)
     model = TracedModel(arch, None, 2, 0, (arch.embedding_parameters,), (arch.hidden_size,), (8,))
     free = Stage3Options(arch.hidden_size, 0, 10**12, 0, 10**12)
@@ -266,10 +266,10 @@ def test_stage_3_gathers_ahead_into_a_buffer_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
-def test_views_keep_gathered_experts_that_were_released(name: str) -> None:
-    """Autograd holds what a transposed view saw, so experts gathered again in backward are there twice.
+def test_saved_views_keep_released_experts_allocated(name: str) -> None:
+    """Autograd keeps the memory behind a transposed view, so experts exist twice in backward.
 
-    Mixtral's experts are gathered with their router, as a leaf; DeepSeek's one module at a time.
+    Mixtral's experts are all-gathered with their router, as a leaf; DeepSeek's one module at a time.
     """
     arch = replace(ss.models[name], num_hidden_layers=2)
     arch = replace(arch, mixture_of_experts=replace(arch.mixture_of_experts, first_k_dense_replace=0))  # type: ignore[type-var]
@@ -283,7 +283,7 @@ def test_views_keep_gathered_experts_that_were_released(name: str) -> None:
     assert again.after_forward == again.persistent
 
 
-def test_buckets_and_thresholds_move_memory() -> None:
+def test_buckets_and_thresholds_change_memory() -> None:
     def staging(stage: int, phase: str, **options: Any) -> int:
         return zero(stage, **options).memory().at(phase)["gather_buffers"]  # type: ignore[arg-type]
 
@@ -292,7 +292,7 @@ def test_buckets_and_thresholds_move_memory() -> None:
     end = {True: zero(2, overlap_comm=True, **tiny), False: zero(2, overlap_comm=False, **tiny)}
     more, less = (end[x].memory().timeline[-2][2]["gather_buffers"] for x in (True, False))
     assert more - less == 2 * 1_000_000
-    # Alone a short distance releases nothing more: what prefetching has skipped, DeepSpeed keeps.
+    # A short distance alone releases nothing more: DeepSpeed keeps parameters that prefetching has skipped.
     alone = staging(3, "forward", stage3_max_reuse_distance=0)
     assert alone == staging(3, "forward")
     assert staging(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0) < alone / 2
@@ -309,7 +309,7 @@ def test_buckets_and_thresholds_move_memory() -> None:
         ("stage3_max_live_parameters", 2**60),
     ],
 )  # fmt: skip
-def test_options_outside_deepspeeds_ranges_are_refused(field: str, value: object) -> None:
+def test_options_outside_of_deepspeeds_ranges_raise(field: str, value: object) -> None:
     with pytest.raises(FieldError) as refused:
         ss.Layout.zero(3, **{field: value})  # type: ignore[arg-type]
     assert refused.value.field == f"Layout.{field}"
@@ -338,12 +338,12 @@ def test_offload_moves_bytes_to_the_host() -> None:
     assert both.host_bytes - there.host_bytes == here.at("rest")["parameters"]
     two = zero(2, offload_optimizer="cpu").memory()
     largest = LLAMA.vocab_size * LLAMA.hidden_size
-    # Stages 1 and 2: main copies, moments, fp32 gradients, the way back in bf16, one tensor on its way.
+    # Stages 1 and 2: main copies, moments, fp32 gradients, updated bf16 weights, one staging tensor.
     assert two.host_bytes == pytest.approx((16 + 2) * part + 2 * largest, rel=1e-4)
     assert two.at("rest")["gather_buffers"] == 2 * largest
 
 
-def test_flattening_moves_to_the_host_where_two_copies_do_not_fit() -> None:
+def test_weights_are_flattened_on_the_host_if_two_copies_do_not_fit() -> None:
     """deepspeed/runtime/zero/stage_1_and_2.py: flatten_on_accelerator."""
     llama = ss.models["llama-3.1-8b"]
     there, here = (
@@ -353,7 +353,7 @@ def test_flattening_moves_to_the_host_where_two_copies_do_not_fit() -> None:
     assert there == 2 * here
 
 
-def test_offloaded_gradients_are_not_there_in_backward() -> None:
+def test_offloaded_gradients_need_no_gpu_memory_in_backward() -> None:
     for stage in (2, 3):
         report = zero(stage, offload_optimizer="cpu", global_batch_size=16).memory()
         assert {moment.components["gradients"] for moment in report.worst_stage.phases} == {0}
@@ -363,16 +363,16 @@ def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
     report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
     sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
     part = sum_partitions(sizes, 8)
-    # Main copies and moments; of the gradients those that are a mebibyte in fp32.
+    # Main copies, moments, and the gradients that have at least a mebibyte in fp32.
     large = sum(size // 8 for size in sizes if 4 * size // 8 >= 2**20)
     assert report.nvme_bytes == pytest.approx(12 * part + 4 * large, rel=1e-4)
     assert report.host_bytes < 6 * part
-    # Vectors are a group of their own, too small for files: all that is theirs stays on the host.
+    # Vectors are a separate group, too small for files: all of their state stays on the host.
     assert report.at("optimizer")["gradients"] == 0
 
 
 def test_weights_on_nvme_have_files_even_if_they_stay_in_memory() -> None:
-    """DeepSpeed writes what ``zero.Init`` cuts, and reads it back once if there is room (stage3.py)."""
+    """DeepSpeed writes what ``zero.Init`` partitions, and reads it back once if it fits (stage3.py)."""
     sizes = list_stage_tensors(zero(3), first_stage(zero(3))).trained
     part = sum_partitions(sizes, 8)
     large = sum(size // 8 for size in sizes if 2 * size // 8 >= 2**20)
@@ -382,13 +382,13 @@ def test_weights_on_nvme_have_files_even_if_they_stay_in_memory() -> None:
     enough = {"stage3_prefetch_bucket_size": 0, "offload_params_buffer_count": 80}
     files = zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **enough).memory()
     assert files.nvme_bytes == room.nvme_bytes
-    # What is under a mebibyte stays in memory; there is room for a sub-group's whole tensors, not for parts.
+    # Partitions under a mebibyte stay in memory; the buffer has a sub-group's unpartitioned tensors.
     whole = 2 * sum(sizes)
     assert files.host_bytes == pytest.approx(2 * (part - large) + whole + 160 * 100_000_000, rel=1e-4)
 
 
-def test_a_buffer_for_every_parameter_that_stays_gathered() -> None:
-    """DeepSpeed asserts over the sixth of a small model's; of a large one's few stay (test_nvme_ranks.py)."""
+def test_every_parameter_that_stays_all_gathered_needs_a_buffer() -> None:
+    """A small model fails DeepSpeed's assertion at the sixth; a large one keeps few (test_nvme_ranks.py)."""
     eight = ss.models["llama-3.1-8b"]
     assert zero(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
     with pytest.raises(FieldError, match="holds a buffer") as refused:
@@ -397,11 +397,11 @@ def test_a_buffer_for_every_parameter_that_stays_gathered() -> None:
     fixed = dict(change.split("=") for change in refused.value.fix.split(", "))
     options = {name: int(value) for name, value in fixed.items()}
     assert zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
-    # What all fits into host memory needs none.
+    # Parameters that fit into host memory need none.
     assert zero(3, offload_params="nvme").layout.offload_params_buffer_count == 5
 
 
-def test_stage_0_in_a_pipeline_cuts_main_copies_of_bf16() -> None:
+def test_stage_0_in_a_pipeline_partitions_main_copies_of_bf16() -> None:
     """BF16_Optimizer: 2 bytes of weights, 2 + 2 of gradients, and 12 over the data-parallel ranks."""
     arch = ss.models["llama-3.1-8b"]
     node, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(global_batch_size=64)
@@ -417,8 +417,8 @@ def test_stage_0_in_a_pipeline_cuts_main_copies_of_bf16() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "mixtral-8x7b", "deepseek-v3", "llama-3.1-8b"])
-def test_what_is_left_open_is_settled_so_that_it_runs(name: str) -> None:
-    """DeepSpeed's own numbers where they work; elsewhere more buffers, or nothing read ahead."""
+def test_defaults_of_nvme_swapping_are_chosen_so_that_it_runs(name: str) -> None:
+    """DeepSpeed's defaults where they work; otherwise more buffers, or no prefetching."""
     open_plan = zero(3, arch=ss.models[name], offload_params="nvme")
     settled = open_plan.layout
     assert isinstance(settled, ZeroLayout)
@@ -432,7 +432,7 @@ def test_what_is_left_open_is_settled_so_that_it_runs(name: str) -> None:
         assert (settled.offload_params_buffer_count, settled.stage3_prefetch_bucket_size) == (5, 50_000_000)
 
 
-def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
+def test_experts_are_partitioned_over_their_replicas_only() -> None:
     mixtral = ss.models["mixtral-8x7b"]
     experts = mixtral.parameter_groups["experts"]
     dense = mixtral.num_parameters - experts
@@ -465,9 +465,9 @@ LEVELS = {
 
 Before any formula had seen them, of the first held-out sample 68 % and 89 % were as close, of the third (seed
 78801 of ``tests/accuracy/wide_sampling.py`` and ``recipe_sampling.py``) 74 % and 79 %, of the fourth (seed
-78802, drawn when formulas had been mended by the third) 96 % and 97 %, its worst -12.9 %. Rows in
-which all weights are trained were played anew with the engine's two groups, matrices and vectors: reducing a
-norm allocates what ZeRO-2 keeps, which one group had hidden (up to 7 %)."""
+78802, drawn after the formulas had been fixed by the third) 96 % and 97 %, its worst -12.9 %. Rows in
+which all weights are trained were rehearsed again with the engine's two groups, matrices and vectors:
+reducing a norm allocates the gradients that ZeRO-2 keeps, which one group had hidden (up to 7 %)."""
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -487,10 +487,10 @@ needs_deepspeed = needs_installed("deepspeed")
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_itself_holds_what_is_predicted(stage: int) -> None:
+def test_deepspeed_allocates_the_predicted_bytes(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
     plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
-    # Of one stage as people ask for it, in a process of its own.
+    # Stage 3 as users call it, in a separate process.
     report = plan.rehearse() if stage == 3 else rehearsed_here(plan)
     predicted = plan.memory()
     assert report.tier == "rehearsed"
@@ -502,7 +502,7 @@ def test_deepspeed_itself_holds_what_is_predicted(stage: int) -> None:
 
 
 @needs_deepspeed
-def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
+def test_stored_rehearsals_equal_those_of_the_installed_deepspeed() -> None:
     from tests.accuracy.rehearsals import STORED
 
     file = STORED / "deepspeed.jsonl"
@@ -517,7 +517,7 @@ def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
 
 
 @needs_deepspeed
-def test_what_is_not_rehearsed_is_refused_by_name() -> None:
+def test_unsupported_rehearsals_raise_with_the_field() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Layout\.tp"):
@@ -526,7 +526,7 @@ def test_what_is_not_rehearsed_is_refused_by_name() -> None:
 
 @given(st.integers(0, 3), st.sampled_from(("none", "full")))
 @settings(max_examples=examples(10), deadline=None)
-def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) -> None:
+def test_every_term_has_an_explanation(stage: int, recompute: str) -> None:
     report = zero(stage, recompute=recompute).memory()
     for moment in report.worst_stage.phases:
         for term in moment.terms.values():
@@ -549,7 +549,7 @@ def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) ->
         [(1, {"optimizer": "adafactor"}), (3, {"optimizer": "adamw_8bit"}), (1, {"recompute": "offload"})],
     ),
 )
-def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: dict[str, Any]) -> None:
+def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: dict[str, Any]) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import rehearse
     from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
@@ -564,7 +564,7 @@ def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: 
 
 
 @needs_deepspeed
-def test_a_chunked_loss_needs_a_head_that_is_there() -> None:
+def test_a_chunked_loss_needs_a_head_that_is_not_partitioned() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
     with pytest.raises(FieldError, match=r"Recipe\.loss.*gathers a weight when its own module runs"):

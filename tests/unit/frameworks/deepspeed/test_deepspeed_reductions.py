@@ -1,4 +1,4 @@
-"""Where ZeRO reduces beside gradients that wait: DeepSpeed's own engine, and what is predicted of it."""
+"""Peaks where ZeRO reduces gradients: DeepSpeed's own engine compared with predictions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WIDE = replace(
     LLAMA, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, head_dim=128, vocab_size=8000,
 )  # fmt: skip
-"""Of so few tokens that most is held where gradients are reduced."""
+"""A model for few tokens, so that the peak is where gradients are reduced."""
 PLANS: dict[str, dict[str, Any]] = {
-    "in stages": {"stage": 1, "pp": 4, "reduce_bucket_size": 6_000_000},
-    "of stage 3, as they come": {
+    "pipeline": {"stage": 1, "pp": 4, "reduce_bucket_size": 6_000_000},
+    "stage 3, not contiguous": {
         "stage": 3,
         "reduce_bucket_size": 100_000_000,
         "contiguous_gradients": False,
@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_fullest_instant_is_predicted(name: str) -> None:
+def test_the_peak_is_predicted(name: str) -> None:
     plan = ss.Plan(
         WIDE,
         ss.Cluster.parse("8xh100-sxm-80gb"),

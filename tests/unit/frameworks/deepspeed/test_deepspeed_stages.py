@@ -1,4 +1,4 @@
-"""DeepSpeed's own pipeline on fake tensors, stage by stage, beside what was predicted of it."""
+"""DeepSpeed's own pipeline on fake tensors, stage by stage, compared with predictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan_of(name: str) -> ss.Plan:
 
 
 @pytest.mark.parametrize("name", few(PLANS, {"zero-1 bf16"}))
-def test_every_stage_holds_what_was_predicted(name: str) -> None:
+def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
     plan = plan_of(name)
     stages = stages_of(plan)
     assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
@@ -58,7 +58,7 @@ def test_every_stage_holds_what_was_predicted(name: str) -> None:
         assert stage.peak.num_bytes == pytest.approx(max(expected.values()), rel=CLOSE), (name, stage.stage)
         rest = next(moment for moment in stage.moments if moment.phase == "rest")
         assert rest.num_bytes == pytest.approx(expected["rest"], rel=CLOSE)
-        # Beside weights there are a few numbers: losses.
+        # Besides weights there are a few numbers: losses.
         held = stage.peak.components["parameters"]
         assert held == pytest.approx(predicted.at("rest").components["parameters"], abs=64)
 
@@ -71,7 +71,7 @@ def test_every_stage_holds_what_was_predicted(name: str) -> None:
         ({"stage": 1, "pp": 2}, {"loss": "chunked"}, "the loss is the schedule's"),
     ],
 )
-def test_what_stages_do_not_play_is_refused(
+def test_unsupported_rehearsals_of_pipelines_raise(
     layout: dict[str, Any], recipe: dict[str, Any], words: str
 ) -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan

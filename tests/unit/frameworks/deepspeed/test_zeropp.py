@@ -1,4 +1,4 @@
-"""ZeRO++'s options: passed through, counted where bytes change, refused by name where nothing counts them."""
+"""ZeRO++'s options: configuration files, secondary partitions, errors for quantized communication."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
         ({"stage": 1, "zero_quantized_gradients": True}, "False below stage 3"),
         ({"stage": 3, "zero_hpz_partition_size": 0}, "zero_hpz_partition_size is 0"),
         ({"stage": 3, "zero_quantized_weights": 1}, "zero_quantized_weights is 1"),
-        ({"stage": 3, "zero_hpz_partition_size": 8, "offload_params": "cpu"}, "second partitions in host"),
+        ({"stage": 3, "zero_hpz_partition_size": 8, "offload_params": "cpu"}, "secondary partitions in host"),
         ({"stage": 3, "mics_shard_size": 8}, r"removed MiCS.*Layout\.fsdp2\(shard="),
         ({"stage": 3, "mics_hierarchical_params_gather": True}, "removed MiCS"),
         ({"stage": 3, "nvme_path": "/mnt/nvme"}, "nvme_path is '/mnt/nvme'.*SHARDSCOPE_NVME_FOLDER names"),
     ],
 )
-def test_what_deepspeed_does_not_take_is_refused(options: dict[str, Any], words: str) -> None:
+def test_unsupported_options_raise(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ss.Layout.zero(**options)
 
 
-def test_second_partitions_divide_the_ranks() -> None:
+def test_the_group_of_secondary_partitions_divides_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"a divisor of the 16 ranks.*zero_hpz_partition_size=2"):
         plan(zero_hpz_partition_size=3)
 
 
-def test_options_are_in_the_configuration_and_come_back(tmp_path: Path) -> None:
+def test_options_are_written_and_read_back(tmp_path: Path) -> None:
     made = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
     zero = deepspeed_config(made)["zero_optimization"]
     assert zero["zero_hpz_partition_size"] == 8 and all(zero[name] is True for name in QUANTIZED)
@@ -65,31 +65,31 @@ def test_options_are_in_the_configuration_and_come_back(tmp_path: Path) -> None:
     assert read.zero_hpz_partition_size == 4 and not read.zero_quantized_weights
 
 
-def test_a_file_with_mics_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_with_mics_raises(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}))
     with pytest.raises(ValueError, match=r"mics_shard_size.*removed MiCS"):
         ss.Plan.from_deepspeed(config, architecture=LLAMA, cluster=NODES)
 
 
-def test_second_partitions_are_counted() -> None:
-    """Of bf16 weights each of eight ranks has an eighth, from forward until the optimizer has stepped."""
+def test_secondary_partitions_are_counted() -> None:
+    """Each of eight ranks has an eighth of the bf16 weights, from forward to the optimizer step."""
     without, with_second = plan().memory(), plan(zero_hpz_partition_size=8).memory()
-    matrices = LLAMA.num_parameters - 65 * 4096  # norms, which are always gathered, have none
+    matrices = LLAMA.num_parameters - 65 * 4096  # norms are persistent, and have none
     for phase in ("forward", "backward", "optimizer"):
         more = with_second.at(phase)["gather_buffers"] - without.at(phase)["gather_buffers"]
         assert more == pytest.approx(2 * matrices / 8, rel=1e-3), phase
     assert with_second.at("rest") == without.at("rest")
 
 
-def test_frozen_weights_keep_theirs() -> None:
+def test_frozen_weights_keep_their_secondary_partitions() -> None:
     recipe = ss.Recipe(global_batch_size=64, method="lora")
     without, with_second = (plan(recipe=recipe, zero_hpz_partition_size=size).memory() for size in (1, 8))
     more = with_second.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
     assert more == pytest.approx(2 * LLAMA.num_parameters / 8, rel=1e-3)
 
 
-def test_gathers_from_near_are_faster_between_slow_nodes() -> None:
+def test_all_gathers_within_nodes_are_faster_on_a_slow_network() -> None:
     slow = ss.Cluster.parse("4x8xa100-sxm-80gb")
     recipe = ss.Recipe(global_batch_size=128)
     far, near = (plan(slow, recipe, zero_hpz_partition_size=size).step() for size in (1, 8))
@@ -97,7 +97,7 @@ def test_gathers_from_near_are_faster_between_slow_nodes() -> None:
 
 
 @pytest.mark.parametrize("name", few(QUANTIZED, QUANTIZED[:1]))
-def test_what_is_quantised_is_not_predicted(name: str) -> None:
+def test_quantized_communication_is_not_predicted(name: str) -> None:
     made = plan(**{name: True})
     for predicted in (made.memory, made.step, made.rehearse):
         with pytest.raises(ValueError, match=f"{name} is True.*{name}=False"):
@@ -116,7 +116,7 @@ def test_what_is_quantised_is_not_predicted(name: str) -> None:
     )
 
 
-def test_a_rehearsal_on_two_ranks_leaves_them_out() -> None:
+def test_a_rehearsal_on_two_ranks_has_neither() -> None:
     small = rehearsal_of(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
     layout: Any = small.plan.layout
     assert layout.zero_hpz_partition_size == 1 and not layout.zero_quantized_weights

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.communication import casts
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

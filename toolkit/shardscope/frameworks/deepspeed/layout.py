@@ -24,8 +24,7 @@ from shardscope.core.layout import (
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.families.unknown import UnknownFamily
-from shardscope.frameworks.deepspeed.communication import check_communication
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
+from shardscope.frameworks.deepspeed.communication import QUANTIZED, check_communication, check_zeropp
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -198,7 +197,7 @@ class ZeroLayout(Layout):
             why = "None or False with pp > 1: DeepSpeed reduces when backward has ended, and turns it off"
             refuse("Layout.overlap_comm", True, why, {"overlap_comm": None})
         self._check_stage_3()
-        check_options(self)
+        check_zeropp(self)
         check_communication(self)
         if self.tp > 1 and self.ep > 1:
             refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", {"ep": 1})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.families.registry import families_with
+from shardscope.frameworks.deepspeed.communication import check_not_quantized
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
-from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
 from shardscope.memory.activations.head import resolve_loss
@@ -44,7 +44,7 @@ def check_plan(plan: Plan) -> None:
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
     check_loss(plan)
     if not plan.on_gpu:
-        check_predicted(layout, "on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)")
+        check_not_quantized(layout, "on CPU ranks: DeepSpeed quantizes in CUDA kernels (QuantizerBuilder)")
         _check_processor(plan.recipe.precision)
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         _check_nvme()

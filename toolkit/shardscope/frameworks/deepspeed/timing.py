@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.communication import reduced_width
+from shardscope.frameworks.deepspeed.communication import check_not_quantized, reduced_width
 from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
-from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     precision.
     """
     layout: Any = plan.layout
-    check_predicted(layout)
+    check_not_quantized(layout)
     half, degrees = widths[plan.recipe.precision].compute, plan.degrees
     width = reduced_width(layout, plan.recipe)
     ranks, stride = degrees.data_parallel, degrees.tp

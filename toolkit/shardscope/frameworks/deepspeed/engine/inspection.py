@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.core.number_format import count
-from shardscope.frameworks.deepspeed.communication import casts, reduced_width
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts, reduced_width
 from shardscope.training.accounting.tensors import tensor_bytes
 from shardscope.training.engine import LiveTensors
 

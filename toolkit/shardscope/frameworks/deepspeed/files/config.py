@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.communication import casts
+from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts
 from shardscope.frameworks.deepspeed.memory.offload_config import count_params_buffer_elements
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -15,7 +15,6 @@ from shardscope.core.ops import map_distinct, maximum
 from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.communication import cast_elements
 from shardscope.frameworks.deepspeed.layout import get_layout
-from shardscope.frameworks.deepspeed.memory.backward import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import ReductionOptions
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel
@@ -29,6 +28,7 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
 )
 from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
+from shardscope.frameworks.deepspeed.memory.peaks import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
     FlatPartition,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.memory.backward import (
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
+from shardscope.frameworks.deepspeed.memory.peaks import (
     ZeroBuffers,
     compute_activation_sizes,
     find_backward_peaks,
 )
-from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import NOT_PARTITIONED
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import count
 from shardscope.core.ops import all_true, ceil_div, where
 from shardscope.core.precision import FP32
+from shardscope.frameworks.deepspeed.communication import check_not_quantized
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.frameworks.deepspeed.memory.element_counts import count_rank
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import compute_stage_0_state
@@ -24,7 +25,6 @@ from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import 
     compute_pipeline_reduction_bytes,
     compute_stage_1_or_2_state,
 )
-from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.activations.head import compute_logits_terms, resolve_loss
 from shardscope.memory.report import Term, choose_term
 from shardscope.memory.state.stages import (
@@ -58,7 +58,7 @@ def count_weights(plan: Plan, shape: StageShape) -> Stage:
 def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Return one rank's training state on the device, on the host and on NVMe, in bytes."""
     layout = get_layout(plan)
-    check_predicted(layout)
+    check_not_quantized(layout)
     rank = count_rank(plan, stage)
     # The optimizer of this ZeRO stage, its buckets and all-gathers.
     if layout.stage == 3:

@@ -15,13 +15,6 @@ from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.communication import reduced_width
 from shardscope.frameworks.deepspeed.layout import get_layout
-from shardscope.frameworks.deepspeed.memory.backward import (
-    BackwardPart,
-    PhaseElements,
-    ZeroBuffers,
-    compute_activation_sizes,
-    find_backward_peaks,
-)
 from shardscope.frameworks.deepspeed.memory.parameter_offload import ModuleTrace, TracedModel
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import (
@@ -31,6 +24,13 @@ from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import
 from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     Stage3Options,
+)
+from shardscope.frameworks.deepspeed.memory.peaks import (
+    BackwardPart,
+    PhaseElements,
+    ZeroBuffers,
+    compute_activation_sizes,
+    find_backward_peaks,
 )
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working

@@ -17,13 +17,6 @@ from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.layout import get_layout
-from shardscope.frameworks.deepspeed.memory.backward import (
-    BackwardPart,
-    PhaseElements,
-    ZeroBuffers,
-    compute_activation_sizes,
-    find_backward_peaks,
-)
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
@@ -34,6 +27,13 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     RankTensors,
     list_stage_tensors,
     split_by_decay,
+)
+from shardscope.frameworks.deepspeed.memory.peaks import (
+    BackwardPart,
+    PhaseElements,
+    ZeroBuffers,
+    compute_activation_sizes,
+    find_backward_peaks,
 )
 from shardscope.memory.report import Term, choose_term, zero_term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working

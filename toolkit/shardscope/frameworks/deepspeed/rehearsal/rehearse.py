@@ -16,6 +16,7 @@ import torch
 
 from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import families_with
+from shardscope.frameworks.deepspeed.communication import check_not_quantized
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
@@ -29,7 +30,6 @@ from shardscope.frameworks.deepspeed.rehearsal.engine import (
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import import_deepspeed
 from shardscope.frameworks.deepspeed.rehearsal.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.rehearsal.pipeline import stages
-from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.result import RehearsedStage
 
@@ -68,7 +68,7 @@ def check_plan(plan: Plan) -> None:
         field, what = ("pp", "stages") if layout.pp > 1 else ("ep", "experts of DeepSpeed's")
         why = f"1 with {field} > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no {what}"
         refuse("Layout.tp", layout.tp, why, {"tp": 1})
-    check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
+    check_not_quantized(layout, "to be rehearsed: DeepSpeed quantizes in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
         refuse(
             "Architecture.model_type",
