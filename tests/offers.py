@@ -6,15 +6,15 @@ import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess
 from shardscope_widgets.pickers import RunOptions, TaskPicker
-from shardscope_widgets.run import offer
-from shardscope_widgets.studio.headline import verdict_line
+from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
+from shardscope_widgets.studio.headline import write_verdict
 
 
-def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> offer.Offer:
+def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> LaunchOffer:
     """Return what a new Studio's button would start on ``machine``."""
-    return offer.offer_for(plan, machine, report, TaskPicker(RunOptions()))
+    return build_offer(plan, machine, report, TaskPicker(RunOptions()))
 
 
 def verdict(plan: ss.Plan, report: MemoryReport) -> str:
     """Return the second line of the Studio's head."""
-    return verdict_line(plan, report, assess(plan, report))
+    return write_verdict(plan, report, assess(plan, report))

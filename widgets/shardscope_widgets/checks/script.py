@@ -10,8 +10,8 @@ import shardscope as ss
 from shardscope.planner.checks import Finding
 from shardscope.runs.checks.findings import check_script
 from shardscope.runs.checks.script import Script
-from shardscope_widgets.checks.findings import list_html, row_html, worst_first
-from shardscope_widgets.checks.own_code import OwnCode, functions_here, read
+from shardscope_widgets.checks.findings import render_finding, render_list, sort_worst_first
+from shardscope_widgets.checks.user_code import UserCode, list_notebook_functions, read_user_code
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -29,7 +29,7 @@ class ScriptChecks(View):
 
     def __init__(self, plan: ss.Plan | None = None, *, functions: Mapping[str, Any] | None = None) -> None:
         self._plan, self._functions = plan, functions
-        self._code: OwnCode | None = None
+        self._code: UserCode | None = None
         self.findings: list[Finding] = []
         self.path = controls.create_text_box(
             "",
@@ -37,7 +37,7 @@ class ScriptChecks(View):
             "its name",
             placeholder="train.py, accelerate.yaml, or a function's name",
         )
-        self.path.observe(self._read, "value")
+        self.path.observe(self._read_code, "value")
         self.error, self.list = controls.create_html(), controls.create_html()
         head = controls.create_html(
             "<h2>Your script <span class='ss-hint'>read, never run or changed</span></h2>"
@@ -48,50 +48,52 @@ class ScriptChecks(View):
         for name in ("ss-root", "ss-view", "ss-checks", "ss-script"):
             self.add_class(name)
 
-    def offer(self, plan: ss.Plan) -> None:
+    def set_plan(self, plan: ss.Plan) -> None:
         """Check the file against ``plan``."""
         if plan is not self._plan:
             self._plan = plan
-            self._show()
+            self._show_findings()
 
     def freeze(self, frozen: bool) -> None:
         """Dim the findings while an input is invalid."""
         (self.add_class if frozen else self.remove_class)("ss-old")
 
-    def _read(self, change: object = None) -> None:
+    def _read_code(self, change: object = None) -> None:
         self._code = None
         self.error.value = ""
         name = self.path.value.strip()
         try:
             if name:
-                self._code = read(name, functions_here() if self._functions is None else self._functions)
+                self._code = read_user_code(
+                    name, list_notebook_functions() if self._functions is None else self._functions
+                )
         except ValueError as error:
             self.error.value = f"<p class='ss-error' role='alert'>{escape(str(error))}</p>"
-        self._show()
+        self._show_findings()
 
-    def _show(self) -> None:
+    def _show_findings(self) -> None:
         code = self._code
         if code is None:
             self.findings, self.list.value = [], ""
             return
-        self.findings = worst_first(_findings_of(code, self._plan))
+        self.findings = sort_worst_first(_check_code(code, self._plan))
         nothing = NOTHING if _is_understood(code) else NOT_READ
-        rows = [row_html(one, place=_place(code, one)) for one in self.findings]
-        self.list.value = list_html(self.findings, rows) if rows else f"<p class='ss-hint'>{nothing}</p>"
+        rows = [render_finding(one, place=_describe_location(code, one)) for one in self.findings]
+        self.list.value = render_list(self.findings, rows) if rows else f"<p class='ss-hint'>{nothing}</p>"
 
 
-def _findings_of(code: OwnCode, plan: ss.Plan | None) -> list[Finding]:
+def _check_code(code: UserCode, plan: ss.Plan | None) -> list[Finding]:
     """Return the preflight findings in the text, except in the imports appended for a function."""
     last = len(code.text.splitlines())
     return [one for one in check_script(code.text + code.known, plan) if (one.line or 0) <= last]
 
 
-def _is_understood(code: OwnCode) -> bool:
+def _is_understood(code: UserCode) -> bool:
     is_python = code.file.suffix != ".ipynb" and Script(source=code.text).tree is not None
     return is_python or code.file.suffix in CONFIGURATIONS
 
 
-def _place(code: OwnCode, finding: Finding) -> str:
+def _describe_location(code: UserCode, finding: Finding) -> str:
     """Return ``train.py, line 12``."""
     name = code.function or code.file.name
     return name if finding.line is None else f"{name}, line {finding.line}"

@@ -10,14 +10,17 @@ import traitlets
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
-from shardscope_widgets.checks.findings import list_html, row_html, summary, title, worst_first
+from shardscope_widgets.checks.findings import (
+    render_finding,
+    render_list,
+    sort_worst_first,
+    write_title,
+)
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.pickers.base import typed_bytes
-
-__all__ = ["ChecksView", "summary", "worst_first"]
 
 LOOKING = "looking for one …"
 NOTHING = "No findings: every check of this plan passed."
@@ -43,7 +46,7 @@ class ChecksView(View):
     ) -> None:
         self.findings: list[Finding] = []
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
-        self.list = Clickable(self._act, on_answer=self._answer)
+        self.list = Clickable(self._handle_action, on_answer=self._apply_answer)
         super().__init__([Sheet("checks"), self.list], layout=controls.share_layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
             self.add_class(name)
@@ -52,54 +55,54 @@ class ChecksView(View):
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Draw ``findings``."""
-        self.findings = worst_first(findings)
-        acts = zip(_acts(self.findings), self.findings, strict=True)
-        rows = [row_html(one, controls=_controls(one, act)) for act, one in acts]
-        self.list.value = list_html(self.findings, rows) if rows else f"<p class='ss-hint'>{NOTHING}</p>"
+        self.findings = sort_worst_first(findings)
+        acts = zip(_name_actions(self.findings), self.findings, strict=True)
+        rows = [render_finding(one, controls=_render_controls(one, act)) for act, one in acts]
+        self.list.value = render_list(self.findings, rows) if rows else f"<p class='ss-hint'>{NOTHING}</p>"
 
     def freeze(self, frozen: bool) -> None:
         """Disable the buttons while an input is invalid."""
         self.list.frozen = frozen
 
-    def _act(self, act: str) -> None:
-        found = self._named(act)
-        if _can_apply(found):
-            self._apply(found)
-        elif found.search is not None:
-            self._search_fix(found)
+    def _handle_action(self, act: str) -> None:
+        finding = self._find_finding(act)
+        if _can_apply(finding):
+            self._apply_finding(finding)
+        elif finding.search is not None:
+            self._search_fix(finding)
         else:
             raise IgnoredError(act)
 
-    def _answer(self, act: str, typed: str) -> None:
+    def _apply_answer(self, act: str, typed: str) -> None:
         """Apply the plan with the GiB of host memory or NVMe that the user typed."""
-        question = self._named(act).question
+        question = self._find_finding(act).question
         if question is None:
             raise IgnoredError(act)
         self._apply_plan(question.answer(typed_bytes(f"Cluster.{question.field}", typed)))
 
-    def _named(self, act: str) -> Finding:
+    def _find_finding(self, act: str) -> Finding:
         """Return the finding with this name. The list may have changed since the click was sent."""
-        found = dict(zip(_acts(self.findings), self.findings, strict=True)).get(act)
-        if found is None:
+        finding = dict(zip(_name_actions(self.findings), self.findings, strict=True)).get(act)
+        if finding is None:
             raise IgnoredError(act)
-        return found
+        return finding
 
-    def _apply(self, found: Finding) -> None:
-        if found.plan is not None:
-            self._apply_plan(found.plan)
-        if found.task is not None:
-            self.task = found.task
+    def _apply_finding(self, finding: Finding) -> None:
+        if finding.plan is not None:
+            self._apply_plan(finding.plan)
+        if finding.task is not None:
+            self.task = finding.task
             if self._on_apply_task is not None:
-                self._on_apply_task(found.task)
+                self._on_apply_task(finding.task)
 
-    def _search_fix(self, found: Finding) -> None:
+    def _search_fix(self, finding: Finding) -> None:
         """Replace the finding by one with a fix, which the user reads before applying it."""
-        waiting = replace(found, change=LOOKING, search=None)
+        waiting = replace(finding, change=LOOKING, search=None)
         # The page shows this before the search starts.
-        self._replace(found, waiting)
-        self._replace(waiting, found.run_search())
+        self._replace_finding(finding, waiting)
+        self._replace_finding(waiting, finding.run_search())
 
-    def _replace(self, old: Finding, new: Finding) -> None:
+    def _replace_finding(self, old: Finding, new: Finding) -> None:
         self.show([new if one == old else one for one in self.findings])
 
     def _apply_plan(self, plan: ss.Plan) -> None:
@@ -112,14 +115,14 @@ def _can_apply(finding: Finding) -> bool:
     return finding.plan is not None or finding.task is not None
 
 
-def _acts(findings: Sequence[Finding]) -> list[str]:
+def _name_actions(findings: Sequence[Finding]) -> list[str]:
     """Return the action name of each finding, numbered if a plan and a task share a name."""
     names = [one.name for one in findings]
     before = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}:{again}" if again else name for name, again in zip(names, before, strict=True)]
 
 
-def _controls(finding: Finding, act: str) -> str:
+def _render_controls(finding: Finding, act: str) -> str:
     """Return the button of a finding and its input if it has a question; "" if it has neither."""
     act = escape(act, quote=True)
     change = escape(finding.change, quote=True)
@@ -132,7 +135,7 @@ def _controls(finding: Finding, act: str) -> str:
     if finding.question is not None or _can_apply(finding):
         label, verb = f"Apply the fix: {change}", "Apply"
     elif finding.search is not None:
-        label, verb = f"Find a fix for: {escape(title(finding), quote=True)}", "Find a fix"
+        label, verb = f"Find a fix for: {escape(write_title(finding), quote=True)}", "Find a fix"
     else:
         return box
     button = f"<button type='button' class='ss-act' data-act='{act}' aria-label='{label}'>{verb}</button>"

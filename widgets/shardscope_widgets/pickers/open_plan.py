@@ -19,7 +19,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Row
-from shardscope_widgets.run.export_panel import folder_name
+from shardscope_widgets.run.export_panel import name_folder
 
 MAX_BYTES = 4 * 2**20
 MAX_WORDS = 100_000
@@ -176,7 +176,7 @@ class OpenPlan(widgets.VBox):
 
     def _save(self, _: object) -> None:
         plan = self._current()
-        file = Path(f"{folder_name(plan)}.json")
+        file = Path(f"{name_folder(plan)}.json")
         try:
             file.write_text(plan.to_json() + "\n", encoding="utf-8")
         except OSError as error:

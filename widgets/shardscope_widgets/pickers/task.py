@@ -15,7 +15,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.planner.checks.usual_rates import rate_near
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
-from shardscope_widgets.checks.own_code import functions_here
+from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate
 
@@ -112,7 +112,7 @@ class TaskPicker(Picker):
     def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Create the picker. ``functions`` returns the functions defined in the notebook's cells."""
         self.options = options
-        self._functions = functions or functions_here
+        self._functions = functions or list_notebook_functions
         self._plan: ss.Plan | None = None
         self._weights: Path | None = None
         self._chosen: Kind | None = None

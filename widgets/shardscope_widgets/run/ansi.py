@@ -24,22 +24,22 @@ MAX_CODES = 32
 
 def to_html(text: str) -> str:
     """Return ``text`` as HTML whose only attributes are classes ``ss-t-...`` of a fixed set."""
-    state = _State()
+    style = _Style()
     parts: list[str] = []
     for line in text.split("\n"):
         shown = as_shown(line)
         end = 0
-        for found in CONTROLS.finditer(shown):
-            parts.append(state.html(shown[end : found.start()]))
-            end = found.end()
-            if colour := SGR.fullmatch(found[0]):
-                state.take(colour[1])
-        parts.append(state.html(shown[end:]))
+        for sequence in CONTROLS.finditer(shown):
+            parts.append(style.render(shown[end : sequence.start()]))
+            end = sequence.end()
+            if colour := SGR.fullmatch(sequence[0]):
+                style.apply(colour[1])
+        parts.append(style.render(shown[end:]))
         parts.append("\n")
     return "".join(parts[:-1])
 
 
-class _State:
+class _Style:
     """The current text style."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _State:
         self.ink: str | None = None
         self.ground: str | None = None
 
-    def html(self, text: str) -> str:
+    def render(self, text: str) -> str:
         """Return ``text`` in the current style."""
         clean = escape(text)
         classes = [f"ss-t-{name}" for name in sorted(self.flags)]
@@ -55,7 +55,7 @@ class _State:
         classes += [f"ss-tb-{self.ground}"] if self.ground else []
         return f"<span class='{' '.join(classes)}'>{clean}</span>" if clean and classes else clean
 
-    def take(self, parameters: str) -> None:
+    def apply(self, parameters: str) -> None:
         """Apply one escape sequence; ignore unknown codes."""
         codes = [int(code[:3] or 0) for code in re.split("[;:]", parameters)[:MAX_CODES]]
         while codes:
@@ -67,25 +67,25 @@ class _State:
             elif code in ENDED_FLAGS:
                 self.flags.difference_update(ENDED_FLAGS[code])
             elif code in (38, 48):
-                colour = _extended(codes)
+                colour = _find_extended_colour(codes)
                 self.ink, self.ground = (colour, self.ground) if code == 38 else (self.ink, colour)
             elif code == 39 or 30 <= code <= 37 or 90 <= code <= 97:
-                self.ink = _named(code, 30, 90)
+                self.ink = _find_named_colour(code, 30, 90)
             elif code == 49 or 40 <= code <= 47 or 100 <= code <= 107:
-                self.ground = _named(code, 40, 100)
+                self.ground = _find_named_colour(code, 40, 100)
 
 
-def _named(code: int, plain: int, bright: int) -> str | None:
+def _find_named_colour(code: int, plain: int, bright: int) -> str | None:
     if code == plain + 9:
         return None
     return GREY if code == bright else COLOURS[(code - plain) % 10 if code < bright else code - bright]
 
 
-def _extended(codes: list[int]) -> str | None:
+def _find_extended_colour(codes: list[int]) -> str | None:
     """Return the colour nearest to the codes after 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
     kind = codes.pop(0) if codes else 0
     if kind == 2 and len(codes) >= 3:
-        return _nearest(*(codes.pop(0) for _ in range(3)))
+        return _find_nearest_colour(*(codes.pop(0) for _ in range(3)))
     if kind != 5 or not codes:
         return None
     number = codes.pop(0)
@@ -93,11 +93,11 @@ def _extended(codes: list[int]) -> str | None:
         return GREY if number == 8 else COLOURS[number % 8]
     if number < 232:  # a 6 x 6 x 6 colour cube
         cube = number - 16
-        return _nearest(*(51 * shade for shade in (cube // 36, cube // 6 % 6, cube % 6)))
-    return _nearest(*(8 + 10 * (number - 232),) * 3)
+        return _find_nearest_colour(*(51 * shade for shade in (cube // 36, cube // 6 % 6, cube % 6)))
+    return _find_nearest_colour(*(8 + 10 * (number - 232),) * 3)
 
 
-def _nearest(red: int, green: int, blue: int) -> str:
+def _find_nearest_colour(red: int, green: int, blue: int) -> str:
     most, least = max(red, green, blue), min(red, green, blue)
     if most - least < 40:
         return "black" if most < 64 else GREY if most < 176 else "white"

@@ -19,7 +19,7 @@ from shardscope_widgets.run.lines import Line
 
 LOG_FROM_RATIO = 1000.0
 """Ratio above which the loss axis is logarithmic: a diverging run would flatten the other run's curve."""
-LARGEST = 1e100
+MAX_VALUE = 1e100
 """Largest value drawn: larger ones would flatten the axis, and their range may overflow a float."""
 FEW_POINTS = 10
 """Lines with up to this many points have markers: a line of one point would be invisible."""
@@ -32,7 +32,7 @@ class ComparisonView(View):
 
     def __init__(self) -> None:
         self.table = controls.create_html("", "ss-compared")
-        self.chart = _empty_chart()
+        self.chart = _create_chart()
         super().__init__([self.table, self.chart], layout=widgets.Layout(display="none"))
         self.add_class("ss-compare")
 
@@ -41,7 +41,9 @@ class ComparisonView(View):
         pace_label, paces = comparison.pace_curves()
         charts = (("loss", comparison.loss_curves()), (pace_label, paces))
         self.table.value = comparison._repr_html_() + "".join(
-            f"<p>{escape(words)}</p>" for label, curves in charts for words in _missing(label, curves)
+            f"<p>{escape(sentence)}</p>"
+            for label, curves in charts
+            for sentence in _describe_missing(label, curves)
         )
         traces: list[dict[str, Any]] = []
         layout: dict[str, Any] = {"annotations": [], "shapes": []}
@@ -51,22 +53,22 @@ class ComparisonView(View):
             layout[axis] = {
                 **_AXIS,
                 "domain": DOMAINS[number],
-                "anchor": _axis("x", number),
+                "anchor": _name_axis("x", number),
                 "type": "log" if is_log else "linear",
                 "rangemode": "normal" if is_log or number == 0 else "tozero",
             }
-            layout["annotations"].append(_title(label + (", logarithmic" if is_log else ""), number))
+            layout["annotations"].append(_build_title(label + (", logarithmic" if is_log else ""), number))
             predicted = dict.fromkeys(format_short(curve.predicted) for curve in curves if curve.predicted)
             if predicted:
-                layout["annotations"].append(_predicted(" and ".join(predicted), number))
+                layout["annotations"].append(_build_predicted_label(" and ".join(predicted), number))
             for index, curve in enumerate(curves):
-                traces.append(_trace(curve, index, number))
+                traces.append(_build_trace(curve, index, number))
                 if curve.predicted:
-                    layout["shapes"].append(_level(curve.predicted, index, number))
+                    layout["shapes"].append(_build_predicted_line(curve.predicted, index, number))
         self.chart.redraw(traces, layout)
 
 
-def _empty_chart() -> Chart:
+def _create_chart() -> Chart:
     axis_x = {"showgrid": False, "zeroline": False, "nticks": 6, "rangemode": "tozero"}
     layout = {
         "height": 340,
@@ -80,7 +82,13 @@ def _empty_chart() -> Chart:
         "xaxis2": {**axis_x, "anchor": "y2", "title": {"text": "step", "standoff": 4}},
     }
     empty = [
-        {"type": "scatter", "xaxis": _axis("x", number), "yaxis": _axis("y", number), "x": [], "y": []}
+        {
+            "type": "scatter",
+            "xaxis": _name_axis("x", number),
+            "yaxis": _name_axis("y", number),
+            "x": [],
+            "y": [],
+        }
         for number in range(2)
         for _ in range(2)
     ]
@@ -92,19 +100,19 @@ def _empty_chart() -> Chart:
 _AXIS: dict[str, Any] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
 
 
-def _axis(letter: str, number: int) -> str:
+def _name_axis(letter: str, number: int) -> str:
     return f"{letter}{number + 1}" if number else letter
 
 
-def _has_place(value: float) -> bool:
-    return isfinite(value) and abs(value) < LARGEST
+def _can_be_drawn(value: float) -> bool:
+    return isfinite(value) and abs(value) < MAX_VALUE
 
 
-def _trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
+def _build_trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
     """Return one run's line, with a colour, dash and marker that distinguish it from the other run's."""
     line = Line()
     for step, value in sorted(curve.points.items()):
-        line.add(step, value if _has_place(value) else float("nan"))
+        line.add_point(step, value if _can_be_drawn(value) else float("nan"))
     return {
         "x": list(line.x),
         "y": [None if isnan(value) else value for value in line.y],
@@ -120,13 +128,13 @@ def _trace(curve: Curve, index: int, number: int) -> dict[str, Any]:
 
 
 def _needs_log(curves: Sequence[Curve]) -> bool:
-    values = [value for curve in curves for value in curve.points.values() if _has_place(value)]
+    values = [value for curve in curves for value in curve.points.values() if _can_be_drawn(value)]
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM_RATIO
 
 
-def _title(words: str, number: int) -> dict[str, Any]:
+def _build_title(text: str, number: int) -> dict[str, Any]:
     return {
-        "text": escape(words),
+        "text": escape(text),
         "x": 0,
         "y": DOMAINS[number][1],
         "xref": "paper",
@@ -139,21 +147,21 @@ def _title(words: str, number: int) -> dict[str, Any]:
     }
 
 
-def _predicted(words: str, number: int) -> dict[str, Any]:
+def _build_predicted_label(values: str, number: int) -> dict[str, Any]:
     return {
-        **_title(f"predicted {words}", number),
+        **_build_title(f"predicted {values}", number),
         "x": 1,
         "xanchor": "right",
         "font": {"size": 10},
     }
 
 
-def _level(height: float, index: int, number: int) -> dict[str, Any]:
+def _build_predicted_line(height: float, index: int, number: int) -> dict[str, Any]:
     """Return the prediction as a dotted horizontal line; its number is part of the chart's title."""
     return {
         "type": "line",
-        "xref": f"{_axis('x', number)} domain",
-        "yref": _axis("y", number),
+        "xref": f"{_name_axis('x', number)} domain",
+        "yref": _name_axis("y", number),
         "x0": 0,
         "x1": 1,
         "y0": height,
@@ -162,16 +170,18 @@ def _level(height: float, index: int, number: int) -> dict[str, Any]:
     }
 
 
-def _missing(label: str, curves: Sequence[Curve]) -> list[str]:
+def _describe_missing(label: str, curves: Sequence[Curve]) -> list[str]:
     """Return a sentence for each curve, or part of one, that cannot be drawn."""
     if not any(curve.points for curve in curves):
         return [f"Neither run logged {label}."]
-    found = []
+    sentences = []
     for curve in curves:
-        lacking = [step for step, value in curve.points.items() if not _has_place(value)]
+        lacking = [step for step, value in curve.points.items() if not _can_be_drawn(value)]
         if not curve.points:
-            found.append(f"{curve.run} logged no {label}.")
+            sentences.append(f"{curve.run} logged no {label}.")
         elif lacking:
             among = f"{len(lacking):,} of {len(curve.points):,} logged steps"
-            found.append(f"{curve.run}: {label} is NaN or infinite in {among}, first at {min(lacking):,}.")
-    return found
+            sentences.append(
+                f"{curve.run}: {label} is NaN or infinite in {among}, first at {min(lacking):,}."
+            )
+    return sentences

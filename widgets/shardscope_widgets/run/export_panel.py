@@ -11,7 +11,7 @@ from shardscope.export.files import contents
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
-from shardscope_widgets.run.export_files import listed
+from shardscope_widgets.run.export_files import render_file_list
 
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
@@ -28,7 +28,9 @@ class ExportPanel(WorkPanel):
         self._plan: ss.Plan | None = None
         self.is_blocked = False
         """Whether an input is invalid: the files would be those of an earlier plan."""
-        super().__init__("Write files to train it elsewhere", TOOLTIP, self._export, Clickable(_press))
+        super().__init__(
+            "Write files to train it elsewhere", TOOLTIP, self._start_export, Clickable(_ignore_press)
+        )
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to export; remove the file list of an earlier plan."""
@@ -36,30 +38,30 @@ class ExportPanel(WorkPanel):
         if not self.is_busy:
             self.show_message("")
 
-    def _export(self) -> None:
+    def _start_export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
             self.show_message("Fix the input marked in red first.")
             return
-        folder = Path(FOLDER) / folder_name(plan)
+        folder = Path(FOLDER) / name_folder(plan)
 
-        def work(progress: Progress) -> list[Exported]:
+        def export(progress: Progress) -> list[Exported]:
             progress("writing", 0.5)
             plan.export(folder)
             return contents(plan)
 
-        def show(files: list[Exported]) -> None:
-            self.words.value = listed(files, folder)
+        def show_files(files: list[Exported]) -> None:
+            self.words.value = render_file_list(files, folder)
 
-        self.start(work, show, lambda *_: None)
+        self.start(export, show_files, lambda *_: None)
 
 
-def _press(act: str) -> None:
+def _ignore_press(act: str) -> None:
     raise IgnoredError(act)  # The page copies the command itself.
 
 
-def folder_name(plan: ss.Plan) -> str:
+def name_folder(plan: ss.Plan) -> str:
     """Return a folder name unique to this plan: ``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``."""
-    whole = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
-    name = re.sub(r"[^a-z0-9.]+", "-", whole.lower()).strip("-.")[:100]
+    full_name = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
+    name = re.sub(r"[^a-z0-9.]+", "-", full_name.lower()).strip("-.")[:100]
     return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"

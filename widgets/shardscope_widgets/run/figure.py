@@ -18,11 +18,11 @@ from shardscope_widgets.run.panels import (
     MAX_NAMES,
     SLOTS,
     Panel,
-    Place,
-    grid,
+    Position,
+    arrange_grid,
+    find_first_numbers,
     is_number,
-    numbers_in,
-    panels_of,
+    list_panels,
 )
 
 MAX_LINES = 8
@@ -41,7 +41,7 @@ class RunFigure:
     """A FigureWidget whose charts appear with their metrics; it is updated and never rebuilt."""
 
     def __init__(self) -> None:
-        self.widget = _empty_figure()
+        self.widget = _create_figure()
         self.panels: list[Panel] = []
         self._metrics: dict[str, None] = {}
         """Metrics in order of appearance."""
@@ -70,7 +70,7 @@ class RunFigure:
         """The charts, each with its unit and the divisor of its values."""
         return {panel: self._units.get(panel.metric, ("", 1.0)) for panel in self.panels}
 
-    def start(
+    def start_run(
         self,
         num_ranks: int,
         expected: ExpectedMetrics | None = None,
@@ -95,7 +95,7 @@ class RunFigure:
             self._show_panels(metrics, {})
             self._fit_axes()
 
-    def expect(self, expected: ExpectedMetrics | None) -> None:
+    def set_expected(self, expected: ExpectedMetrics | None) -> None:
         """Set the predictions; for a user's function they are known once its model is."""
         if expected == self._expected:
             return
@@ -104,96 +104,98 @@ class RunFigure:
             self._show_panels((), {})
             self._fit_axes()
 
-    def fit(self, width: int) -> None:
+    def fit_width(self, width: int) -> None:
         """Arrange the charts for a width of ``width`` pixels."""
-        before, self._width = grid(len(self.panels), self._width), width
-        if grid(len(self.panels), width) != before:
+        before, self._width = arrange_grid(len(self.panels), self._width), width
+        if arrange_grid(len(self.panels), width) != before:
             with self.widget.batch_update():
-                self._place()
+                self._place_charts()
 
-    def extend(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add new records and redraw the lines that they extend."""
-        drawn = [record for record in records if self._has_place(record)]
+        drawn = [record for record in records if self._has_position(record)]
         if not drawn:
             return
         for record in drawn:
-            self._make_room(record["step"])
-        self._add(drawn, "step", numbers_in(drawn))
+            self._extend_step_axis(record["step"])
+        self._add_points(drawn, "step", find_first_numbers(drawn))
 
-    def show_cards(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
+    def show_gpu_samples(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
         """Redraw all GPU samples; ``began`` is the time of the first, in seconds since the epoch."""
         drawn = [
             {**record, "minute": max(0.0, record["time"] - began) / 60}
             for record in records
             if record["rank"] < self._num_ranks
         ]
-        found = numbers_in(drawn)
-        cards = [panel.metric for panel in panels_of(found) if panel.by == "minute"]
-        for metric in cards:
+        first_values = find_first_numbers(drawn)
+        gpu_metrics = [panel.metric for panel in list_panels(first_values) if panel.by == "minute"]
+        for metric in gpu_metrics:
             for rank in range(self._num_ranks):
                 self._lines.pop((self._slots.get(metric, -1), rank), None)
-        self._add(drawn, "minute", {metric: found[metric] for metric in cards})
+        self._add_points(drawn, "minute", {metric: first_values[metric] for metric in gpu_metrics})
 
-    def _has_place(self, record: Mapping[str, Any]) -> bool:
+    def _has_position(self, record: Mapping[str, Any]) -> bool:
         step, rank = record.get("step"), record.get("rank")
         return is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks
 
-    def _add(self, records: Iterable[Mapping[str, Any]], by: str, found: Mapping[str, float]) -> None:
+    def _add_points(
+        self, records: Iterable[Mapping[str, Any]], by: str, first_values: Mapping[str, float]
+    ) -> None:
         grown: dict[tuple[int, int], Line] = {}
         with self.widget.batch_update():
-            new = {metric: value for metric, value in found.items() if self._is_new(metric)}
+            new = {metric: value for metric, value in first_values.items() if self._is_new(metric)}
             if new:
                 self._show_panels(new, new)
-            drawn = [panel for panel in self.panels if panel.by == by and panel.metric in self._units]
+            panels = [panel for panel in self.panels if panel.by == by and panel.metric in self._units]
             for record in records:
-                for panel in drawn:
+                for panel in panels:
                     value = record.get(panel.metric)
                     if is_number(value):
                         key = (self._slots[panel.metric], record["rank"])
                         grown[key] = line = self._lines.setdefault(key, Line())
-                        line.add(record[by], value / self._units[panel.metric][1])
-            self._draw({**grown, **self._clipped_anew()})
+                        line.add_point(record[by], value / self._units[panel.metric][1])
+            self._draw_lines({**grown, **self._find_reclipped_lines()})
             self._fit_axes()
 
     def _is_new(self, metric: str) -> bool:
         known = metric in self._metrics or len(self._metrics) < MAX_NAMES
         return known and metric not in self._settled
 
-    def _show_panels(self, metrics: Iterable[str], found: Mapping[str, float]) -> None:
-        """Assign a chart to each metric; its prediction or first value in ``found`` determines the unit."""
+    def _show_panels(self, metrics: Iterable[str], first_values: Mapping[str, float]) -> None:
+        """Assign a chart to each metric; its prediction or first value determines the unit."""
         for metric in metrics:
             if len(self._metrics) < MAX_NAMES:
                 self._metrics[metric] = None
-        self.panels = panels_of(self._metrics)
+        self.panels = list_panels(self._metrics)
         for panel in self.panels:
             if panel.metric not in self._slots:
-                taken = self._slots.values()
-                self._slots[panel.metric] = next(slot for slot in range(SLOTS) if slot not in taken)
-            typical = self._predicted(panel) or found.get(panel.metric, nan)
+                used_slots = self._slots.values()
+                self._slots[panel.metric] = next(slot for slot in range(SLOTS) if slot not in used_slots)
+            typical = self._find_predicted(panel) or first_values.get(panel.metric, nan)
             if panel.metric not in self._units and isfinite(typical):
-                self._units[panel.metric] = panel.unit(abs(typical))
-        self._settled |= {metric for metric, value in found.items() if isfinite(value)}
-        self._place()
+                self._units[panel.metric] = panel.choose_unit(abs(typical))
+        self._settled |= {metric for metric, value in first_values.items() if isfinite(value)}
+        self._place_charts()
 
-    def _predicted(self, panel: Panel) -> float | None:
+    def _find_predicted(self, panel: Panel) -> float | None:
         return self._expected.of(panel.metric) if self._expected else None
 
-    def _draw(self, grown: Mapping[tuple[int, int], Line]) -> None:
+    def _draw_lines(self, grown: Mapping[tuple[int, int], Line]) -> None:
         missing = [key for key in grown if key not in self._traces]
         if missing:
             first = len(self.widget.data)
-            self.widget.add_traces([_trace(slot, rank) for slot, rank in missing])
+            self.widget.add_traces([_build_trace(slot, rank) for slot, rank in missing])
             self._traces |= {key: first + number for number, key in enumerate(missing)}
         for key, line in grown.items():
             trace = self.widget.data[self._traces[key]]
-            x, y = line.arrays()
+            x, y = line.to_arrays()
             trace.x, trace.y = x, np.minimum(y, self._ceilings.get(key[0], np.inf))
             # The tooltip shows the logged value, even for an outlier that is drawn at the ceiling.
             trace.customdata = y
             trace.mode = "lines+markers" if len(line.x) <= FEW_POINTS else "lines"
             trace.visible = True
 
-    def _clipped_anew(self) -> dict[tuple[int, int], Line]:
+    def _find_reclipped_lines(self) -> dict[tuple[int, int], Line]:
         """Return the lines whose ceiling has changed and which must be redrawn completely.
 
         plotly clips a line at the border of the plot, where it would overlap the title.
@@ -203,49 +205,49 @@ class RunFigure:
             if not panel.is_bounded:
                 continue
             slot = self._slots[panel.metric]
-            ceiling = CEILING * self._top(panel)
+            ceiling = CEILING * self._find_axis_top(panel)
             if self._ceilings.get(slot) != ceiling:
                 self._ceilings[slot] = ceiling
                 changed |= {key: line for key, line in self._lines.items() if key[0] == slot}
         return changed
 
-    def _place(self) -> None:
+    def _place_charts(self) -> None:
         """Position every chart, its title above it, and its prediction as a horizontal line."""
-        arranged = grid(len(self.panels), self._width)
+        arranged = arrange_grid(len(self.panels), self._width)
         layout = self.widget.layout
         notes, levels = [], []
-        for panel, place in zip(self.panels, arranged.places, strict=True):
+        for panel, place in zip(self.panels, arranged.positions, strict=True):
             slot = self._slots[panel.metric]
-            xaxis, yaxis = _axes(layout, slot)
+            xaxis, yaxis = _find_axes(layout, slot)
             xaxis.domain, yaxis.domain = place.x, place.y
             xaxis.title.text = panel.by
             yaxis.exponentformat = panel.exponents
             unit = self.charts[panel][0]
-            notes.append(_title(f"{panel.title}, {unit}" if unit else panel.title, place))
-            if (level := self._level(panel)) is not None:
-                levels.append(_level(slot, level))
-                notes.append(_level_words(level, place))
+            notes.append(_build_title(f"{panel.title}, {unit}" if unit else panel.title, place))
+            if (level := self._find_level(panel)) is not None:
+                levels.append(_build_predicted_line(slot, level))
+                notes.append(_build_predicted_label(level, place))
         for slot in range(SLOTS):
-            for axis in _axes(layout, slot):
+            for axis in _find_axes(layout, slot):
                 axis.visible = slot in self._slots.values()
         layout.height = arranged.height
         layout.annotations, layout.shapes = notes, levels
 
-    def _level(self, panel: Panel) -> float | None:
-        predicted = self._predicted(panel)
+    def _find_level(self, panel: Panel) -> float | None:
+        predicted = self._find_predicted(panel)
         return predicted / self._units[panel.metric][1] if predicted else None
 
-    def _top(self, panel: Panel) -> float:
+    def _find_axis_top(self, panel: Panel) -> float:
         """Return the upper end of the axis of a chart that begins at zero."""
         slot = self._slots[panel.metric]
         lines = [line for (other, _), line in self._lines.items() if other == slot]
-        tops = (line.usual_top() if panel.is_bounded else line.top() for line in lines)
-        return ROOM * max(self._level(panel) or 0.0, *tops, 0.0) or 1.0
+        tops = (line.find_usual_top() if panel.is_bounded else line.find_top() for line in lines)
+        return ROOM * max(self._find_level(panel) or 0.0, *tops, 0.0) or 1.0
 
     def _fit_axes(self) -> None:
         for panel in self.panels:
             slot = self._slots[panel.metric]
-            xaxis, yaxis = _axes(self.widget.layout, slot)
+            xaxis, yaxis = _find_axes(self.widget.layout, slot)
             lines = [line for (other, _), line in self._lines.items() if other == slot]
             # Without lines plotly would keep the tick labels of the previous run.
             yaxis.showticklabels = bool(lines)
@@ -256,21 +258,21 @@ class RunFigure:
             if panel.is_percent:
                 yaxis.range = [0, 105]
             elif panel.from_zero:
-                yaxis.range = [0, self._top(panel)]
+                yaxis.range = [0, self._find_axis_top(panel)]
 
-    def _make_room(self, step: float) -> None:
+    def _extend_step_axis(self, step: float) -> None:
         while step > self._end:
             doubled = 2 * self._end
             is_last = self._end < self._most_steps <= doubled
             self._end = self._most_steps if is_last else doubled
 
 
-def _axes(layout: Any, slot: int) -> tuple[Any, Any]:
+def _find_axes(layout: Any, slot: int) -> tuple[Any, Any]:
     number = str(slot + 1) if slot else ""
     return layout[f"xaxis{number}"], layout[f"yaxis{number}"]
 
 
-def _trace(slot: int, rank: int) -> dict[str, Any]:
+def _build_trace(slot: int, rank: int) -> dict[str, Any]:
     number = str(slot + 1) if slot else ""
     return {
         "type": "scatter",
@@ -290,7 +292,7 @@ def _trace(slot: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _empty_figure() -> Chart:
+def _create_figure() -> Chart:
     axes: dict[str, Any] = {}
     for slot in range(SLOTS):
         number = str(slot + 1) if slot else ""
@@ -325,9 +327,9 @@ def _empty_figure() -> Chart:
     return figure
 
 
-def _title(words: str, place: Place) -> dict[str, Any]:
+def _build_title(text: str, place: Position) -> dict[str, Any]:
     return {
-        "text": escape(words),
+        "text": escape(text),
         "x": place.x[0],
         "y": place.y[1],
         "xref": "paper",
@@ -340,7 +342,7 @@ def _title(words: str, place: Place) -> dict[str, Any]:
     }
 
 
-def _level(slot: int, height: float) -> dict[str, Any]:
+def _build_predicted_line(slot: int, height: float) -> dict[str, Any]:
     number = str(slot + 1) if slot else ""
     return {
         "type": "line",
@@ -354,7 +356,7 @@ def _level(slot: int, height: float) -> dict[str, Any]:
     }
 
 
-def _level_words(height: float, place: Place) -> dict[str, Any]:
+def _build_predicted_label(height: float, place: Position) -> dict[str, Any]:
     """Return the prediction's number for the title line; inside the plot, grid lines would cross it."""
     return {
         "text": f"predicted {format_short(height)}",

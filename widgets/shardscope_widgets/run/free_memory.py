@@ -13,30 +13,30 @@ from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
-FIRST_LOOK_SECONDS = 0.5
+FIRST_READ_SECONDS = 0.5
 """Delay after the view's creation, so that the Studio is drawn first."""
 
 
-class FreePlaces(Clickable):
+class FreeMemoryList(Clickable):
     """The free-memory list without a stylesheet, for views that have one."""
 
     def __init__(self) -> None:
-        super().__init__(lambda _: self.ask(), "ss-free")
+        super().__init__(lambda _: self.read_in_background(), "ss-free")
         self._thread: threading.Thread | None = None
-        self.value = _html([], "reading")
+        self.value = _render_list([], "reading")
 
-    def look(self) -> None:
+    def read_now(self) -> None:
         """Query the drivers and show the result; this may block the calling thread for a second."""
         try:
-            self.value = _html(read_free_memory(), time.strftime("%H:%M:%S"))
+            self.value = _render_list(read_free_memory(), time.strftime("%H:%M:%S"))
         except OSError as error:  # ./runs cannot be read.
-            self.value = _html([], str(error))
+            self.value = _render_list([], str(error))
 
-    def ask(self) -> None:
+    def read_in_background(self) -> None:
         """Query in the background, unless a query is already running."""
         if self.comm is None or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(target=self.look, daemon=True, name="shardscope-free")
+        self._thread = threading.Thread(target=self.read_now, daemon=True, name="shardscope-free")
         self._thread.start()
 
 
@@ -44,21 +44,21 @@ class FreeView(View):
     """The free memory of this machine, with a refresh button."""
 
     def __init__(self) -> None:
-        self.places = FreePlaces()
+        self.places = FreeMemoryList()
         super().__init__([Sheet("run"), self.places])
         self.add_class("ss-root")
-        self.places.look()
+        self.places.read_now()
 
 
-def first_look(places: FreePlaces) -> Debounced:
+def schedule_first_read(free_list: FreeMemoryList) -> Debounced:
     """Schedule the first query for after the Studio is drawn."""
-    later = Debounced(places.ask, FIRST_LOOK_SECONDS)
+    later = Debounced(free_list.read_in_background, FIRST_READ_SECONDS)
     later.request()
     return later
 
 
-def _html(places: list[FreeMemory], when: str) -> str:
-    rows = "".join(_row(place) for place in places)
+def _render_list(memories: list[FreeMemory], when: str) -> str:
+    rows = "".join(_render_row(memory) for memory in memories)
     return (
         f"<div class='ss-free-head'><span>Free now <span class='ss-hint'>{escape(when)}</span></span>"
         "<button class='ss-again' type='button' data-act='look' aria-label='Read the free memory again'>"
@@ -66,12 +66,12 @@ def _html(places: list[FreeMemory], when: str) -> str:
     )
 
 
-def _row(place: FreeMemory) -> str:
-    used = 1 - place.free_bytes / place.total_bytes if place.total_bytes else 0.0
-    words = f"{gib(place.free_bytes)} of {gib(place.total_bytes)} GiB"
-    users, share = "; ".join(place.users), f"{100 * used:.0f} % in use"
+def _render_row(memory: FreeMemory) -> str:
+    used = 1 - memory.free_bytes / memory.total_bytes if memory.total_bytes else 0.0
+    amount = f"{gib(memory.free_bytes)} of {gib(memory.total_bytes)} GiB"
+    users, share = "; ".join(memory.users), f"{100 * used:.0f} % in use"
     return (
-        f"<div class='ss-place'><span>{escape(place.name)}</span><span>{words}</span>"
+        f"<div class='ss-place'><span>{escape(memory.name)}</span><span>{amount}</span>"
         f"<div class='ss-used' role='img' aria-label='{share}' title='{share}'>"
         f"<i style='width:{100 * used:.1f}%'></i></div>"
         + (f"<span class='ss-users'>{escape(users)}</span>" if users else "")

@@ -13,8 +13,8 @@ from shardscope.memory.report import MemoryReport
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
-from shardscope_widgets.run.free_memory import FreePlaces, first_look
-from shardscope_widgets.run.offer import Offer, offer_for
+from shardscope_widgets.run.free_memory import FreeMemoryList, schedule_first_read
+from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
 
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
@@ -43,31 +43,31 @@ class LaunchButton:
         self._plan: ss.Plan | None = None
         self._report: MemoryReport | None = None
         self._busy, self._blocked = False, ""
-        self.current = Offer(label="Launch")
+        self.current = LaunchOffer(label="Launch")
         self.button = controls.create_button("Launch", "ss-button", "ss-main-button")
         self.button.on_click(lambda _: self.launch())
         self.note = controls.create_html("", "ss-hint")
-        self.free = FreePlaces()
-        first_look(self.free)
+        self.free = FreeMemoryList()
+        schedule_first_read(self.free)
 
-    def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
+    def set_plan(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Set the label to what ``plan`` would launch on this machine, once no run is active."""
         self._plan, self._report = plan, report
-        self.update()
+        self.update_offer()
 
-    def update(self) -> None:
+    def update_offer(self) -> None:
         """Update the offer after the task, its inputs or the free memory may have changed."""
         if self._plan is None or self._report is None:
             return
-        self.current = offer_for(self._plan, self.machine, self._report, self._task)
+        self.current = build_offer(self._plan, self.machine, self._report, self._task)
         self._task.show_usual_rate(self.current.plan or self._plan, as_trial=self.current.is_trial)
         wrong = self._show_task_error()
         against = self._blocked or (IS_BUSY if self._busy else "") or wrong
         self.button.description = self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
-        words = against or self.current.note
-        self.button.tooltip = words or self.current.tooltip
-        self.note.value = escape(words)
+        note = against or self.current.note
+        self.button.tooltip = note or self.current.tooltip
+        self.note.value = escape(note)
 
     @property
     def task(self) -> Callable[[Context], object]:
@@ -84,9 +84,9 @@ class LaunchButton:
     @busy.setter
     def busy(self, value: bool) -> None:
         if self._busy and not value:
-            self.free.ask()
+            self.free.read_in_background()
         self._busy = value
-        self.update()
+        self.update_offer()
 
     @property
     def blocked(self) -> str:
@@ -96,7 +96,7 @@ class LaunchButton:
     @blocked.setter
     def blocked(self, value: str) -> None:
         self._blocked = value
-        self.update()
+        self.update_offer()
 
     def launch(self, *, force: bool = False) -> None:
         """Launch the current offer; ``force`` launches although too little memory is free."""
@@ -110,18 +110,18 @@ class LaunchButton:
                 run = ss.launch(plan, self.task, outlive_kernel=self._options.outlive.value, force=force)
         except TooLittleFreeError as error:
             self.busy = False
-            self.free.ask()
+            self.free.read_in_background()
             self._on_error(str(error), lambda: self.launch(force=True))
             return
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.busy = False
             self._on_error(str(error) or type(error).__name__, None)
             return
-        tight = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
-        words = " ".join(filter(None, [note, *tight]))
+        tight = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+        notes = " ".join(filter(None, [note, *tight]))
         with contextlib.suppress(OSError):  # The disk has become full: the run has started and is shown.
-            run.note = words
-        self._on_launch(run, words)
+            run.note = notes
+        self._on_launch(run, notes)
 
     def _show_task_error(self) -> str:
         """Show the task's error at its input, and return a short version of it."""

@@ -22,42 +22,42 @@ class Line:
         self.x: list[float] = []
         self.y: list[float] = []
 
-    def add(self, x: float, y: float) -> None:
+    def add_point(self, x: float, y: float) -> None:
         """Add a point; NaN and infinities become gaps."""
         self.x.append(x)
         self.y.append(y if isfinite(y) else float("nan"))
         if len(self.x) > MAX_POINTS:
-            self.x, self.y = thinned(self.x, self.y)
+            self.x, self.y = downsample(self.x, self.y)
 
-    def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def to_arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return x and y as float32: exact for whole steps up to ten million, and half the bytes to send."""
         with np.errstate(over="ignore"):
             return np.array(self.x, dtype=np.float32), np.array(self.y, dtype=np.float32)
 
-    def top(self) -> float:
+    def find_top(self) -> float:
         """Return the highest value, or 0 without points."""
         return float(np.nanmax([0.0, *self.y]))
 
-    def usual_top(self) -> float:
+    def find_usual_top(self) -> float:
         """Return the highest value without outliers, or 0 without points."""
         values = np.array(self.y[FIRST_STEPS:] if len(self.y) > 2 * FIRST_STEPS else self.y)
         values = values[np.isfinite(values)]
         return float(np.quantile(values, SHARE)) if values.size else 0.0
 
 
-def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+def downsample(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
     """Return about half of the points: both ends, and the minimum and maximum of every four between.
 
     This preserves a spike of one step in a run of any length; taking every second point would lose half
     of the spikes.
     """
-    kept = [0]
+    indices = [0]
     for start in range(1, len(x) - 1, 4):
         four = range(start, min(start + 4, len(x) - 1))
         known = [index for index in four if y[index] == y[index]]
         if not known:
-            kept.append(start)
+            indices.append(start)
             continue
-        kept += sorted({min(known, key=lambda index: y[index]), max(known, key=lambda index: y[index])})
-    kept.append(len(x) - 1)
-    return [x[index] for index in kept], [y[index] for index in kept]
+        indices += sorted({min(known, key=lambda index: y[index]), max(known, key=lambda index: y[index])})
+    indices.append(len(x) - 1)
+    return [x[index] for index in indices], [y[index] for index in indices]

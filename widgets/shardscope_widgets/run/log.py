@@ -53,26 +53,26 @@ class RunLog(widgets.VBox):
         super().__init__([head, self.pane], layout=controls.share_layout())
         for control in (self.whose, self.words):
             control.observe(lambda _: on_change(), "value")
-        self.whose.observe(self._choose, "value")
+        self.whose.observe(self._note_choice, "value")
 
-    def start(self, run: ss.Run) -> None:
+    def start_run(self, run: ss.Run) -> None:
         """Show the logs of ``run``, starting with rank 0."""
         self._folder = RunFolder(run.folder)
         self._seen, self._search = None, None
         ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
         # Failures before the ranks start are logged in one of these two.
         # Set the value as well: equal options would keep the rank selected in the previous run.
-        self._set(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
+        self._set_choice(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
         self.pane.num_runs += 1
         self._is_chosen = False
         self.words.value = ""
 
-    def prefer(self, whose: int | str) -> None:
+    def prefer_log(self, whose: int | str) -> None:
         """Show the log of this rank, or "launcher", unless the user has selected a log."""
         if not self._is_chosen and whose in [value for _, value in self.whose.options]:
-            self._set(value=whose)
+            self._set_choice(value=whose)
 
-    def _set(self, **traits: Any) -> None:
+    def _set_choice(self, **traits: Any) -> None:
         self._is_setting = True
         try:
             for name, value in traits.items():
@@ -80,14 +80,14 @@ class RunLog(widgets.VBox):
         finally:
             self._is_setting = False
 
-    def _choose(self, change: object) -> None:
+    def _note_choice(self, change: object) -> None:
         self._is_chosen |= not self._is_setting
 
     def refresh(self, has_ended: bool) -> bool:
         """Show new output. Return whether a search has more to read."""
         if self._folder is None:
             return False
-        path, wanted = self._path(self._folder), self.words.value.strip()
+        path, wanted = self._find_path(self._folder), self.words.value.strip()
         if len(wanted) < SHORTEST_SEARCH:
             self._search = None
             self._show_end(path, has_ended)
@@ -98,7 +98,7 @@ class RunLog(widgets.VBox):
         self._show_found(self._search, more)
         return more
 
-    def _path(self, folder: RunFolder) -> Path:
+    def _find_path(self, folder: RunFolder) -> Path:
         whose = self.whose.value
         beside = {"launcher": folder.launcher_log, "supervisor": folder.supervisor_log}
         return beside[whose] if whose in beside else folder.log(int(whose or 0))
@@ -119,9 +119,9 @@ class RunLog(widgets.VBox):
             text = text.partition("\n")[2] or text
         lines = ansi.to_html(PROFILER_TALK.sub("", text))
         nothing = "nothing printed" if has_ended else "nothing printed yet"
-        self._show(path, "", lines or f"<span class='ss-hint'>{nothing}</span>")
+        self._show_lines(path, "", lines or f"<span class='ss-hint'>{nothing}</span>")
         shown = f"the last {LOG_BYTES // 1024} KiB of {size / 2**20:,.1f} MiB" if size > LOG_BYTES else ""
-        self._say(shown)
+        self._show_count(shown)
 
     def _show_found(self, search: LogSearch, more: bool) -> None:
         seen = (search, search.num_matches, search.num_lines, more)
@@ -130,28 +130,28 @@ class RunLog(widgets.VBox):
         self._seen = seen
         width = len(f"{search.matches[-1][0]:,}") if search.matches else 0
         lines = "\n".join(
-            f"<span class='ss-line-number'>{number:>{width},}</span> {marked(line, search.words)}"
+            f"<span class='ss-line-number'>{number:>{width},}</span> {mark_matches(line, search.words)}"
             for number, line in search.matches
         )
-        self._show(search.path, search.words, lines or "<span class='ss-hint'>no such line</span>")
+        self._show_lines(search.path, search.words, lines or "<span class='ss-hint'>no such line</span>")
         count = f"{search.num_matches:,} of {search.num_lines:,} lines"
         last = f", the last {MAX_MATCHES} shown" if search.num_matches > MAX_MATCHES else ""
-        self._say(f"{count}{last}{' · reading on' if more else ''}")
+        self._show_count(f"{count}{last}{' · reading on' if more else ''}")
 
-    def _show(self, path: Path, words: str, lines: str) -> None:
+    def _show_lines(self, path: Path, query: str, lines: str) -> None:
         with self.pane.hold_sync():
-            self.pane.name = f"log of {path.stem}" + (f": lines with {words}" if words else "")
-            self.pane.key = f"{path.name}/{words}"
+            self.pane.name = f"log of {path.stem}" + (f": lines with {query}" if query else "")
+            self.pane.key = f"{path.name}/{query}"
             self.pane.value = lines
 
-    def _say(self, words: str) -> None:
-        self.found.value = words
+    def _show_count(self, text: str) -> None:
+        self.found.value = text
 
 
-def marked(line: str, words: str) -> str:
-    """Return ``line`` as HTML with ``words`` highlighted."""
+def mark_matches(line: str, query: str) -> str:
+    """Return ``line`` as HTML with ``query`` highlighted."""
     parts, end = [], 0
-    for found in re.finditer(re.escape(words), line, re.IGNORECASE):
-        parts.append(f"{escape(line[end : found.start()])}<mark>{escape(found[0])}</mark>")
-        end = found.end()
+    for match in re.finditer(re.escape(query), line, re.IGNORECASE):
+        parts.append(f"{escape(line[end : match.start()])}<mark>{escape(match[0])}</mark>")
+        end = match.end()
     return "".join(parts) + escape(line[end:])

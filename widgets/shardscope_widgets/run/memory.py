@@ -12,7 +12,7 @@ from shardscope.runs.explain.measured import build_measured_memory
 from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
 from shardscope.runs.watch.logged_memory import LoggedPeak
 from shardscope_widgets.kit import controls
-from shardscope_widgets.run import words as run_words
+from shardscope_widgets.run import run_html
 
 
 class RunMemory:
@@ -23,7 +23,7 @@ class RunMemory:
         self._seen: object = None
         self._engine: object = None
 
-    def start(self, run: ss.Run) -> None:
+    def start_run(self, run: ss.Run) -> None:
         """Clear the previous run."""
         self._seen, self._engine = None, None
         self.html.value = ""
@@ -32,7 +32,7 @@ class RunMemory:
         """Show what the ranks have recorded so far. Return the engine record of rank 0."""
         folder = RunFolder(run.folder)
         peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}
-        seen = ([_changed(folder, rank) for rank in range(run.world_size)], peaks)
+        seen = ([_find_change_time(folder, rank) for rank in range(run.world_size)], peaks)
         if seen == self._seen:
             return self._engine
         self._seen = seen
@@ -49,17 +49,17 @@ class RunMemory:
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
         expected = run.expected() if by_rank else None
         if expected is None:
-            words = "Measured in one of the first steps."
-            self.html.value = run_words.memory_table(by_rank, None, words)
+            caption = "Measured in one of the first steps."
+            self.html.value = run_html.render_memory_table(by_rank, None, caption)
             return self._engine
         plan = run.plan
-        words = build_measured_memory(plan, records, logged).sentence
+        caption = build_measured_memory(plan, records, logged).sentence
         predicted = predict_rank_memory(plan.memory()).components
-        self.html.value = run_words.memory_table(by_rank, predicted, words)
+        self.html.value = run_html.render_memory_table(by_rank, predicted, caption)
         return self._engine
 
 
-def _changed(folder: RunFolder, rank: int) -> int:
+def _find_change_time(folder: RunFolder, rank: int) -> int:
     try:
         status = check_regular(folder.what_it_was(rank))
     except OSError:

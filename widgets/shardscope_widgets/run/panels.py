@@ -28,7 +28,7 @@ class Panel:
     decimals: int | None = None
     """Number format in tables; None: three significant digits."""
 
-    def show(self, value: Any, scale: float) -> str:
+    def format(self, value: Any, scale: float) -> str:
         """Return ``value`` divided by ``scale`` as text; a dash for anything but a number."""
         if not is_number(value):
             return "–"
@@ -37,16 +37,16 @@ class Panel:
         if self.decimals is not None:
             return f"{value:,.{self.decimals}f}"
         shown = abs(value) / scale
-        words = (
+        text = (
             format_short(shown)
             if shown >= 9995
             else format_three_digits(shown)
             if shown >= 0.1
             else f"{shown:.3g}"
         )
-        return ("-" if value < 0 else "") + words
+        return ("-" if value < 0 else "") + text
 
-    def unit(self, typical: float) -> tuple[str, float]:
+    def choose_unit(self, typical: float) -> tuple[str, float]:
         """Return the unit that suits a value of this magnitude, and the divisor of its values."""
         if self.metric.endswith("_bytes"):
             unit = Unit.for_bytes(typical)
@@ -57,7 +57,7 @@ class Panel:
         return "", 1.0
 
 
-TRAINING = (
+TRAINING_PANELS = (
     Panel(metric="loss", title="loss", decimals=3),
     Panel(metric="tokens_per_second", title="tokens/s per rank", from_zero=True, is_bounded=True),
     Panel(metric="peak_memory_bytes", title="memory", from_zero=True),
@@ -66,7 +66,7 @@ TRAINING = (
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
 """Metrics logged by every task that trains the plan."""
-CARDS = (
+GPU_PANELS = (
     Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
     Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
     Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True, decimals=0),
@@ -76,33 +76,33 @@ MAX_OWN = 3
 """Maximum charts of metrics named by a user's function, in order of appearance."""
 MAX_NAMES = 64
 """Maximum metrics read, in case a task logs a new name at every step."""
-SLOTS = len(TRAINING) + len(CARDS) + MAX_OWN
+SLOTS = len(TRAINING_PANELS) + len(GPU_PANELS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
 })  # fmt: skip
 """Metrics that are not drawn, because another chart shows the same or more."""
-_KNOWN = {panel.metric: panel for panel in (*TRAINING, *CARDS)}
+_KNOWN = {panel.metric: panel for panel in (*TRAINING_PANELS, *GPU_PANELS)}
 
 
-def panels_of(metrics: Collection[str]) -> list[Panel]:
+def list_panels(metrics: Collection[str]) -> list[Panel]:
     """Return the charts of these metrics in a fixed order, the known ones first."""
-    own = [
+    other = [
         Panel(metric=name, title=name, exponents="e")
         for name in metrics
         if name not in _KNOWN and name not in NOT_DRAWN
     ]
     known = [panel for panel in _KNOWN.values() if panel.metric in metrics]
-    return [*known, *own[:MAX_OWN]]
+    return [*known, *other[:MAX_OWN]]
 
 
-def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def find_first_numbers(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return every numeric metric of ``records``, with its first finite value if there is one."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            if is_number(value) and not isfinite(found.get(name, nan)):
-                found[name] = float(value)
-    return found
+            if is_number(value) and not isfinite(numbers.get(name, nan)):
+                numbers[name] = float(value)
+    return numbers
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -121,7 +121,7 @@ ASSUMED_WIDTH = 836
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """The position of one chart, in fractions of the figure."""
 
     x: tuple[float, float]
@@ -132,12 +132,12 @@ class Place:
 class Grid:
     """The positions of all charts of one figure."""
 
-    places: tuple[Place, ...]
+    positions: tuple[Position, ...]
     height: int
     """Height in pixels."""
 
 
-def grid(num_panels: int, width: int) -> Grid:
+def arrange_grid(num_panels: int, width: int) -> Grid:
     """Arrange ``num_panels`` charts in a figure of ``width`` pixels, in one to three columns."""
     width = width or ASSUMED_WIDTH
     most = 1 if width < 480 else 2 if width < 720 else 3
@@ -147,11 +147,11 @@ def grid(num_panels: int, width: int) -> Grid:
     gap = GAP_PIXELS / inner if columns > 1 else 0.0
     wide = (1 - gap * (columns - 1)) / columns
     height = rows * CELL_PIXELS
-    places = []
+    positions = []
     for number in range(num_panels):
         row, column = divmod(number, columns)
         left = column * (wide + gap)
         top = 1 - (row * CELL_PIXELS + TITLE_PIXELS) / height
         bottom = 1 - ((row + 1) * CELL_PIXELS - AXIS_PIXELS) / height
-        places.append(Place((left, min(1.0, left + wide)), (max(0.0, bottom), top)))
-    return Grid(places=tuple(places), height=height)
+        positions.append(Position((left, min(1.0, left + wide)), (max(0.0, bottom), top)))
+    return Grid(positions=tuple(positions), height=height)

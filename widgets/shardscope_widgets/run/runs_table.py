@@ -11,7 +11,7 @@ from math import isfinite
 from shardscope.core.number_format import count
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.display_names import describe_devices, format_name
-from shardscope_widgets.run.words import seconds_words, status_sign
+from shardscope_widgets.run.run_html import format_seconds, render_status_sign
 
 EMPTY = (
     "No run in <code>runs/</code> beside this notebook yet. A run that is launched here or in another "
@@ -24,7 +24,7 @@ HEAD = (
 )
 
 
-def runs_table(
+def render_runs_table(
     rows: Mapping[str, RunSummary],
     selected: Collection[str],
     *,
@@ -38,7 +38,7 @@ def runs_table(
     if not rows:
         return f"<div class='ss-hint ss-no-runs'>{EMPTY}</div>"
     body = "".join(
-        _row(
+        _render_row(
             key,
             summary,
             is_selected=key in selected,
@@ -46,13 +46,13 @@ def runs_table(
             why_not_resume=why_not_resume(summary),
         )
         if summary.run is not None
-        else _damaged_row(summary)
+        else _render_damaged_row(summary)
         for key, summary in rows.items()
     )
     return f"<table class='ss-table ss-runs'>{HEAD}<tbody>{body}</tbody></table>"
 
 
-def plan_words(summary: RunSummary) -> str:
+def describe_plan(summary: RunSummary) -> str:
     """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as plain text."""
     plan = summary.plan
     if plan is None:
@@ -62,7 +62,7 @@ def plan_words(summary: RunSummary) -> str:
     return f"{model} on {gpus}, {plan.layout.description}{method}"
 
 
-def when_words(created: float, now: float | None = None) -> str:
+def format_time(created: float, now: float | None = None) -> str:
     """Return ``today 14:02``, ``yesterday 14:02``, ``12 Nov 14:02`` or ``12 Nov 2025``; empty if unknown."""
     try:
         then = datetime.fromtimestamp(created)
@@ -77,14 +77,14 @@ def when_words(created: float, now: float | None = None) -> str:
     return f"{then.day} {then:%b %H:%M}" if then.year == today.year else f"{then.day} {then:%b %Y}"
 
 
-def loss_words(loss: float | None) -> str:
+def format_loss(loss: float | None) -> str:
     """Return ``2.345``; ``nan`` and ``inf`` unchanged; a dash without a loss."""
     if loss is None:
         return "–"
     return f"{loss:.3f}" if isfinite(loss) and abs(loss) < 1e4 else f"{loss:.3g}"
 
 
-def steps_words(done: int | None, total: int | None) -> str:
+def format_steps(done: int | None, total: int | None) -> str:
     """Return ``40 of 300 steps``, ``40 steps`` without a known total, ``no step`` before the first one."""
     if done is None and total is None:
         return "no step"
@@ -93,25 +93,29 @@ def steps_words(done: int | None, total: int | None) -> str:
     return f"{done or 0:,} of {count(total, 'step')}"
 
 
-def printable(name: str) -> str:
+def make_printable(name: str) -> str:
     """Return the folder name ``name`` as printable text: invalid UTF-8 cannot be sent to a page."""
     return name.encode(errors="replace").decode()
 
 
-def _row(
+def _render_row(
     key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool, why_not_resume: str | None
 ) -> str:
-    name = escape(printable(summary.name), quote=True)
-    plan = escape(plan_words(summary), quote=True)
+    name = escape(make_printable(summary.name), quote=True)
+    plan = escape(describe_plan(summary), quote=True)
     before = summary.resumed_from
-    history = f" · continues {escape(printable(before), quote=True)}" if before else ""
+    history = f" · continues {escape(make_printable(before), quote=True)}" if before else ""
     ticked = "true" if is_selected else "false"
-    buttons = _buttons(key, name, summary, has_trace, why_not_resume)
+    buttons = _render_buttons(key, name, summary, has_trace, why_not_resume)
     seconds = summary.seconds
     cells = (
-        f"<td>{status_sign(summary.status, summary.reason)}</td>",
-        _cell("loss", loss_words(summary.loss), steps_words(summary.num_steps_done, summary.num_steps)),
-        _cell("started", when_words(summary.created), "" if seconds is None else seconds_words(seconds)),
+        f"<td>{render_status_sign(summary.status, summary.reason)}</td>",
+        _render_cell(
+            "loss", format_loss(summary.loss), format_steps(summary.num_steps_done, summary.num_steps)
+        ),
+        _render_cell(
+            "started", format_time(summary.created), "" if seconds is None else format_seconds(seconds)
+        ),
     )
     return (
         f"<tr data-act='open:{key}'{' class=ss-picked' if is_selected else ''}>"
@@ -126,17 +130,17 @@ def _row(
     )
 
 
-def _cell(name: str, words: str, below: str) -> str:
+def _render_cell(name: str, text: str, below: str) -> str:
     """Return a cell of two lines; its name tells the stylesheet its position in a narrow list."""
-    return f"<td data-label='{name}'>{escape(words)}<div class='ss-hint'>{escape(below)}</div></td>"
+    return f"<td data-label='{name}'>{escape(text)}<div class='ss-hint'>{escape(below)}</div></td>"
 
 
-def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
+def _render_buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
     if summary.is_live:
-        return _button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
+        return _render_button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
     buttons = ""
     if summary.failed_early:
-        buttons += _button(
+        buttons += _render_button(
             f"resume:{key}",
             "Resume",
             f"Resume {name}",
@@ -144,26 +148,29 @@ def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: 
             is_off=reason is not None,
         )
     if has_trace:
-        buttons += _button(f"trace:{key}", "Open trace", f"Open the trace of {name}", "")
+        buttons += _render_button(f"trace:{key}", "Open trace", f"Open the trace of {name}", "")
     return buttons
 
 
-def _button(act: str, words: str, label: str, tooltip: str, *, is_off: bool = False) -> str:
+def _render_button(act: str, text: str, label: str, tooltip: str, *, is_off: bool = False) -> str:
     """Return a button; a disabled one stays focusable, so that its reason is readable without a mouse."""
     off = " aria-disabled='true'" if is_off else ""
     why = f"{label}: {escape(tooltip, quote=True)}" if is_off else label
     return (
         f"<button type='button' class='ss-act' data-act='{act}' aria-label='{why}' "
-        f"title='{escape(tooltip, quote=True)}'{off}>{words}</button>"
+        f"title='{escape(tooltip, quote=True)}'{off}>{text}</button>"
     )
 
 
-def _damaged_row(summary: RunSummary) -> str:
-    name, damage = escape(printable(summary.name), quote=True), escape(printable(summary.damage), quote=True)
+def _render_damaged_row(summary: RunSummary) -> str:
+    name, damage = (
+        escape(make_printable(summary.name), quote=True),
+        escape(make_printable(summary.damage), quote=True),
+    )
     return (
         f"<tr class='ss-damaged'><td class='ss-pick-cell'></td><th scope='row'>"
         f"<div class='ss-open ss-clipped' title='{name}'>{name}</div>"
         f"<div class='ss-hint ss-clipped' title='{damage}'>{damage}</div></th>"
-        f"<td>{status_sign('damaged', summary.damage)}</td><td data-label='loss'></td>"
-        f"{_cell('started', when_words(summary.created), '')}<td></td></tr>"
+        f"<td>{render_status_sign('damaged', summary.damage)}</td><td data-label='loss'></td>"
+        f"{_render_cell('started', format_time(summary.created), '')}<td></td></tr>"
     )

@@ -23,13 +23,13 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.comparison import ComparisonView
-from shardscope_widgets.run.runs_table import printable, runs_table
+from shardscope_widgets.run.runs_table import make_printable, render_runs_table
 from shardscope_widgets.run.view import RunView
 
 FOLDER = "runs"
 """Folder into which ``launch`` puts runs, relative to the notebook."""
 PAGE_ROWS = 20
-LOOK_SECONDS = 2.0
+READ_SECONDS = 2.0
 """Seconds between reads of the folder while one of its runs is active."""
 TRACE_PIXELS = 440
 IS_BUSY = "A run is under way: wait until it ends, or stop it."
@@ -79,14 +79,14 @@ class RunsView(View):
         self._lock = threading.RLock()
         self._is_watching = False
         # The list: a row of controls, the table in a scrolling box, and a row that shows more.
-        self.toolbar = Clickable(self._press, "ss-runs-bar")
-        self.table = Clickable(self._press)
-        self.more = Clickable(self._press, "ss-runs-more")
+        self.toolbar = Clickable(self._handle_action, "ss-runs-bar")
+        self.table = Clickable(self._handle_action)
+        self.more = Clickable(self._handle_action, "ss-runs-more")
         scroll = widgets.VBox([self.table, self.more], layout=controls.share_layout(), tabbable=True)
         scroll.add_class("ss-runs-scroll")
         self._list = widgets.VBox([self.toolbar, scroll], layout=widgets.Layout())
         # One run, two runs or a trace, below a row with the back button.
-        self.bar = Clickable(self._press, "ss-runs-bar")
+        self.bar = Clickable(self._handle_action, "ss-runs-bar")
         self.run_view = RunView(on_end=self._run_ended)
         self.comparison = ComparisonView()
         self._trace_place = widgets.VBox(layout=widgets.Layout(display="none"))
@@ -97,11 +97,11 @@ class RunsView(View):
         super().__init__([Sheet("run"), self._list, self._page])
         for name in ("ss-root", "ss-runs-view"):
             self.add_class(name)
-        self.look()
+        self.read_folder()
 
     # ---- public methods
 
-    def look(self) -> None:
+    def read_folder(self) -> None:
         """Read ``./runs`` again and show the changes; safe to call from any thread at any time."""
         with self._lock:
             if self.comm is None:  # The view was closed.
@@ -109,13 +109,13 @@ class RunsView(View):
             try:
                 summaries = self._summaries.read()
             except OSError as error:
-                self._say(f"The folder {FOLDER} cannot be read: {error}")
+                self._set_message(f"The folder {FOLDER} cannot be read: {error}")
                 summaries = []
-            self._rows = {_key(summary.name): summary for summary in summaries}
+            self._rows = {_make_key(summary.name): summary for summary in summaries}
             self._selected = [key for key in self._selected if key in self._rows]
             self.num_runs = len(summaries)
-            self._draw()
-            self._watch_the_living()
+            self._draw_list()
+            self._start_watching()
 
     def open(self, run: ss.Run | None = None) -> None:
         """Show ``run`` in place of the list.
@@ -131,33 +131,33 @@ class RunsView(View):
             self._show_page(self.run_view)
             self.run_view.show(run)
             self._draw_bar()
-            self._watch_the_living()
+            self._start_watching()
 
     def show_list(self) -> None:
         """Return to the list of all runs."""
         with self._lock:
             self._show_page(None)
-        self.look()
+        self.read_folder()
 
     def compare(self, first: ss.Run, second: ss.Run) -> None:
         """Show two runs side by side in place of the list."""
         try:
             self.comparison.show(Runs([first, second]).compare(first, second))
         except Exception as error:  # Keep the list and show the error if either folder cannot be compared.
-            self._say(f"The runs cannot be compared: {error}")
-            self._draw()
+            self._set_message(f"The runs cannot be compared: {error}")
+            self._draw_list()
             return
         with self._lock:
             self._show_page(self.comparison)
-            names = " and ".join(f"<b>{escape(printable(run.name))}</b>" for run in (first, second))
-            self.bar.value = _back(f"<span class='ss-clipped'>Comparing {names}</span>")
+            names = " and ".join(f"<b>{escape(make_printable(run.name))}</b>" for run in (first, second))
+            self.bar.value = _render_back_row(f"<span class='ss-clipped'>Comparing {names}</span>")
 
     # ---- drawing
 
-    def _draw(self) -> None:
+    def _draw_list(self) -> None:
         """Update the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
-        self.table.value = runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
+        self.table.value = render_runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
         left = len(self._rows) - len(shown)
         self.more.value = (
             f"<button type='button' class='ss-act' data-act='more'>More</button> "
@@ -172,12 +172,12 @@ class RunsView(View):
             if self._force
             else ""
         )
-        words = self._message or ("" if both or not self._rows else HINT)
+        message = self._message or ("" if both or not self._rows else HINT)
         role = " role='alert' class='ss-error ss-clipped'" if self._message else " class='ss-hint ss-clipped'"
         self.toolbar.value = (
             f"<button type='button' class='ss-act{' ss-first' * both}' data-act='compare'{off}>"
             "Compare</button>"
-            f"<span{role} title='{escape(words, quote=True)}'>{escape(words)}</span>{force}"
+            f"<span{role} title='{escape(message, quote=True)}'>{escape(message)}</span>{force}"
             "<button type='button' class='ss-act ss-refresh' data-act='look' "
             "title='Read the folder again'>Refresh</button>"
         )
@@ -187,7 +187,7 @@ class RunsView(View):
         run = self.run_view.run
         if run is None:
             return
-        key = _key(run.name)
+        key = _make_key(run.name)
         summary = self._rows.get(key)
         acts = ""
         if summary is not None and summary.run is not None and summary.run.folder == run.folder:
@@ -203,23 +203,23 @@ class RunsView(View):
                 acts += f"<button type='button' class='ss-act' data-act='trace:{key}'>Open trace</button>"
         if self._force == key:
             acts += f"<button type='button' class='ss-act' data-act='force:{key}'>Resume anyway</button>"
-        words = ""
+        message = ""
         if self._message:
-            said = escape(self._message, quote=True)
-            words = f"<span class='ss-error ss-clipped' role='alert' title='{said}'>{said}</span>"
-        self.bar.value = _back(f"{words}<span class='ss-bar-acts'>{acts}</span>")
+            text = escape(self._message, quote=True)
+            message = f"<span class='ss-error ss-clipped' role='alert' title='{text}'>{text}</span>"
+        self.bar.value = _render_back_row(f"{message}<span class='ss-bar-acts'>{acts}</span>")
 
     def _show_page(self, page: widgets.Widget | None) -> None:
         """Show the list, or one of the pages in its place."""
         self._message, self._force = "", None
         self._list.layout.display = "" if page is None else "none"
         self._page.layout.display = "none" if page is None else ""
-        for each in (self.run_view, self.comparison, self._trace_place):
-            each.layout.display = "" if each is page else "none"
+        for widget in (self.run_view, self.comparison, self._trace_place):
+            widget.layout.display = "" if widget is page else "none"
         if page is not self._trace_place:
-            self._let_go_of_trace()
+            self._close_trace()
 
-    def _say(self, message: str, force: str | None = None) -> None:
+    def _set_message(self, message: str, force: str | None = None) -> None:
         self._message, self._force = message, force
 
     @property
@@ -229,34 +229,34 @@ class RunsView(View):
 
     # ---- button actions
 
-    def _press(self, act: str) -> None:
+    def _handle_action(self, act: str) -> None:
         kind, _, key = act.partition(":")
         summary = self._rows.get(key)
         run = None if summary is None else summary.run
         if kind not in ("back", "look"):
-            self._say("")
+            self._set_message("")
         match kind:
             case "look":
-                self._say("")
-                self.look()
+                self._set_message("")
+                self.read_folder()
             case "back":
                 self.show_list()
             case "more":
                 self._num_shown += PAGE_ROWS
-                self._draw()
+                self._draw_list()
             case "compare":
                 self._compare_selected()
             case "select" if run is not None:
                 # Keep the two latest: a third selection removes the first.
-                others = [other for other in self._selected if other != key]
-                self._selected = others if key in self._selected else [*others, key][-2:]
-                self._draw()
+                remaining = [other for other in self._selected if other != key]
+                self._selected = remaining if key in self._selected else [*remaining, key][-2:]
+                self._draw_list()
             case "open" if run is not None:
                 self.open(run)
             case "stop" if run is not None:
-                self._stop(run)
+                self._stop_run(run)
             case "resume" | "force" if summary is not None and run is not None:
-                self._resume(key, summary, force=kind == "force")
+                self._resume_run(key, summary, force=kind == "force")
             case "trace" if run is not None:
                 self._open_trace(run)
             case _:
@@ -267,14 +267,14 @@ class RunsView(View):
         if len(runs) == 2 and runs[0] is not None and runs[1] is not None:
             self.compare(runs[0], runs[1])
 
-    def _stop(self, run: ss.Run) -> None:
+    def _stop_run(self, run: ss.Run) -> None:
         try:
             run.press("Stop")
         except OSError as error:
-            self._say(str(error))
-        self.look()
+            self._set_message(str(error))
+        self.read_folder()
 
-    def _resume(self, key: str, summary: RunSummary, *, force: bool) -> None:
+    def _resume_run(self, key: str, summary: RunSummary, *, force: bool) -> None:
         assert summary.run is not None
         reason = self._why_not_resume(summary)
         try:
@@ -282,18 +282,18 @@ class RunsView(View):
                 raise ValueError(reason)
             resumed = resume_run(summary.run, force=force)
         except TooLittleFreeError as error:
-            self._say(str(error), force=key)
+            self._set_message(str(error), force=key)
         except Exception as error:  # An exception in a handler would not be shown in a notebook.
-            self._say(str(error) or type(error).__name__)
+            self._set_message(str(error) or type(error).__name__)
         else:
-            self._say("")
+            self._set_message("")
             self._resumed = resumed
-            self.look()
+            self.read_folder()
             self.open(resumed)
             if self._on_resume is not None:
                 self._on_resume(resumed)
             return
-        self._draw() if self.is_list_shown else self._draw_bar()
+        self._draw_list() if self.is_list_shown else self._draw_bar()
 
     def _why_not_resume(self, summary: RunSummary) -> str | None:
         """Return why a run cannot be resumed now; None if it can."""
@@ -304,7 +304,7 @@ class RunsView(View):
             return IS_BUSY
         living = (one for one in self._rows.values() if one.is_live and one.resumed_from == summary.name)
         later = next(living, None)
-        return None if later is None else f"{printable(later.name)} continues it at this moment."
+        return None if later is None else f"{make_printable(later.name)} continues it at this moment."
 
     def _open_trace(self, run: ss.Run) -> None:
         if self._on_open_trace is not None:
@@ -315,17 +315,17 @@ class RunsView(View):
         try:
             view = TraceView(run.trace(), height=TRACE_PIXELS)
         except (ValueError, OSError) as error:
-            self._say(str(error))
-            self._draw() if self.is_list_shown else self._draw_bar()
+            self._set_message(str(error))
+            self._draw_list() if self.is_list_shown else self._draw_bar()
             return
         with self._lock:
-            self._let_go_of_trace()
+            self._close_trace()
             self._trace_place.children = [view]
             self._show_page(self._trace_place)
-            name = escape(printable(run.name))
-            self.bar.value = _back(f"<span class='ss-clipped'>Trace of <b>{name}</b></span>")
+            name = escape(make_printable(run.name))
+            self.bar.value = _render_back_row(f"<span class='ss-clipped'>Trace of <b>{name}</b></span>")
 
-    def _let_go_of_trace(self) -> None:
+    def _close_trace(self) -> None:
         before, self._trace_place.children = self._trace_place.children, []
         for view in before:
             view.close()
@@ -334,7 +334,7 @@ class RunsView(View):
 
     def _run_ended(self, run: ss.Run) -> None:
         """Handle the end reported by the run's view, even for a run that had ended before it was opened."""
-        self.look()
+        self.read_folder()
         with self._lock:
             if self.run_view.run is run:
                 self._draw_opened_bar()
@@ -365,42 +365,42 @@ class RunsView(View):
             for run in ended:
                 self._on_end(run)
         if ended:  # Runs that could not be resumed while these were active may be resumable now.
-            self._draw() if self.is_list_shown else self._draw_opened_bar()
+            self._draw_list() if self.is_list_shown else self._draw_opened_bar()
 
-    def _watch_the_living(self) -> None:
+    def _start_watching(self) -> None:
         """Read the folder every few seconds while a run is awaited or the list contains an active one."""
         with self._lock:
             if self._is_watching or not self._should_watch():
                 return
             self._is_watching = True
-        threading.Thread(target=self._watch, daemon=True, name="shardscope-runs-view").start()
+        threading.Thread(target=self._watch_folder, daemon=True, name="shardscope-runs-view").start()
 
     def _should_watch(self) -> bool:
         living = any(summary.is_live for summary in self._rows.values())
         return self.comm is not None and (bool(self._awaited) or (living and self.is_list_shown))
 
-    def _watch(self) -> None:
+    def _watch_folder(self) -> None:
         pause = threading.Event()
         while True:
-            pause.wait(LOOK_SECONDS)
+            pause.wait(READ_SECONDS)
             with self._lock:
                 if not self._should_watch():
                     self._is_watching = False
                     return
             try:
-                self.look()
+                self.read_folder()
                 self._report_ended()
             except Exception as error:  # A damaged folder: the list tries again at the next read.
-                self._say(f"The list could not be read: {error}")
+                self._set_message(f"The list could not be read: {error}")
 
 
-def _back(rest: str) -> str:
+def _render_back_row(rest: str) -> str:
     return (
         "<button type='button' class='ss-act' data-act='back'><span aria-hidden='true'>←</span> "
         f"Back to all runs</button>{rest}"
     )
 
 
-def _key(name: str) -> str:
+def _make_key(name: str) -> str:
     """Return a row key that is safe for any folder name, including quotes and invalid UTF-8."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:12]

@@ -22,11 +22,11 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.run import words as run_words
+from shardscope_widgets.run import run_html
 from shardscope_widgets.run.figure import RunFigure
 from shardscope_widgets.run.log import RunLog
 from shardscope_widgets.run.memory import RunMemory
-from shardscope_widgets.run.panels import MAX_NAMES, TRAINING, is_number
+from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, is_number
 
 POLL_SECONDS = 0.25
 GPU_SECONDS = 1.0
@@ -67,7 +67,7 @@ class RunView(View):
         self._sampled = 0.0
         self._gpu_time = 0.0
         self._sheet = Sheet("run", measures=True)
-        self._sheet.observe(lambda _: self._fit(), "width")
+        self._sheet.observe(lambda _: self._fit_width(), "width")
         self.head = controls.create_html()
         self.save_button = controls.create_button(
             "Save and stop",
@@ -75,9 +75,9 @@ class RunView(View):
             tooltip=SAVES,
             layout=widgets.Layout(display="none"),
         )
-        self.save_button.on_click(lambda _: self._press("Save and stop"))
+        self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
         self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
-        self.stop_button.on_click(lambda _: self._press("Stop"))
+        self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
         self.progress = controls.create_html()
         self.facts = controls.create_html()
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
@@ -86,7 +86,7 @@ class RunView(View):
         self.memory = RunMemory()
         self.engine = controls.create_html()
         self.error = controls.create_html("", "ss-run-error")
-        self.logs = RunLog(on_change=self._wake)
+        self.logs = RunLog(on_change=self._refresh_log)
         self.logs.add_class("ss-run-log")
         self.table = controls.create_html()
         buttons = widgets.HBox(
@@ -125,20 +125,20 @@ class RunView(View):
             if self.figure is None:
                 self.figure = RunFigure()
                 self._figure_place.children = [self.figure.widget]
-            trained = [panel.metric for panel in TRAINING] if run.trains_the_plan else []
-            self.figure.fit(self._sheet.width)
-            self.figure.start(run.world_size, self._expected, run.num_steps, trained)
-            self.memory.start(run)
-            self.logs.start(run)
+            trained = [panel.metric for panel in TRAINING_PANELS] if run.trains_the_plan else []
+            self.figure.fit_width(self._sheet.width)
+            self.figure.start_run(run.world_size, self._expected, run.num_steps, trained)
+            self.memory.start_run(run)
+            self.logs.start_run(run)
             self._figure_place.layout.display = ""
             self._body.layout.display = ""
             self._body.remove_class("ss-run-failed")
             self._offer_saving(run)
             # Immediately: the view would name the previous run until its thread has read the folder.
-            self.head.value = run_words.status_words(run, run.status)
+            self.head.value = run_html.render_heading(run, run.status)
             for part in (self.error, self.engine, self.table, self.progress, self.facts):
                 part.value = ""
-            self._watch_from_now()
+            self._start_watching()
 
     def close(self) -> None:
         """Close the view; the run and its other views continue."""
@@ -162,10 +162,10 @@ class RunView(View):
             self.status = status
             self._show_status(run, status)
             more = self.logs.refresh(has_ended)
-            new = _read(follow)
+            new = _read_new_records(follow)
             self._read_slow_parts(run, has_ended)
             if new or has_ended:
-                self._add(new)
+                self._add_records(new)
             self._show_numbers(run, has_ended)
             return more or follow.is_behind
 
@@ -174,7 +174,7 @@ class RunView(View):
         self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
         self.save_button.layout.display = "" if run.looks_for_stop else "none"
 
-    def _add(self, new: list[dict[str, Any]]) -> None:
+    def _add_records(self, new: list[dict[str, Any]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
         for record in new:
@@ -186,7 +186,7 @@ class RunView(View):
                 )
         self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
         if self.figure is not None:
-            self.figure.extend(new)
+            self.figure.add_records(new)
 
     def _read_slow_parts(self, run: ss.Run, has_ended: bool) -> None:
         """Read data that changes slowly: GPU samples and engine records."""
@@ -196,24 +196,24 @@ class RunView(View):
         self._sampled = now
         samples = run.cards()
         for record in samples[-run.world_size :]:
-            self._latest.setdefault(int(record["rank"]), {}).update(_answers(record))
+            self._latest.setdefault(int(record["rank"]), {}).update(_select_metrics(record))
         if self._expected is None:  # For a user's function the prediction is known once its model is.
             self._expected = run.expected()
         if self.figure is not None:
-            self.figure.expect(self._expected)
+            self.figure.set_expected(self._expected)
             if samples and samples[-1]["time"] != self._gpu_time:
                 self._gpu_time = samples[-1]["time"]
-                self.figure.show_cards(samples, samples[0]["time"])
+                self.figure.show_gpu_samples(samples, samples[0]["time"])
         self._offer_saving(run)
-        self.engine.value = _engine_words(self.memory.refresh(run, self._latest))
+        self.engine.value = _render_engine(self.memory.refresh(run, self._latest))
 
-    def _watch_from_now(self) -> None:
+    def _start_watching(self) -> None:
         self._is_watching = True
         threading.Thread(
-            target=self._watch, args=(self.run,), daemon=True, name="shardscope-run-view"
+            target=self._watch_run, args=(self.run,), daemon=True, name="shardscope-run-view"
         ).start()
 
-    def _watch(self, run: ss.Run) -> None:
+    def _watch_run(self, run: ss.Run) -> None:
         """Refresh in a thread until the run ends, because cells may block the kernel's main thread."""
         ended, more = False, False
         try:
@@ -225,7 +225,7 @@ class RunView(View):
                     more = self.refresh()
                 except Exception as error:  # The folder may vanish: the view reports that and continues.
                     more = False
-                    self.error.value = _alert(f"This view cannot show the run: {error}")
+                    self.error.value = _render_alert(f"This view cannot show the run: {error}")
                 if not ended:
                     pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MAX_PAUSE_SECONDS)
                     time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
@@ -234,19 +234,19 @@ class RunView(View):
                 self._is_watching = False
             if self.run is run:
                 # The user may have started a search since the last refresh; on_end may take long.
-                self._wake()
+                self._refresh_log()
                 if self._on_end is not None:
                     self._on_end(run)
 
-    def _wake(self) -> None:
+    def _refresh_log(self) -> None:
         """Refresh after the user changed the log or search, unless a watching thread does so anyway."""
         with self._lock:
             if self.run is None or self._is_watching:
                 return
             self._is_watching = True
-            threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log").start()
+            threading.Thread(target=self._finish_search, daemon=True, name="shardscope-run-log").start()
 
-    def _search_on(self) -> None:
+    def _finish_search(self) -> None:
         """Refresh until a search has read the whole log of an ended run."""
         more = True
         while more:
@@ -257,18 +257,18 @@ class RunView(View):
                 try:
                     more = self.run is not None and self.refresh()
                 except Exception as error:  # The folder may be gone by now.
-                    self.error.value = _alert(f"This view cannot show the run: {error}")
+                    self.error.value = _render_alert(f"This view cannot show the run: {error}")
                 finally:
                     self._is_watching = more
             if more:
                 time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - started)))
 
-    def _fit(self) -> None:
+    def _fit_width(self) -> None:
         with self._lock:
             if self.figure is not None:
-                self.figure.fit(self._sheet.width)
+                self.figure.fit_width(self._sheet.width)
 
-    def _press(self, button: Button) -> None:
+    def _press_run_button(self, button: Button) -> None:
         if self.run is None:
             return
         # "Stop" is still possible after "Save and stop": saving may take long.
@@ -279,7 +279,7 @@ class RunView(View):
             self.run.press(button)
         except OSError as error:
             self._stop_requested = False
-            self.error.value = _alert(str(error))
+            self.error.value = _render_alert(str(error))
 
     def _show_status(self, run: ss.Run, status: str) -> None:
         """Show status, reason and plan; for a failed run, its error and the log of the failed rank."""
@@ -287,7 +287,7 @@ class RunView(View):
         if current == self._shown_status:
             return
         self._shown_status = current
-        self.head.value = run_words.status_words(run, status)
+        self.head.value = run_html.render_heading(run, status)
         note = f"<div class='ss-note'>{escape(run.note)}</div>" if run.note else ""
         failure = run.error if status == "failed" else None
         self.error.value = note + (
@@ -300,7 +300,7 @@ class RunView(View):
             self._body.add_class("ss-run-failed")
             first = find_first_failure(RunFolder(run.folder), run.world_size)
             if first is not None:
-                self.logs.prefer("launcher" if first.rank is None else first.rank)
+                self.logs.prefer_log("launcher" if first.rank is None else first.rank)
 
     def _show_numbers(self, run: ss.Run, has_ended: bool) -> None:
         """Show progress, figures and the table of latest values, with dashes for numbers still to come."""
@@ -308,8 +308,8 @@ class RunView(View):
         last = self._pace.last_step
         done = 0 if last is None else last + 1
         total = run.num_steps
-        _put(self.progress, run_words.progress(done, total) if total else "")
-        own = self._latest.get(0, {})
+        _update_html(self.progress, run_html.render_progress_bar(done, total) if total else "")
+        latest_of_rank_0 = self._latest.get(0, {})
         # A training task's entries are known before its first step, so that the layout does not shift.
         is_known = run.trains_the_plan
         entries = []
@@ -317,11 +317,20 @@ class RunView(View):
             goal = f" of {total:,}" if total else ""
             noun = "step" if (total or done) == 1 else "steps"
             entries.append((f"{done:,}{goal}", noun, "Steps up to the last one that any rank has logged"))
-        if is_number(own.get("loss")) or is_known:
-            loss = f"{own['loss']:.3f}" if is_number(own.get("loss")) else PLACEHOLDER
+        if is_number(latest_of_rank_0.get("loss")) or is_known:
+            loss = (
+                f"{latest_of_rank_0['loss']:.3f}" if is_number(latest_of_rank_0.get("loss")) else PLACEHOLDER
+            )
             entries.append((loss, "loss", "Of rank 0, in the last step"))
         names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0"))
-        pace = next(((own[name], words) for name, words in names if is_number(own.get(name))), None)
+        pace = next(
+            (
+                (latest_of_rank_0[name], label)
+                for name, label in names
+                if is_number(latest_of_rank_0.get(name))
+            ),
+            None,
+        )
         if pace is not None:
             entries.append((format_short(pace[0]), f"tokens/s, {pace[1]}", "In the last step"))
         elif is_known:
@@ -329,28 +338,28 @@ class RunView(View):
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
         if left is not None:
             why = "The steps that are left, at the pace of the last ones"
-            entries.append((f"about {run_words.seconds_words(left)}", "to go", why))
-        elif has_ended and (took := _took(run)) is not None:
-            entries.append((run_words.seconds_words(took), "in all", "From its launch to its end"))
+            entries.append((f"about {run_html.format_seconds(left)}", "to go", why))
+        elif has_ended and (took := _find_duration(run)) is not None:
+            entries.append((run_html.format_seconds(took), "in all", "From its launch to its end"))
         elif is_known and not has_ended:
             entries.append((PLACEHOLDER, "to go", "Known after some steps"))
         if self._follow is not None and self._follow.num_skipped_bytes:
-            entries.append(run_words.sample_words(self._follow))
+            entries.append(run_html.describe_sample(self._follow))
         if slowest is not None:
-            entries.append(run_words.slowest_words(slowest))
+            entries.append(run_html.describe_slowest_rank(slowest))
         elif is_known and run.world_size > 1:
             entries.append((PLACEHOLDER, "slowest rank", "Known after some steps"))
-        _put(self.facts, run_words.facts(entries))
+        _update_html(self.facts, run_html.render_figures(entries))
         charts = self.figure.charts if self.figure is not None else {}
         # Rows of dashes until the first numbers, so that the content below does not move.
         waits = is_known and not has_ended and not self._latest
         latest = {rank: {} for rank in range(run.world_size)} if waits else self._latest
-        _put(self.table, run_words.latest_table(latest, charts, self._expected, slowest))
+        _update_html(self.table, run_html.render_latest_table(latest, charts, self._expected, slowest))
         is_empty = has_ended and self.figure is not None and not self.figure.has_lines
         self._figure_place.layout.display = "none" if is_empty else ""
 
 
-def _read(follow: Follow) -> list[dict[str, Any]]:
+def _read_new_records(follow: Follow) -> list[dict[str, Any]]:
     """Return new data; for a long run that is opened late, as much as a short time allows."""
     began = time.monotonic()
     new = follow.read()
@@ -359,26 +368,26 @@ def _read(follow: Follow) -> list[dict[str, Any]]:
     return new
 
 
-def _put(place: widgets.HTML, words: str) -> None:
+def _update_html(widget: widgets.HTML, html: str) -> None:
     """Update only on changes: writing the same value again would lose the user's text selection."""
-    if place.value != words:
-        place.value = words
+    if widget.value != html:
+        widget.value = html
 
 
-def _answers(record: dict[str, Any]) -> dict[str, Any]:
+def _select_metrics(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("time", "rank", "gpu")}
 
 
-def _took(run: ss.Run) -> float | None:
+def _find_duration(run: ss.Run) -> float | None:
     times = [record["time"] for record in run.history if is_number(record["time"])]
     return times[-1] - times[0] if len(times) > 1 else None
 
 
-def _engine_words(engine: object) -> str:
+def _render_engine(engine: object) -> str:
     """Return one sentence about what the engine of rank 0 built."""
-    words = engine.get("sentence") if isinstance(engine, dict) else None
-    return f"<div class='ss-hint'>As built: {escape(str(words))}</div>" if words else ""
+    sentence = engine.get("sentence") if isinstance(engine, dict) else None
+    return f"<div class='ss-hint'>As built: {escape(str(sentence))}</div>" if sentence else ""
 
 
-def _alert(message: str) -> str:
+def _render_alert(message: str) -> str:
     return f"<div class='ss-error' role='alert'>{escape(message)}</div>"

@@ -25,26 +25,26 @@ class FitButton:
         self.button = controls.create_button(
             LABEL, "ss-button", "ss-fit-button", tooltip=TOOLTIP, layout=widgets.Layout(display="none")
         )
-        self.button.on_click(lambda _: self.start())
+        self.button.on_click(lambda _: self.start_search())
 
-    def offer(self, plan: ss.Plan, verdict: Verdict) -> None:
+    def show_for_plan(self, plan: ss.Plan, verdict: Verdict) -> None:
         """Show the button if ``plan`` does not fit."""
         self._plan = plan
         self._show_looking(False)
         self.button.layout.display = "" if verdict.state == "does not fit" else "none"
 
-    def start(self) -> None:
+    def start_search(self) -> None:
         """Start the search for changes."""
         plan = self._plan
         if plan is not None:
             self._show_looking(True)
-            self._search.request(plan, lambda found: self._report(plan, found))
+            self._search.request(plan, lambda found: self._report_result(plan, found))
 
-    def _report(self, plan: ss.Plan, found: Result) -> None:
+    def _report_result(self, plan: ss.Plan, result: Result) -> None:
         # The inputs changed during the search: this result is for an outdated plan.
         if self._plan == plan:
             self._show_looking(False)
-            self._on_fit(plan, found)
+            self._on_fit(plan, result)
 
     def _show_looking(self, is_looking: bool) -> None:
         self.button.description = LOOKING if is_looking else LABEL

@@ -8,21 +8,23 @@ from shardscope.planner.advice.words import named
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 
-LEARNT = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
+RESULT_FIELDS = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
 """Recipe fields that change the training result."""
 
 
-def fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
+def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     """Return the notice and its button label, or None if ``fit`` needs no confirmation."""
-    found = fit.plan
-    room = f"{gib(found.memory().peak_bytes)} GiB"
-    same_nouns = (plan.architecture, plan.cluster) == (found.architecture, found.cluster)
-    if not same_nouns or any(getattr(plan.recipe, name) != getattr(found.recipe, name) for name in LEARNT):
+    fitting_plan = fit.plan
+    room = f"{gib(fitting_plan.memory().peak_bytes)} GiB"
+    same_nouns = (plan.architecture, plan.cluster) == (fitting_plan.architecture, fitting_plan.cluster)
+    if not same_nouns or any(
+        getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS
+    ):
         return "No layout of any framework fits as it is.", f"Change {fit.words}: {room}"
-    if plan.layout.framework == found.layout.framework:
+    if plan.layout.framework == fitting_plan.layout.framework:
         return None
     title = plan.layout.title
-    words = f"No {title} layout fits."
+    notice = f"No {title} layout fits."
     if fit.own_framework_fits:
-        words = f"With {title}, a step that fits takes over {MAX_TIMES_SLOWER:.0f} times as long."
-    return words, f"Use {named(found, plan.recipe)}, {room}"
+        notice = f"With {title}, a step that fits takes over {MAX_TIMES_SLOWER:.0f} times as long."
+    return notice, f"Use {named(fitting_plan, plan.recipe)}, {room}"

@@ -20,7 +20,7 @@ NODES = re.compile(r"^[\d,]+ nodes of \d+")
 """Parts left out of the short line; the full name is in the tooltip."""
 
 
-def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
+def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return the two lines as HTML. Long lines are truncated and show the full text on hover."""
     rank = plan.recipe.adapter_rank
     method = {"full": "full", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}[plan.recipe.method]
@@ -32,17 +32,17 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
         f"{escape(method)}, {escape(plan.recipe.precision)}"
     )
-    answer = verdict_line(plan, report, verdict)
+    verdict_text = write_verdict(plan, report, verdict)
     state = STATE_CLASSES[verdict.state]
-    whole = answer if verdict.state == "fits" else verdict.reason
+    tooltip = verdict_text if verdict.state == "fits" else verdict.reason
     return (
         f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
-        f"<div class='ss-verdict {state}' data-state='{verdict.state}' title='{escape(whole, quote=True)}'>"
-        f"<i aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(answer)}</div>"
+        f"<div class='ss-verdict {state}' data-state='{verdict.state}' title='{escape(tooltip, quote=True)}'>"
+        f"<i aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(verdict_text)}</div>"
     )
 
 
-def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
+def write_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return one line such as ``Fits: 54.0 of 79.1 GiB on each GPU``, or why the plan may not fit."""
     unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
     where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"

@@ -15,23 +15,23 @@ class Notice(Clickable):
 
     def __init__(self) -> None:
         self._actions: dict[str, Callable[[], None]] = {}
-        super().__init__(self._act, "ss-notice")
+        super().__init__(self._handle_action, "ss-notice")
 
     def show_message(
-        self, words: str, actions: Mapping[str, Callable[[], None]] | None = None, *, is_error: bool = False
+        self, message: str, actions: Mapping[str, Callable[[], None]] | None = None, *, is_error: bool = False
     ) -> None:
-        """Show ``words`` with one button per action; empty ``words`` dismiss the notice."""
+        """Show ``message`` with one button per action; empty ``message`` dismiss the notice."""
         self._actions = dict(actions or {})
-        if not words:
+        if not message:
             self.value = ""
             return
         role = "alert" if is_error else "status"
         kind = " class='ss-error'" if is_error else ""
-        buttons = "".join(_button(name, escape(name)) for name in self._actions)
-        dismiss = _button(DISMISS, "✕", "aria-label='Dismiss'")
-        self.value = f"<span role='{role}'{kind}>{escape(words)}</span>{buttons}{dismiss}"
+        buttons = "".join(_render_button(name, escape(name)) for name in self._actions)
+        dismiss = _render_button(DISMISS, "✕", "aria-label='Dismiss'")
+        self.value = f"<span role='{role}'{kind}>{escape(message)}</span>{buttons}{dismiss}"
 
-    def _act(self, name: str) -> None:
+    def _handle_action(self, name: str) -> None:
         if name == DISMISS:
             self.show_message("")
             return
@@ -42,6 +42,6 @@ class Notice(Clickable):
         do()
 
 
-def _button(act: str, label: str, attributes: str = "") -> str:
+def _render_button(act: str, label: str, attributes: str = "") -> str:
     name = escape(act, quote=True)
     return f"<button type='button' class='ss-act' data-act='{name}' {attributes}>{label}</button>"

@@ -22,8 +22,9 @@ from shardscope.planner.checks.usual_rates import rate_near
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess
 from shardscope.records.folder import FINAL
+from shardscope_widgets.checks.findings import sort_worst_first, summarize_findings
 from shardscope_widgets.checks.script import ScriptChecks
-from shardscope_widgets.checks.view import ChecksView, summary, worst_first
+from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.kit.fold import Fold, Folds
@@ -49,8 +50,8 @@ from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.fit_button import FitButton
-from shardscope_widgets.studio.fit_question import fit_question
-from shardscope_widgets.studio.headline import headline
+from shardscope_widgets.studio.fit_question import write_fit_question
+from shardscope_widgets.studio.headline import render_headline
 from shardscope_widgets.studio.notice import Notice
 from shardscope_widgets.time.rates import render_rates
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
@@ -78,7 +79,7 @@ class Studio(View):
         self._planning = False
         self._report: MemoryReport | None = None
         self._verdict: Verdict | None = None
-        self._found: tuple[ss.Plan, list[Finding]] | None = None
+        self._findings: tuple[ss.Plan, list[Finding]] | None = None
         """The plan, with the findings about it, its task and earlier runs."""
         self._drawn: dict[str, object] = {}
         """Tab -> the plan that its page currently shows."""
@@ -87,7 +88,7 @@ class Studio(View):
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
-        body = _box(self.questions, self._main, kind="ss-body")
+        body = _create_box(self.questions, self._main, kind="ss-body")
         super().__init__([self.sheet, self._make_head(), self.notice, body])
         for name in ("ss-root", "ss-studio"):
             self.add_class(name)
@@ -109,7 +110,11 @@ class Studio(View):
         self.notice = Notice()
         self.notice.add_class("ss-strip")
         self.launch = LaunchButton(
-            self.cluster.machine, self.task, self.options, on_launch=self._watch, on_error=self._say_error
+            self.cluster.machine,
+            self.task,
+            self.options,
+            on_launch=self._watch_run,
+            on_error=self._show_launch_error,
         )
         self.export_panel = ExportPanel()
         self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
@@ -144,10 +149,10 @@ class Studio(View):
         """Build the tabs. Each page is filled when first shown, so that a reloaded page has less to load."""
         self.fit_search = FitSearch()
         self.memory = MemoryView(
-            on_pin=self._pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
+            on_pin=self._toggle_pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
         )
         self.tabs = Tabs(TABS)
-        self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
+        self.trace_holder = widgets.VBox([_create_hint(NO_TRACE)])
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", "Runs")},
@@ -169,7 +174,7 @@ class Studio(View):
         self.headline = controls.create_html("", "ss-headline")
         self.rates = controls.create_html("", "ss-head-rates", layout=widgets.Layout())
         self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
-        return _box(
+        return _create_box(
             self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
         )
 
@@ -185,22 +190,22 @@ class Studio(View):
     @cached_property
     def time(self) -> StepView:
         """The Time tab's view."""
-        view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin)
+        view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._toggle_pin)
         view.pins = self.pins
         for plan, steps in self._measured:
             view.add(plan, steps)
-        return self._put("Time", view)
+        return self._put_on_page("Time", view)
 
     @cached_property
     def plans(self) -> PlansPage:
         """The Plans tab's page."""
-        return self._put("Plans", PlansPage(on_apply=self.apply))
+        return self._put_on_page("Plans", PlansPage(on_apply=self.apply))
 
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
         view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
-        return self._put("Checks", view, self.script)
+        return self._put_on_page("Checks", view, self.script)
 
     @cached_property
     def script(self) -> ScriptChecks:
@@ -216,14 +221,14 @@ class Studio(View):
             on_resume=self._watch_resumed,
             is_busy=lambda: self.launch.busy,
         )
-        return self._put("Runs", view)
+        return self._put_on_page("Runs", view)
 
     @property
     def run_view(self) -> RunView:
         """The view of the run that is open in the Runs tab."""
         return self.runs.run_view
 
-    def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
+    def _put_on_page(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
         self._pages[tab].children = [view, *below]
         return view
 
@@ -290,18 +295,18 @@ class Studio(View):
 
     def _complete_fix(self, changes: Mapping[str, object]) -> dict[str, object]:
         """Extend a fix with the follow-up fixes that it needs, so that one click leads to a valid plan."""
-        whole = dict(changes)
+        complete = dict(changes)
         for _ in range(MAX_FIXES):
             try:
-                self._plan_with(whole).memory()
+                self._plan_with(complete).memory()
             except FieldError as error:
-                if not error.changes or error.changes.items() <= whole.items():
+                if not error.changes or error.changes.items() <= complete.items():
                     break
-                whole |= error.changes
+                complete |= error.changes
             except ValueError:  # This error has no suggested fix.
                 break
             else:
-                return whole
+                return complete
         return dict(changes)
 
     def _plan_with(self, changes: Mapping[str, object]) -> ss.Plan:
@@ -340,23 +345,25 @@ class Studio(View):
             self.notice.show_message(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
             return
         if fit is None:
-            words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
-            self.notice.show_message(words, is_error=True)
+            message = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
+            self.notice.show_message(message, is_error=True)
             return
         if self.is_wrong:  # An input was changed during the search.
             return
-        question = fit_question(before, fit)
+        question = write_fit_question(before, fit)
         if question is None:
-            self._make_it_fit(before, fit)
+            self._apply_fit(before, fit)
         else:
-            words, label = question
-            self.notice.show_message(words, {label: lambda: self._make_it_fit(before, fit)})
+            message, label = question
+            self.notice.show_message(message, {label: lambda: self._apply_fit(before, fit)})
 
-    def _make_it_fit(self, before: ss.Plan, fit: Fit) -> None:
+    def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
         self.apply(fit.plan)
-        self.notice.show_message(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
+        self.notice.show_message(
+            f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo_fit(fit.plan, before)}
+        )
 
-    def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
+    def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
         """Restore ``before``, and reset the framework of the plan that is undone."""
         self.apply(before)
         self.layout_picker.forget(undone.layout.framework)
@@ -386,13 +393,13 @@ class Studio(View):
     # ---- plan to views
 
     @traitlets.observe("plan")
-    def _draw(self, change: object) -> None:
+    def _draw_plan(self, change: object) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
         self.notice.show_message("")  # The notice was about the previous plan.
         self._verdict = assess(plan, report)
-        self.headline.value = headline(plan, report, self._verdict)
-        self.fit.offer(plan, self._verdict)
+        self.headline.value = render_headline(plan, report, self._verdict)
+        self.fit.show_for_plan(plan, self._verdict)
         # Let the browser draw the visible part while the slower rest is still computed.
         self._draw_shown()
         self._show_rates()
@@ -403,7 +410,7 @@ class Studio(View):
     def _offer_launch(self) -> None:
         self.task.offer(self.plan, self.architecture.weights_folder)
         if self._report is not None:
-            self.launch.offer(self.plan, self._report)
+            self.launch.set_plan(self.plan, self._report)
 
     def _change_weights(self, change: object) -> None:
         """Offer to fine-tune from another folder, whose model may be the same."""
@@ -427,14 +434,14 @@ class Studio(View):
         for name, page in self._pages.items():
             page.layout.display = "" if name == self.tabs.value else "none"
         if self.tabs.value == "Runs":
-            self.runs.look()
+            self.runs.read_folder()
         self._draw_shown()
         self._show_staleness()
 
-    def _pin(self, plan: ss.Plan) -> None:
+    def _toggle_pin(self, plan: ss.Plan) -> None:
         """Pin ``plan`` for comparison, or unpin it."""
-        others = tuple(pin for pin in self.pins if pin != plan)
-        self.pins = others if len(others) < len(self.pins) else (*self.pins, plan)
+        remaining = tuple(pin for pin in self.pins if pin != plan)
+        self.pins = remaining if len(remaining) < len(self.pins) else (*self.pins, plan)
 
     @traitlets.observe("pins")
     def _show_pins(self, change: object) -> None:
@@ -446,18 +453,18 @@ class Studio(View):
 
     def _draw_checks(self) -> None:
         self.checks.show(self.findings)
-        self.script.offer(self.plan)
+        self.script.set_plan(self.plan)
 
     @property
     def findings(self) -> list[Finding]:
         """The findings about :attr:`plan`, its task and the earlier runs."""
-        if self._found is None or self._found[0] is not self.plan:
+        if self._findings is None or self._findings[0] is not self.plan:
             try:
                 task = self.task.task(self.plan)
             except ValueError:  # The error is shown at its input, and launching is disabled.
                 task = None
-            self._found = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
-        return self._found[1]
+            self._findings = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
+        return self._findings[1]
 
     @cached_property
     def _earlier_runs(self) -> list[ss.Run]:
@@ -466,9 +473,9 @@ class Studio(View):
 
     def _recheck(self, change: object = None) -> None:
         """Refresh the findings and the launch offer after the task or the runs, but not the plan, changed."""
-        self._found = None
+        self._findings = None
         self._drawn.pop("Checks", None)
-        self.launch.update()
+        self.launch.update_offer()
         self._draw_shown()
         self._pause.request()
 
@@ -477,18 +484,18 @@ class Studio(View):
             self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
-        worst = worst_first(self.findings)[0].severity if self.findings else ""
-        self.tabs.set_badge("Checks", len(self.findings), summary(self.findings), worst)
+        worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
+        self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
         num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
         self.tabs.set_badge("Runs", num_runs, f"{num_runs} runs in this folder", "")
 
     # ---- runs
 
-    def _watch(self, run: ss.Run, notes: str) -> None:
+    def _watch_run(self, run: ss.Run, notes: str) -> None:
         """Show a run that the button started."""
         self.run = run
         self.notice.show_message("")
-        self._show_trace(_hint("The trace appears here when the run has ended."))
+        self._show_trace(_create_hint("The trace appears here when the run has ended."))
         self.runs.open(run)
         self.tabs.value = "Runs"
         if run.status in FINAL:  # The run ended before it was opened: no other event reports its end.
@@ -498,10 +505,10 @@ class Studio(View):
         """Handle a run started by Resume like one started by the launch button."""
         self.launch.busy = True
         self.run = run
-        self._show_trace(_hint("The trace appears here when the run has ended."))
+        self._show_trace(_create_hint("The trace appears here when the run has ended."))
 
-    def _say_error(self, words: str, retry: Callable[[], None] | None) -> None:
-        self.notice.show_message(words, {"Launch all the same": retry} if retry else {}, is_error=True)
+    def _show_launch_error(self, message: str, retry: Callable[[], None] | None) -> None:
+        self.notice.show_message(message, {"Launch all the same": retry} if retry else {}, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
         if self.run is None or self.run.folder == run.folder:
@@ -539,7 +546,7 @@ class Studio(View):
         try:
             self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
         except (ValueError, OSError) as error:
-            self._show_trace(_hint(str(error)))
+            self._show_trace(_create_hint(str(error)))
 
     def _show_trace(self, view: widgets.Widget) -> None:
         """Show ``view`` in the Trace tab and close the previous one, which may hold a whole trace."""
@@ -549,11 +556,11 @@ class Studio(View):
             old.close()
 
 
-def _hint(words: str) -> widgets.HTML:
-    return controls.create_html(escape(words), "ss-hint")
+def _create_hint(text: str) -> widgets.HTML:
+    return controls.create_html(escape(text), "ss-hint")
 
 
-def _box(*children: widgets.Widget, kind: str) -> widgets.Box:
+def _create_box(*children: widgets.Widget, kind: str) -> widgets.Box:
     box = widgets.Box(list(children), layout=controls.share_layout())
     box.add_class(kind)
     return box

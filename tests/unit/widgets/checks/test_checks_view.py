@@ -12,7 +12,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.finding import PlanChange, Question
 from shardscope.planner.checks import Finding
-from shardscope_widgets.checks.findings import SIGNS, summary, worst_first
+from shardscope_widgets.checks.findings import SIGNS, sort_worst_first, summarize_findings
 from shardscope_widgets.checks.view import LOOKING, NOTHING, ChecksView
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
@@ -43,7 +43,7 @@ def shown(*found: Finding, **given: Any) -> ChecksView:
 
 
 def test_the_worst_come_first_and_equals_stay_as_found() -> None:
-    assert [each.name for each in worst_first([*FOUND, finding("b-danger", "danger")])] == [
+    assert [each.name for each in sort_worst_first([*FOUND, finding("b-danger", "danger")])] == [
         "a-danger",
         "b-danger",
         "a-warning",
@@ -90,8 +90,8 @@ def test_nothing_found_is_said() -> None:
 
 
 def test_the_summary_counts_each_kind() -> None:
-    assert summary([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
-    assert summary([]) == ""
+    assert summarize_findings([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
+    assert summarize_findings([]) == ""
 
 
 def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> None:

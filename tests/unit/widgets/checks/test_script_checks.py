@@ -9,8 +9,8 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope_widgets import Studio
-from shardscope_widgets.checks.own_code import imports_behind
 from shardscope_widgets.checks.script import ScriptChecks
+from shardscope_widgets.checks.user_code import write_imports_of
 
 CONFIG = """compute_environment: LOCAL_MACHINE
 fsdp_config:
@@ -163,7 +163,7 @@ WRAPPED = """def train(ctx):
 def test_the_imports_of_the_notebook_that_a_function_uses_are_known(tmp_path: Path) -> None:
     needs("torch")
     functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
-    known = imports_behind(functions["train"])
+    known = write_imports_of(functions["train"])
     assert known == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
     view = reading("train", functions=functions)
     assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.findings}

@@ -101,8 +101,8 @@ def test_lines_areas_and_gaps_are_drawn() -> None:
     view.mode.value = "step"
     assert view.figure.to_svg().count("<polygon") == 9
     figure = RunFigure()
-    figure.start(2, None, 40, ["loss"])
-    figure.extend([{"step": step, "rank": 0, "loss": 3.0 - step / 10} for step in range(30)])
+    figure.start_run(2, None, 40, ["loss"])
+    figure.add_records([{"step": step, "rank": 0, "loss": 3.0 - step / 10} for step in range(30)])
     svg = figure.widget.to_svg()
     ElementTree.fromstring(svg)
     assert "<path" in svg and "loss" in svg

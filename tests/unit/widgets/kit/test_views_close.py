@@ -94,13 +94,13 @@ def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
     view = RunView(run)
     assert until(lambda: view.num_steps == 1)
     drawn: list[int] = []
-    real = view.figure.extend
+    real = view.figure.add_records
 
     def count(records: list[dict[str, Any]]) -> None:
         drawn.append(len(records))
         real(records)
 
-    view.figure.extend = count
+    view.figure.add_records = count
     began = time.monotonic()
     for step in range(1, 1001):
         run.records.append(record(step=step, loss=float(step)))

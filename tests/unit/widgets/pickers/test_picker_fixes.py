@@ -19,7 +19,7 @@ from shardscope.planner.repairs.first_layout import first_layout
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
-from shardscope_widgets.studio.fit_question import fit_question
+from shardscope_widgets.studio.fit_question import write_fit_question
 
 
 def shown(row: Any) -> str:
@@ -313,10 +313,10 @@ def test_a_framework_that_fits_but_is_much_slower_is_not_said_not_to_fit() -> No
     )
     other = replace(plan, layout=ss.Layout.megatron(tp=2))
     fit = Fit(plan=other, changes=(), bytes_won=0, seconds_lost=0.0, own_framework_fits=True)
-    words, label = fit_question(plan, fit) or ("", "")
+    words, label = write_fit_question(plan, fit) or ("", "")
     assert "FSDP2" in words and "3 times as long" in words
     assert label.startswith("Use Megatron-core (tp 2)")
     smaller = replace(plan, architecture=ss.models["llama-3.2-1b"])
     fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
-    words, label = fit_question(plan, fit) or ("", "")
+    words, label = write_fit_question(plan, fit) or ("", "")
     assert "No layout of any framework" in words and "model a → b" in label

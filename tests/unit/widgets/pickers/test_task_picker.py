@@ -13,7 +13,7 @@ from tests.weights_folders import write_folder
 import shardscope as ss
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import RunOptions, TaskPicker
-from shardscope_widgets.run.offer import offer_for
+from shardscope_widgets.run.launch_offer import build_offer
 
 needs("torch")
 needs("transformers")
@@ -51,7 +51,7 @@ def plan_of(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
 
 
 def offered(picker: TaskPicker, plan: ss.Plan) -> Any:
-    return offer_for(plan, MACHINE, plan.memory(), picker)
+    return build_offer(plan, MACHINE, plan.memory(), picker)
 
 
 def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
@@ -114,7 +114,7 @@ def test_a_trial_of_a_fine_tune_trains_what_it_says(
     picker: TaskPicker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that is too large for this machine: no folder has the tiny model's weights."""
-    monkeypatch.setattr("shardscope_widgets.run.offer._is_room_for", lambda plan: False)
+    monkeypatch.setattr("shardscope_widgets.run.launch_offer._fits_free_memory", lambda plan: False)
     plan = plan_of(folder, "8xh100-sxm-80gb")
     picker.offer(plan, folder)
     offer = offered(picker, plan)

@@ -14,7 +14,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.run import Run
 from shardscope_widgets.run.ansi import to_html
-from shardscope_widgets.run.log import marked
+from shardscope_widgets.run.log import mark_matches
 
 PLAIN = re.compile(r"<span class='(?:ss-tb?-[a-z]+ ?)+'>|</span>")
 
@@ -76,14 +76,14 @@ def test_fault_22_nothing_that_is_printed_becomes_markup(text: str) -> None:
 
 @given(st.text(max_size=60), st.text(min_size=1, max_size=5))
 def test_marked_words_are_escaped_as_well(line: str, words: str) -> None:
-    html = marked(line, words)
+    html = mark_matches(line, words)
     assert unescape(re.sub(r"</?mark>", "", html)) == line
     assert re.sub(r"</?mark>", "", html).count("<") == 0
 
 
 def test_marks_stand_where_the_words_are() -> None:
-    assert marked("Loss <loss>", "loss") == "<mark>Loss</mark> &lt;<mark>loss</mark>&gt;"
-    assert marked("a+b aab", "a+") == "<mark>a+</mark>b aab"
+    assert mark_matches("Loss <loss>", "loss") == "<mark>Loss</mark> &lt;<mark>loss</mark>&gt;"
+    assert mark_matches("a+b aab", "a+") == "<mark>a+</mark>b aab"
 
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")

@@ -80,10 +80,10 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
     view.places.press_button("look")
     assert until(lambda: "6.00 of 79.6 GiB" in view.places.value)
     pretend_cards(monkeypatch, [GIB], [(5, GIB)])
-    view.places.look()
+    view.places.read_now()
     assert "&lt;img src=x&gt;" in view.places.value and "<img" not in view.places.value
     view.close()
-    view.places.ask()  # A click that comes late raises nothing.
+    view.places.read_in_background()  # A click that comes late raises nothing.
 
 
 def test_the_kernel_never_uses_cuda_for_it() -> None:

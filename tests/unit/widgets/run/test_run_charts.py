@@ -241,13 +241,13 @@ def test_fault_22_whatever_a_rank_prints_the_page_gets_little() -> None:
 
 def test_charts_stand_one_above_the_other_where_it_is_narrow() -> None:
     figure = RunFigure()
-    figure.start(2, EXPECTED, 40, ["loss", "step_seconds", "grad_norm"])
+    figure.start_run(2, EXPECTED, 40, ["loss", "step_seconds", "grad_norm"])
     wide = figure.widget.layout.height
     widget = figure.widget
-    figure.fit(320)
+    figure.fit_width(320)
     assert figure.widget is widget and widget.layout.height == 3 * wide
     assert {widget.layout[f"xaxis{number}"].domain for number in ("", 2, 3)} == {(0.0, 1.0)}
-    figure.fit(836)
+    figure.fit_width(836)
     assert widget.layout.height == wide
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope_widgets.run.lines import MAX_POINTS, Line, thinned
-from shardscope_widgets.run.panels import CARDS, SLOTS, TRAINING, Panel, grid, panels_of
+from shardscope_widgets.run.lines import MAX_POINTS, Line, downsample
+from shardscope_widgets.run.panels import GPU_PANELS, SLOTS, TRAINING_PANELS, Panel, arrange_grid, list_panels
 
 
 def test_a_spike_of_one_step_stays_however_long_the_run() -> None:
     line = Line()
     for step in range(200_000):
-        line.add(step, 100.0 if step == 77_777 else -5.0 if step == 123_456 else 1.0)
+        line.add_point(step, 100.0 if step == 77_777 else -5.0 if step == 123_456 else 1.0)
         assert len(line.x) <= MAX_POINTS
     points = dict(zip(line.x, line.y, strict=True))
     assert points[77_777] == 100.0 and points[123_456] == -5.0
@@ -25,7 +25,7 @@ def test_a_spike_of_one_step_stays_however_long_the_run() -> None:
 @given(st.lists(st.floats(allow_infinity=False), min_size=3, max_size=120))
 def test_thinning_keeps_the_ends_and_the_extremes(values: list[float]) -> None:
     x = [float(index) for index in range(len(values))]
-    kept_x, kept_y = thinned(x, values)
+    kept_x, kept_y = downsample(x, values)
     assert kept_x[0] == 0 and kept_x[-1] == len(values) - 1
     assert kept_x == sorted(set(kept_x)) and len(kept_x) <= len(values) // 2 + 4
     known = [value for value in values if not isnan(value)]
@@ -36,41 +36,41 @@ def test_thinning_keeps_the_ends_and_the_extremes(values: list[float]) -> None:
 def test_what_is_no_number_is_a_gap() -> None:
     line = Line()
     for value in (1.0, float("inf"), 3.0, nan, -float("inf")):
-        line.add(0.0, value)
+        line.add_point(0.0, value)
     assert [isnan(value) for value in line.y] == [False, True, False, True, True]
-    assert line.top() == 3.0
+    assert line.find_top() == 3.0
 
 
 def test_the_first_steps_do_not_measure_the_axis() -> None:
     line = Line()
     for step in range(100):
-        line.add(step, 90.0 if step == 0 else 1.0)
-    assert line.usual_top() == 1.0 and line.top() == 90.0
-    assert Line().usual_top() == Line().top() == 0.0
+        line.add_point(step, 90.0 if step == 0 else 1.0)
+    assert line.find_usual_top() == 1.0 and line.find_top() == 90.0
+    assert Line().find_usual_top() == Line().find_top() == 0.0
 
 
 @pytest.mark.parametrize("width", [0, 300, 320, 500, 760, 836, 1400])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 9, SLOTS])
 def test_charts_stand_apart_and_inside(width: int, count: int) -> None:
-    found = grid(count, width)
-    assert len(found.places) == count
-    for place in found.places:
+    found = arrange_grid(count, width)
+    assert len(found.positions) == count
+    for place in found.positions:
         assert 0 <= place.x[0] < place.x[1] <= 1 and 0 <= place.y[0] < place.y[1] <= 1
         assert (place.x[1] - place.x[0]) * (width or 836) > 150, "wide enough to be read"
-    for number, one in enumerate(found.places):
-        for other in found.places[number + 1 :]:
+    for number, one in enumerate(found.positions):
+        for other in found.positions[number + 1 :]:
             beside = one.x[1] < other.x[0] or other.x[1] < one.x[0]
             assert beside or one.y[0] > other.y[1]
 
 
 def test_known_charts_come_first_and_ones_own_after_them() -> None:
     names = ["accuracy", "power_watts", "rss_bytes", "loss", "a", "b", "c", "step"]
-    assert [panel.metric for panel in panels_of(names)] == ["loss", "power_watts", "accuracy", "a", "b"]
-    assert len(panels_of([panel.metric for panel in (*TRAINING, *CARDS)])) == 9
+    assert [panel.metric for panel in list_panels(names)] == ["loss", "power_watts", "accuracy", "a", "b"]
+    assert len(list_panels([panel.metric for panel in (*TRAINING_PANELS, *GPU_PANELS)])) == 9
 
 
 def test_numbers_as_people_read_them() -> None:
     plain = Panel(metric="x", title="x")
     values = (0, 0.000195, 0.5, 12.34, 9_994, 12_345, -3.5, nan, None, True)
-    shown = [plain.show(value, 1.0) for value in values]
+    shown = [plain.format(value, 1.0) for value in values]
     assert shown == ["0", "0.000195", "0.5", "12.3", "9,994", "12.3k", "-3.50", "nan", "–", "–"]

@@ -21,7 +21,7 @@ from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets import Studio
 from shardscope_widgets.run import runs_view as runs_view_module
-from shardscope_widgets.run.runs_table import loss_words, when_words
+from shardscope_widgets.run.runs_table import format_loss, format_time
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 
@@ -66,7 +66,9 @@ def test_every_run_is_a_row_living_ones_first_then_the_newest() -> None:
     assert names == ["living", "new", "old"] and view.num_runs == 3
     living, new, old = rows(view)
     assert "2 CPU ranks" in old and "DDP" in old and "finished" in old and "40 of 40" in old
-    assert "failed" in new and "7 of 40" in new and loss_words(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
+    assert (
+        "failed" in new and "7 of 40" in new and format_loss(ss.runs()[-1].metrics()[-1]["loss"])[:3] in new
+    )
     assert "running" in living and "Stop" in living and "Stop" not in old
     view.close()
 
@@ -171,7 +173,7 @@ def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: li
 def test_on_end_is_called_though_another_run_is_shown_meanwhile(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     ended: list[Any] = []
     path = write_run("living", "running", num_done=3)
     write_run("yesterday")
@@ -183,12 +185,12 @@ def test_on_end_is_called_though_another_run_is_shown_meanwhile(
     press(view, "open", "yesterday")
     append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
     assert until(lambda: ended == [run])
-    view.look()
+    view.read_folder()
     assert ended == [run], "once"
 
 
 def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     path = write_run("living", "running", num_done=3)
     threads = set(threading.enumerate())
     view = RunsView()
@@ -311,7 +313,7 @@ def test_resume_is_off_while_a_run_that_was_resumed_is_living(
     views: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second click, or Resume of another run, launched a run that competed with the first one."""
-    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(runs_view_module, "READ_SECONDS", 0.05)
     write_run("saved", "stopped", checkpoint=20)
     write_run("other", "stopped", number=1, checkpoint=20)
     launched: list[Path] = []
@@ -354,10 +356,10 @@ def test_the_studio_resumes_no_run_while_one_that_it_launched_is_living() -> Non
     studio.tabs.value = "Runs"
     assert "aria-disabled" not in resume_button(studio.runs, "saved")
     studio.launch.busy = True
-    studio.runs.look()
+    studio.runs.read_folder()
     assert "under way" in resume_button(studio.runs, "saved")
     studio.launch.busy = False
-    studio.runs.look()
+    studio.runs.read_folder()
     assert "aria-disabled" not in resume_button(studio.runs, "saved")
     studio.close()
 
@@ -440,8 +442,8 @@ def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> 
 
 def test_moments_are_read_at_a_glance() -> None:
     now = time.mktime((2026, 11, 23, 12, 0, 0, 0, 0, -1))
-    assert when_words(now - 3600, now) == "today 11:00"
-    assert when_words(now - 86_400, now) == "yesterday 12:00"
-    assert when_words(now - 10 * 86_400, now).startswith("13 Nov")
-    assert when_words(now - 400 * 86_400, now).endswith("2025")
-    assert when_words(0) == when_words(float("nan")) == when_words(1e300) == ""
+    assert format_time(now - 3600, now) == "today 11:00"
+    assert format_time(now - 86_400, now) == "yesterday 12:00"
+    assert format_time(now - 10 * 86_400, now).startswith("13 Nov")
+    assert format_time(now - 400 * 86_400, now).endswith("2025")
+    assert format_time(0) == format_time(float("nan")) == format_time(1e300) == ""

@@ -102,21 +102,21 @@ def test_a_second_run_starts_with_empty_lines() -> None:
 )
 def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, ends: list[int]) -> None:
     figure = RunFigure()
-    figure.start(1, None, total)
+    figure.start_run(1, None, total)
     seen = []
     for step in (0, 41, 100):
-        figure.extend([{"step": step, "rank": 0, "loss": 1.0}])
+        figure.add_records([{"step": step, "rank": 0, "loss": 1.0}])
         seen.append(figure.widget.layout.xaxis.range[1])
     assert seen == ends
 
 
 def test_before_the_first_number_the_axes_are_silent() -> None:
     figure = RunFigure()
-    figure.start(2, None, 40, ["loss"])
-    figure.extend([{"step": 0, "rank": 0, "loss": 7.6}])
+    figure.start_run(2, None, 40, ["loss"])
+    figure.add_records([{"step": 0, "rank": 0, "loss": 7.6}])
     assert figure.widget.layout.yaxis.showticklabels
     assert figure.widget.data[0].mode == "lines+markers", "a line of one point cannot be seen"
-    figure.start(2, None, 40, ["loss"])
+    figure.start_run(2, None, 40, ["loss"])
     assert not figure.widget.layout.yaxis.showticklabels
 
 

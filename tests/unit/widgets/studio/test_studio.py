@@ -22,7 +22,7 @@ from traitlets import TraitError
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
 from shardscope_widgets import MemoryView, Studio
-from shardscope_widgets.checks.view import summary
+from shardscope_widgets.checks.findings import summarize_findings
 from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.pickers import LayoutPicker
@@ -493,7 +493,7 @@ def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
     studio.architecture.name.value = "llama-3.1-70b"
     found = studio.plan.findings()
-    assert studio.tabs.badges["Checks"] == [str(len(found)), summary(found), "danger"]
+    assert studio.tabs.badges["Checks"] == [str(len(found)), summarize_findings(found), "danger"]
     studio.tabs.value = "Checks"
     assert studio.checks.list.value.count("<li ") == len(found)
     studio.architecture.name.value = "llama-3.2-1b"

@@ -27,7 +27,7 @@ TRYING = "Train a tiny model of this family on CPU ranks of this machine, with t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class LaunchOffer:
     """The task that the main button would launch, and how."""
 
     label: str
@@ -43,7 +43,7 @@ class Offer:
         return self.note or (TRYING if self.is_trial else LAUNCHING)
 
 
-def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: TaskPicker) -> Offer:
+def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: TaskPicker) -> LaunchOffer:
     """Return the offer for ``plan`` on ``machine``.
 
     The plan itself if its GPUs are present. Otherwise a fine-tune or the user's own code on CPU ranks if
@@ -54,55 +54,55 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: Ta
         module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
     ]
     if missing:
-        return Offer(
+        return LaunchOffer(
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
     if task.kind == "own":
         return _offer_own_code(plan, machine, task, label)
     warning = NO_WEIGHTS if task.adapts_random_weights(plan) else ""
     too_large = ""
-    if _is_here(plan, machine):
-        too_large = _why_too_large(plan, report)
+    if _is_on_machine(plan, machine):
+        too_large = _describe_shortage(plan, report)
         if not too_large:
             refusal = why_not_trained(plan)
             if refusal:
-                return Offer(label=label, note=refusal)
+                return LaunchOffer(label=label, note=refusal)
             verdict = assess(plan, report)
             note = "" if verdict.state == "fits" else verdict.reason
-            return Offer(label=label, plan=plan, note=_joined(warning, note))
+            return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note))
     elif task.kind == "finetune":
-        moved = _on_cpu_ranks(plan)
+        moved = _move_to_cpu(plan)
         if moved is not None:
-            return Offer(label=_on_ranks(task), plan=moved, note=_say_moved(plan, moved))
-    return _trial(plan, _joined(warning, too_large), task)
+            return LaunchOffer(label=_label_on_ranks(task), plan=moved, note=_describe_move(plan, moved))
+    return _offer_trial(plan, _join_sentences(warning, too_large), task)
 
 
-def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str) -> Offer:
+def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str) -> LaunchOffer:
     """Return the offer to run the user's code, which has its own model and memory."""
-    is_here = _is_here(plan, machine)
-    label = label if is_here else _on_ranks(task)
+    is_here = _is_on_machine(plan, machine)
+    label = label if is_here else _label_on_ranks(task)
     try:
         code = task.task(plan)
     except ValueError:  # The error is shown at its input.
-        return Offer(label=label)
+        return LaunchOffer(label=label)
     if is_here:
-        return _unless_refused(label, code, plan, "")
-    refused = Offer(label=label, note=f"{count_devices(plan.cluster)} are not on this machine.")
-    for layout in _layouts_on_cpu(plan):
-        moved = _moved(plan, layout)
-        if moved is None or not _is_room_for(moved):
+        return _check_code(label, code, plan, "")
+    refused = LaunchOffer(label=label, note=f"{count_devices(plan.cluster)} are not on this machine.")
+    for layout in _list_cpu_layouts(plan):
+        moved = _change_to_cpu(plan, layout)
+        if moved is None or not _fits_free_memory(moved):
             try:
                 moved = rehearsal_of(replace(plan, layout=layout), TRIAL_RANKS).plan
             except ValueError:
                 continue
-        offer = _unless_refused(label, code, moved, _say_moved(plan, moved))
+        offer = _check_code(label, code, moved, _describe_move(plan, moved))
         if offer.plan is not None:
             return offer
         refused = offer
     return refused
 
 
-def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer:
+def _check_code(label: str, code: object, plan: ss.Plan, note: str) -> LaunchOffer:
     """Return the offer to run ``code`` with ``plan``, or one with only the error if ``code`` rejects it."""
     check = getattr(code, "check", None)
     try:
@@ -111,19 +111,19 @@ def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer
         elif uses_engine(code):
             check_trained(plan)
     except ValueError as error:
-        return Offer(label=label, note=str(error))
-    return Offer(label=label, plan=plan, note=note)
+        return LaunchOffer(label=label, note=str(error))
+    return LaunchOffer(label=label, plan=plan, note=note)
 
 
-def _on_ranks(task: TaskPicker) -> str:
+def _label_on_ranks(task: TaskPicker) -> str:
     return f"{task.verb} on {TRIAL_RANKS} CPU ranks"
 
 
-def _joined(*sentences: str) -> str:
+def _join_sentences(*sentences: str) -> str:
     return " ".join(sentence.strip() for sentence in sentences if sentence)
 
 
-def _is_here(plan: ss.Plan, machine: ss.Cluster) -> bool:
+def _is_on_machine(plan: ss.Plan, machine: ss.Cluster) -> bool:
     cluster = plan.cluster
     is_cpu = cluster.gpu.name == "cpu"
     return (
@@ -133,23 +133,23 @@ def _is_here(plan: ss.Plan, machine: ss.Cluster) -> bool:
     )
 
 
-def _on_cpu_ranks(plan: ss.Plan) -> ss.Plan | None:
+def _move_to_cpu(plan: ss.Plan) -> ss.Plan | None:
     """Return the same model and method on CPU ranks of this machine, if it runs and fits into free memory.
 
     Sequences and batches are shortened: a CPU would take minutes for a step sized for GPUs.
     """
-    for layout in _layouts_on_cpu(plan):
-        moved = _moved(plan, layout)
-        if moved is not None and why_not_trained(moved) is None and _is_room_for(moved):
+    for layout in _list_cpu_layouts(plan):
+        moved = _change_to_cpu(plan, layout)
+        if moved is not None and why_not_trained(moved) is None and _fits_free_memory(moved):
             return moved
     return None
 
 
-def _layouts_on_cpu(plan: ss.Plan) -> tuple[ss.Layout, ...]:
+def _list_cpu_layouts(plan: ss.Plan) -> tuple[ss.Layout, ...]:
     return (type(plan.layout)(), ss.Layout.fsdp2(), ss.Layout.ddp())
 
 
-def _moved(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
+def _change_to_cpu(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
     """Return the model of ``plan`` with ``layout`` on CPU ranks of this machine; None if it cannot run."""
     recipe = replace(
         plan.recipe,
@@ -165,42 +165,42 @@ def _moved(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
     return moved
 
 
-def _is_room_for(plan: ss.Plan) -> bool:
+def _fits_free_memory(plan: ss.Plan) -> bool:
     return plan.world_size * plan.memory().peak_bytes < psutil.virtual_memory().available
 
 
-def _say_moved(plan: ss.Plan, moved: ss.Plan) -> str:
+def _describe_move(plan: ss.Plan, moved: ss.Plan) -> str:
     """Return the differences between ``plan`` and its version on CPU ranks, as sentences."""
     before, now = plan.recipe, moved.recipe
     parts = [f"{moved.architecture.num_parameters:,} parameters"] * (moved.architecture != plan.architecture)
     parts.append(moved.layout.description)
-    for name, words in (("seq_len", "tokens a sequence"), ("global_batch_size", "sequences a step")):
+    for name, unit in (("seq_len", "tokens a sequence"), ("global_batch_size", "sequences a step")):
         if getattr(now, name) != getattr(before, name):
-            parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {words}")
+            parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {unit}")
     return f"{count_devices(plan.cluster)} are not here. On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
 
 
-def _trial(plan: ss.Plan, warning: str, task: TaskPicker) -> Offer:
+def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
     try:
         trial = rehearsal_of(plan, TRIAL_RANKS)
         check_trained(trial.plan)
     except ValueError as error:
-        return Offer(label=TRIAL, note=str(error))
+        return LaunchOffer(label=TRIAL, note=str(error))
     weights = "random weights in place of the folder's, " if task.kind == "finetune" else ""
     differences = ", ".join(trial.differences)
     note = f"A trial: the same framework on this machine, with {weights}{differences}."
-    return Offer(label=TRIAL, plan=trial.plan, is_trial=True, note=_joined(warning, note))
+    return LaunchOffer(label=TRIAL, plan=trial.plan, is_trial=True, note=_join_sentences(warning, note))
 
 
-def _why_too_large(plan: ss.Plan, report: MemoryReport) -> str:
+def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     """Return which memory is too small in any case; for the GPU, the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
         have, least = gib(report.usable_bytes), gib(report.low_bytes)
         return f"This machine has {have} GiB, and at least {least} are needed."
-    for place in shortages(plan, report):
-        if place.name != "GPU memory":
+    for shortage in shortages(plan, report):
+        if shortage.name != "GPU memory":
             return (
-                f"A node has {gib(place.room_bytes or 0)} GiB of {place.name}, and "
-                f"{gib(place.needed_bytes)} are needed."
+                f"A node has {gib(shortage.room_bytes or 0)} GiB of {shortage.name}, and "
+                f"{gib(shortage.needed_bytes)} are needed."
             )
     return ""

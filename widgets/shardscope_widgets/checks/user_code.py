@@ -16,7 +16,7 @@ BYTE_ORDER_MARK = "\ufeff"
 SUFFIXES = (".py", ".yaml", ".yml")
 
 
-class OwnCode(NamedTuple):
+class UserCode(NamedTuple):
     """The text to check, and its origin."""
 
     text: str
@@ -27,17 +27,17 @@ class OwnCode(NamedTuple):
     """Notebook imports that a function uses, appended to its text for the check."""
 
 
-def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
+def read_user_code(name: str, functions: Mapping[str, Any]) -> UserCode:
     """Return the file at the path ``name``, or the function of that name among ``functions``.
 
     Raise ``ValueError`` with a message for the user.
     """
-    file = _expanded(name)
+    file = _expand_path(name)
     if not _is_file(file) and inspect.isfunction(functions.get(name)):
         function = functions[name]
-        text, known = _text_of_function(name, function), imports_behind(function)
-        return OwnCode(text, file.with_name(f"{name}.py"), name, known)
-    return OwnCode(_text_of(file, functions).removeprefix(BYTE_ORDER_MARK), file)
+        text, known = _read_function_source(name, function), write_imports_of(function)
+        return UserCode(text, file.with_name(f"{name}.py"), name, known)
+    return UserCode(_read_text(file, functions).removeprefix(BYTE_ORDER_MARK), file)
 
 
 def _is_file(file: Path) -> bool:
@@ -47,7 +47,7 @@ def _is_file(file: Path) -> bool:
         return False
 
 
-def functions_here() -> Mapping[str, Any]:
+def list_notebook_functions() -> Mapping[str, Any]:
     """Return the names defined in the notebook's cells; none outside a notebook."""
     from IPython.core.getipython import get_ipython
 
@@ -55,33 +55,35 @@ def functions_here() -> Mapping[str, Any]:
     return {} if shell is None else shell.user_ns
 
 
-def _text_of_function(name: str, function: Any) -> str:
+def _read_function_source(name: str, function: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise ValueError(f"{name} is a function without source text: define it in a cell.") from None
 
 
-def imports_behind(function: Any) -> str:
+def write_imports_of(function: Any) -> str:
     """Return the imports behind the function's global names, one per line; "" if there are none."""
     lines = []
-    for name in sorted(_names_in(function.__code__)):
+    for name in sorted(_find_names(function.__code__)):
         value = function.__globals__.get(name)
         if inspect.ismodule(value):
             lines.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
-        elif (home := _home_of(value)) is not None:
-            own = value.__name__
-            lines.append(f"from {home} import {own}" + ("" if own == name else f" as {name}"))
+        elif (home := _find_package(value)) is not None:
+            original_name = value.__name__
+            lines.append(
+                f"from {home} import {original_name}" + ("" if original_name == name else f" as {name}")
+            )
     return "".join(f"\n{line}" for line in lines) + "\n" if lines else ""
 
 
-def _names_in(code: CodeType) -> set[str]:
+def _find_names(code: CodeType) -> set[str]:
     """Return the names that a function and its inner functions use."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
+    return {*code.co_names, *(name for one in inner for name in _find_names(one))}
 
 
-def _home_of(value: Any) -> str | None:
+def _find_package(value: Any) -> str | None:
     """Return the top-level package of a class or function; None for the notebook's own and other objects."""
     module = getattr(value, "__module__", None)
     if not (inspect.isclass(value) or inspect.isroutine(value)) or module in (None, "__main__", "builtins"):
@@ -92,14 +94,14 @@ def _home_of(value: Any) -> str | None:
     return next((one for one in homes if vars(sys.modules.get(one, sys)).get(value.__name__) is value), None)
 
 
-def _expanded(name: str) -> Path:
+def _expand_path(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
         raise ValueError(f"{name} cannot be read: {error}") from None
 
 
-def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
+def _read_text(file: Path, functions: Mapping[str, Any]) -> str:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -107,25 +109,25 @@ def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text file: byte {error.start} is not UTF-8.") from None
     except (OSError, ValueError) as error:
-        near = _nearest(file, functions)
+        near = _find_nearest_name(file, functions)
         hint = f" Nearest: {near}." if near else ""
-        words = getattr(error, "strerror", None) or error
-        raise ValueError(f"{file} cannot be read: {words}.{hint}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read: {reason}.{hint}") from None
     if len(data) > MAX_BYTES:
         raise ValueError(f"{file} has more than 1 MiB, which no training script has.")
     return text
 
 
-def _nearest(file: Path, functions: Mapping[str, Any]) -> str | None:
+def _find_nearest_name(file: Path, functions: Mapping[str, Any]) -> str | None:
     """Return the closest name among the folder's files and the notebook's functions."""
     try:
         files = {one.name: str(one) for one in file.parent.iterdir() if one.suffix in SUFFIXES}
     except OSError:
         files = {}
-    own = {
+    notebook_names = {
         name: name
         for name, value in functions.items()
         if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == "__main__"
     }
-    found = get_close_matches(file.name, [*files, *own], n=1)
-    return {**own, **files}[found[0]] if found else None
+    matches = get_close_matches(file.name, [*files, *notebook_names], n=1)
+    return {**notebook_names, **files}[matches[0]] if matches else None

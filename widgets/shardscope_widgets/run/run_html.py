@@ -42,7 +42,7 @@ STATUS_CLASSES = {
 SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
-def status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> str:
+def render_status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> str:
     """Return the symbol and name of a status as HTML, with ``reason`` as its tooltip.
 
     The status comes from a file in the run folder; an invalid one is shown as "unknown". ``place`` is the
@@ -56,7 +56,7 @@ def status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> 
     )
 
 
-def status_words(run: ss.Run, status: str) -> str:
+def render_heading(run: ss.Run, status: str) -> str:
     """Return three lines of fixed height: status and name, the reason, the plan that is trained."""
     try:
         plan = describe_plan(run.plan)
@@ -64,30 +64,30 @@ def status_words(run: ss.Run, status: str) -> str:
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
     return (
-        f"<div class='ss-clipped'>{status_sign(status, place='ss-status')} "
+        f"<div class='ss-clipped'>{render_status_sign(status, place='ss-status')} "
         f"<span class='ss-run-name'>{name}</span></div>"
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
-        f"<div class='ss-hint ss-clipped' title='{_text(plan)}'>{plan or '&nbsp;'}</div>"
+        f"<div class='ss-hint ss-clipped' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
     )
 
 
-def _text(html: str) -> str:
+def _strip_tags(html: str) -> str:
     """Return the plain text of markup written by Shardscope, for a tooltip."""
     return re.sub(r"<[^>]*>", "", html).replace("'", "&#x27;")
 
 
-def progress(done: int, total: int) -> str:
+def render_progress_bar(done: int, total: int) -> str:
     """Return a progress bar, with the numbers for screen readers and as a tooltip."""
     share = min(1.0, done / total)
-    words = f"{done:,} of {total:,} steps"
+    text = f"{done:,} of {total:,} steps"
     return (
         f"<div class='ss-progress' role='progressbar' aria-label='steps' aria-valuemin='0' "
-        f"aria-valuemax='{total}' aria-valuenow='{min(done, total)}' aria-valuetext='{words}' "
-        f"title='{words}'><i style='width:{100 * share:.2f}%'></i></div>"
+        f"aria-valuemax='{total}' aria-valuenow='{min(done, total)}' aria-valuetext='{text}' "
+        f"title='{text}'><i style='width:{100 * share:.2f}%'></i></div>"
     )
 
 
-def facts(entries: Sequence[tuple[str, str, str]]) -> str:
+def render_figures(entries: Sequence[tuple[str, str, str]]) -> str:
     """Return figures with their names and explanations: (figure, name, tooltip)."""
     cells = "".join(
         f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
@@ -96,7 +96,7 @@ def facts(entries: Sequence[tuple[str, str, str]]) -> str:
     return f"<div class='ss-figures ss-facts'>{cells}</div>" if cells else ""
 
 
-def seconds_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return ``45 s``, ``12 minutes``, ``3.4 hours`` or ``2.1 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -107,8 +107,8 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days"
 
 
-def sample_words(follow: Follow) -> tuple[str, str, str]:
-    """Return which part of the metrics is shown if there are too many, as an entry of :func:`facts`."""
+def describe_sample(follow: Follow) -> tuple[str, str, str]:
+    """Return the fraction of the metrics that is shown, as an entry of :func:`render_figures`."""
     share = follow.num_read_bytes / (follow.num_read_bytes + follow.num_skipped_bytes)
     why = (
         "The ranks log more lines than a view can read: numbers and charts show an even sample of them, and "
@@ -117,8 +117,8 @@ def sample_words(follow: Follow) -> tuple[str, str, str]:
     return f"{max(1, round(100 * share))} %", "of the logged lines are shown", why
 
 
-def slowest_words(slowest: SlowestRank) -> tuple[str, str, str]:
-    """Return the slowest rank and how much slower it is, if any, as an entry of :func:`facts`."""
+def describe_slowest_rank(slowest: SlowestRank) -> tuple[str, str, str]:
+    """Return the slowest rank and how much slower it is, if any, as an entry of :func:`render_figures`."""
     ranks = f"{slowest.num_ranks:,} ranks"
     if slowest.is_even:
         why = (
@@ -143,7 +143,7 @@ def slowest_words(slowest: SlowestRank) -> tuple[str, str, str]:
     )
 
 
-def swatch(rank: int) -> str:
+def render_swatch(rank: int) -> str:
     """Return a sample of the rank's line in the charts, with its colour and dashes."""
     if rank >= MAX_LINES:
         return "<i class='ss-line-swatch'></i>"
@@ -154,7 +154,7 @@ def swatch(rank: int) -> str:
     )
 
 
-def latest_table(
+def render_latest_table(
     latest: Mapping[int, Mapping[str, Any]],
     charts: Mapping[Panel, tuple[str, float]],
     expected: ExpectedMetrics | None,
@@ -173,9 +173,10 @@ def latest_table(
     if slowest is not None and not slowest.is_even and slowest.rank in ranks and slowest.rank not in shown:
         shown.append(slowest.rank)
     rows = "".join(
-        f"<tr><th scope='row'>{swatch(rank)}rank {rank}</th><td>{_step(latest[rank].get('step'))}</td>"
+        f"<tr><th scope='row'>{render_swatch(rank)}rank {rank}</th>"
+        f"<td>{_format_step(latest[rank].get('step'))}</td>"
         + "".join(
-            f"<td>{panel.show(latest[rank].get(panel.metric), scale)}</td>"
+            f"<td>{panel.format(latest[rank].get(panel.metric), scale)}</td>"
             for panel, (_, scale) in zip(panels, units, strict=True)
         )
         + "</tr>"
@@ -190,18 +191,18 @@ def latest_table(
     return (
         "<div class='ss-scroll' tabindex='0' role='group' aria-label='last numbers of each rank'>"
         f"<table class='ss-table ss-latest'><thead><tr><th>latest</th><th>step</th>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody>{_predicted_row(panels, units, expected)}</table></div>"
-        f"{left_out if more else ''}{_predicted_words(expected)}"
+        f"<tbody>{rows}</tbody>{_render_predicted_row(panels, units, expected)}</table></div>"
+        f"{left_out if more else ''}{_render_predicted_note(expected)}"
     )
 
 
-def _predicted_row(
+def _render_predicted_row(
     panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: ExpectedMetrics | None
 ) -> str:
     if expected is None:
         return ""
     cells = "".join(
-        f"<td>{panel.show(expected.of(panel.metric), scale)}</td>"
+        f"<td>{panel.format(expected.of(panel.metric), scale)}</td>"
         for panel, (_, scale) in zip(panels, units, strict=True)
     )
     dashes = (
@@ -211,7 +212,7 @@ def _predicted_row(
     return f"<tfoot><tr><th scope='row'>{dashes}predicted</th><td></td>{cells}</tr></tfoot>"
 
 
-def _predicted_words(expected: ExpectedMetrics | None) -> str:
+def _render_predicted_note(expected: ExpectedMetrics | None) -> str:
     if expected is None:
         return ""
     step = (
@@ -219,11 +220,13 @@ def _predicted_words(expected: ExpectedMetrics | None) -> str:
         if expected.step_seconds and expected.step_from
         else ""
     )
-    words = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
-    return f"<div class='ss-hint'>{escape(words.strip())}</div>"
+    text = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
+    return f"<div class='ss-hint'>{escape(text.strip())}</div>"
 
 
-def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int] | None, words: str) -> str:
+def render_memory_table(
+    by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int] | None, caption: str
+) -> str:
     """Return the tensors of each rank at its peak, as bars on the prediction's scale and as numbers."""
     if not by_rank:
         return ""
@@ -238,18 +241,19 @@ def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int]
     most = max(sum(components.values()) for _, components in rows)
     unit = Unit.for_bytes(most)
     head = "".join(
-        f"<th><i class='ss-swatch ss-block' style='background:{_colour(name)}'></i>"
+        f"<th><i class='ss-swatch ss-block' style='background:{_find_colour(name)}'></i>"
         f"{name.replace('_', ' ')}</th>"
         for name in names
     )
     body = "".join(
-        f"<tr><th scope='row'>{who}</th><td class='ss-bar-cell'>{_bar(components, names, most, unit)}</td>"
+        f"<tr><th scope='row'>{row_name}</th>"
+        f"<td class='ss-bar-cell'>{_render_bar(components, names, most, unit)}</td>"
         f"<td><b>{unit.format(sum(components.values()))}</b></td>"
         + "".join(
             f"<td>{unit.format(components[name]) if components.get(name) else '–'}</td>" for name in names
         )
         + "</tr>"
-        for who, components in rows
+        for row_name, components in rows
     )
     more = len(by_rank) - len(shown)
     left_out = f" {more:,} more ranks have less than the fullest." if more > 0 else ""
@@ -257,23 +261,23 @@ def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int]
         f"<h2>Memory by component <span class='ss-hint'>tensors at the peak, {unit.name}</span></h2>"
         "<div class='ss-scroll' tabindex='0' role='group' aria-label='memory of each rank by component'>"
         f"<table class='ss-table ss-parts'><thead><tr><th></th><th></th><th>all</th>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div><div class='ss-hint'>{escape(words)}{left_out}</div>"
+        f"<tbody>{body}</tbody></table></div><div class='ss-hint'>{escape(caption)}{left_out}</div>"
     )
 
 
-def _bar(components: Mapping[str, int], names: Sequence[str], most: int, unit: Unit) -> str:
+def _render_bar(components: Mapping[str, int], names: Sequence[str], most: int, unit: Unit) -> str:
     parts = "".join(
         f"<i title='{name.replace('_', ' ')}: {unit.format(components[name])} {unit.name}' "
-        f"style='width:{100 * components[name] / most:.2f}%;background:{_colour(name)}'></i>"
+        f"style='width:{100 * components[name] / most:.2f}%;background:{_find_colour(name)}'></i>"
         for name in names
         if components.get(name)
     )
     return f"<div class='ss-bar' aria-hidden='true'>{parts}</div>"
 
 
-def _colour(name: str) -> str:
+def _find_colour(name: str) -> str:
     return COMPONENT_COLOURS.get(name) or BESIDE_COLOURS["other"]
 
 
-def _step(value: Any) -> str:
+def _format_step(value: Any) -> str:
     return f"{value:,}" if is_number(value) else "–"
