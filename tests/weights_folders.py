@@ -11,7 +11,7 @@ from typing import Any
 
 from shardscope.core.architecture import Architecture
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
-from shardscope.training.weights.stored_names import sources
+from shardscope.training.weights.stored_names import find_sources
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -45,7 +45,7 @@ def write_header(path: Path, header: Any, num_bytes: int) -> None:
 def tensors_of(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
     """What files of a model of ``config`` have."""
     arch = Architecture.from_hf(dict(config))
-    pieces = (piece for source in sources(arch, ()).values() for piece in source.pieces())
+    pieces = (piece for source in find_sources(arch, ()).values() for piece in source.list_stored())
     return {name: (dtype, shape) for name, shape in pieces}
 
 

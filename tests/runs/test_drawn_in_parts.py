@@ -41,7 +41,7 @@ def drawn_whole(plan: Any) -> list[float]:
     from shardscope.training.model import lora
     from shardscope.training.model.model import build_model
     from shardscope.training.optimizers.optimizers import build_optimizer
-    from shardscope.training.weights.initial_weights import FreshWeights, build_filled
+    from shardscope.training.weights.initial_weights import FreshWeights, build_initialized
 
     def make() -> Any:
         made = build_model(plan.architecture)
@@ -49,7 +49,7 @@ def drawn_whole(plan: Any) -> list[float]:
             return made
         return lora.add_adapters(made, plan.architecture, plan.recipe, in_fp32=False)
 
-    model = build_filled(make, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
+    model = build_initialized(make, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer("adamw", trained, RATE, 0.1, model)
     losses = []
@@ -119,7 +119,7 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
     building.HOST_BUILD_BYTES = 0
     for name, module, made, layout in (
         ("zero-3", engine, "cut_as_made", {"stage": 3}),
-        ("pp", pipeline_engine, "build_filled", {"stage": 1, "pp": 2}),
+        ("pp", pipeline_engine, "build_initialized", {"stage": 1, "pp": 2}),
     ):
         plan = replace(plan_of(**layout), architecture=wide)
         own = getattr(module, made)

@@ -12,7 +12,7 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
-from shardscope.training.accounting.precision import check_copied, check_precision  # noqa: E402
+from shardscope.training.accounting.precision import check_precision, check_precision_of_copies  # noqa: E402
 from shardscope.training.model.recompute import apply_recompute, check_recompute  # noqa: E402
 
 
@@ -161,6 +161,9 @@ def test_types_tell_the_precision() -> None:
         with pytest.raises(RuntimeError, match=f"the plan says precision='{planned}'"):
             check_precision(planned, kept, compute)
     # Frameworks with main copies of their own call both by one name.
-    assert [check_copied(name, half) for name in ("bf16", "bf16-mixed")] == ["bf16", "bf16-mixed"]
+    assert [check_precision_of_copies(name, half) for name in ("bf16", "bf16-mixed")] == [
+        "bf16",
+        "bf16-mixed",
+    ]
     with pytest.raises(RuntimeError, match=r"fp16-mixed.*weights of bfloat16"):
-        check_copied("fp16-mixed", half)
+        check_precision_of_copies("fp16-mixed", half)

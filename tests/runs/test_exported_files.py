@@ -14,7 +14,7 @@ import pytest
 
 import shardscope as ss
 from needs import needs
-from shardscope.export.files import contents
+from shardscope.export.files import list_files
 from shardscope.frameworks.deepspeed.files import read as deepspeed_read
 from shardscope.frameworks.megatron.files.arguments import megatron_arguments
 from shardscope.frameworks.megatron.files.read import READ
@@ -222,7 +222,7 @@ def test_torch_takes_fully_shard_s_arguments(name: str) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     plan = PLANS[name]
-    text = next(file.text for file in contents(plan) if file.name == "fsdp2_arguments.json")
+    text = next(file.text for file in list_files(plan) if file.name == "fsdp2_arguments.json")
     found = json.loads(text)
     types = {key: getattr(torch, kind) for key, kind in found["MixedPrecisionPolicy"].items()}
     policy = MixedPrecisionPolicy(**types)
@@ -299,7 +299,7 @@ def parsed(plan: ss.Plan) -> dict[str, Any]:
             parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS)
         else:
             parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), default=argparse.SUPPRESS)
-    text = next(file.text for file in contents(plan) if file.name == "megatron_arguments.txt")
+    text = next(file.text for file in list_files(plan) if file.name == "megatron_arguments.txt")
     words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
     return vars(parser.parse_args(words))
 
@@ -363,5 +363,5 @@ def test_megatron_core_takes_the_numbers(name: str) -> None:
 def test_every_family_that_megatron_builds_has_known_flags() -> None:
     for arch in ss.models.values():
         plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
-        if any(file.name == "megatron_arguments.txt" for file in contents(plan)):
+        if any(file.name == "megatron_arguments.txt" for file in list_files(plan)):
             assert parsed(plan)["hidden_size"] == arch.hidden_size

@@ -221,7 +221,7 @@ def test_stages_leave_one_model(found: Any, folder: Any) -> None:
 def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
     from shardscope.frameworks.fsdp2.engine.pipeline_engine import StageModule
     from shardscope.training.model.model import build_model
-    from shardscope.training.model.parts import part_of
+    from shardscope.training.model.parts import extract_stage
 
     torch.manual_seed(0)
     arch = architecture(family, 4)
@@ -229,11 +229,11 @@ def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
     ids = torch.arange(24).reshape(2, 12) % arch.vocab_size
     stream = ids
     # The second part is cut again, as a stage's chunks are.
-    halves = [part_of(model, range(4)[:2], is_first=True, is_last=False)]
-    later = part_of(model, range(2, 4), is_first=False, is_last=True)
+    halves = [extract_stage(model, range(4)[:2], is_first=True, is_last=False)]
+    later = extract_stage(model, range(2, 4), is_first=False, is_last=True)
     quarters = [
-        part_of(later, [2], is_first=False, is_last=False),
-        part_of(later, [3], is_first=False, is_last=True),
+        extract_stage(later, [2], is_first=False, is_last=False),
+        extract_stage(later, [3], is_first=False, is_last=True),
     ]
     with torch.no_grad():
         for number, part in enumerate([*halves, *quarters]):

@@ -177,20 +177,20 @@ def saved(ctx: StandInContext) -> dict[str, Any]:
     return found
 
 
-def all_of(ctx: StandInContext, names: list[str]) -> dict[str, Any]:
+def full_region(ctx: StandInContext, names: list[str]) -> dict[str, Any]:
     with instead_of_transformer_engine():
         return {name: trained(ctx, CASES[name]) for name in names}
 
 
 def more_on_two(ctx: StandInContext) -> dict[str, Any]:
-    found = all_of(ctx, [name for name in TWO if name not in KEPT])
+    found = full_region(ctx, [name for name in TWO if name not in KEPT])
     with instead_of_transformer_engine():
         return {**found, "saved": saved(ctx)}
 
 
 def on_two(ctx: StandInContext) -> dict[str, Any]:
     return {
-        **all_of(ctx, [*KEPT]),
+        **full_region(ctx, [*KEPT]),
         "positions": positions_here(),
         "keys": told(ctx, TWO["cp2"], KeysStayAtHome),
         "gradients": told(ctx, TWO["cp2"], NothingComesBack),
@@ -217,7 +217,7 @@ def more(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     made = tmp_path_factory.mktemp("context-of-four")
-    return on_ranks(4, FOUR["cp4"], partial(all_of, names=[*FOUR]), made)
+    return on_ranks(4, FOUR["cp4"], partial(full_region, names=[*FOUR]), made)
 
 
 @pytest.fixture

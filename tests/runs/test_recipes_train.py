@@ -160,7 +160,7 @@ def test_a_base_in_few_bits_is_bitsandbytes_own(kind: Any) -> None:
     import shardscope as ss
     from shardscope.training.model.lora import add_adapters
     from shardscope.training.model.model import build_model
-    from shardscope.training.model.quantized import quantize_base, scales
+    from shardscope.training.model.quantized import list_scales, quantize_base
 
     arch = small("llama")
     recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", seq_len=32)
@@ -169,7 +169,7 @@ def test_a_base_in_few_bits_is_bitsandbytes_own(kind: Any) -> None:
     model = add_adapters(model, arch, recipe)
     own = bnb.nn.Linear4bit if kind == "nf4" else bnb.nn.Linear8bitLt
     assert sum(isinstance(module, own) for module in model.modules()) == 2 * 7
-    tensors = [*model.parameters(), *scales(model)]
+    tensors = [*model.parameters(), *list_scales(model)]
     held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
     assert sum(held.values()) == plan.memory().components["parameters"]

@@ -200,11 +200,11 @@ def random_numbers_go_on(ctx: StandInContext) -> list[Any]:
     folder.mkdir(exist_ok=True)
     torch.manual_seed(ctx.rank)
     draw()
-    random_state.write(folder)
+    random_state.write_states(folder)
     expected = draw()
     torch.manual_seed(9)
     random.seed(9)
-    restored = random_state.restore(folder)
+    restored = random_state.restore_states(folder)
     return [restored, expected, draw()]
 
 

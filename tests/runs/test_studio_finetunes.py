@@ -42,7 +42,7 @@ def typical_loss(folder: Path, seq_len: int) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = read_tokens(None, WeightsTokenizer(WeightsFolder.of(folder, "weights")).encode)
+    tokens = read_tokens(None, WeightsTokenizer(WeightsFolder.open(folder, "weights")).encode)
     rows = torch.tensor(tokens[: 64 * seq_len].astype("int64")).view(64, seq_len)
     with torch.no_grad():
         return float(model(input_ids=rows, labels=rows).loss)

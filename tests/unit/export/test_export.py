@@ -24,7 +24,7 @@ from tests.needs import examples, needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.export.files import contents
+from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope.training.engine import Engine
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
@@ -50,7 +50,7 @@ def small(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
 
 
 def texts(plan: ss.Plan) -> dict[str, str]:
-    return {file.name: file.text for file in contents(plan)}
+    return {file.name: file.text for file in list_files(plan)}
 
 
 @pytest.mark.parametrize("framework", FAMILIES)
@@ -60,7 +60,7 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
     def there_and_back(plan: ss.Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
             written = plan.export(folder)
-            assert [path.name for path in written] == [file.name for file in contents(plan)]
+            assert [path.name for path in written] == [file.name for file in list_files(plan)]
             assert ss.Plan.from_json((Path(folder) / "plan.json").read_text()) == plan
             for name, read in READERS.items():
                 if (Path(folder) / name).exists():
@@ -252,7 +252,7 @@ def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
     plan.export(tmp_path)
     words_of(tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b")  # makes the fakes that it calls
-    started = {file.name: file for file in contents(plan) if file.start_command}
+    started = {file.name: file for file in list_files(plan) if file.start_command}
     assert {"torchrun.sh", "job.sbatch"} <= set(started) and "train.py" not in started
     for file in started.values():
         assert f"- `{file.name}`: {file.what}: `{file.start_command}`" in (tmp_path / "FILES.md").read_text()
@@ -476,5 +476,5 @@ def test_what_a_format_has_no_words_for_is_named() -> None:
 
 def test_two_exports_are_the_same_bytes() -> None:
     plan = small(ss.Layout.fsdp2())
-    assert contents(plan) == contents(ss.Plan.from_json(plan.to_json()))
-    assert all(isinstance(file, Exported) and file.text.endswith("\n") for file in contents(plan))
+    assert list_files(plan) == list_files(ss.Plan.from_json(plan.to_json()))
+    assert all(isinstance(file, Exported) and file.text.endswith("\n") for file in list_files(plan))

@@ -14,7 +14,7 @@ from tests.needs import needs
 
 import shardscope as ss
 from shardscope.core.architecture import MixtureOfExperts
-from shardscope.export.files import contents
+from shardscope.export.files import list_files
 
 needs("transformers")
 
@@ -69,7 +69,7 @@ def read_config(family: str, framework: str, folder: Path, **other: Any) -> Any:
     from transformers import AutoConfig
 
     script = import_script(framework)
-    files = {file.name: file.text for file in contents(plan_of(family, LAYOUTS[framework]))}
+    files = {file.name: file.text for file in list_files(plan_of(family, LAYOUTS[framework]))}
     config = json.loads(files["config.json"])
     (folder / "config.json").write_text(files["config.json"])
     AutoConfig.for_model(**{**config, **other}).save_pretrained(folder / "checkpoint")

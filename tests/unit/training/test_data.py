@@ -107,26 +107,26 @@ def test_a_file_that_is_no_text_is_refused(content: bytes, tmp_path: Path) -> No
 
 def test_ranks_read_apart_and_the_global_batch_is_one() -> None:
     for step in range(30):
-        alone = windows(1, 0, 8).indices(step)
-        shares = [windows(4, rank, 2).indices(step) for rank in range(4)]
+        alone = windows(1, 0, 8).list_indices(step)
+        shares = [windows(4, rank, 2).list_indices(step) for rank in range(4)]
         assert [index for share in shares for index in share] == alone
 
 
 def test_an_epoch_reads_every_window_once_then_shuffles_again() -> None:
     deck = windows(1, 0, 10)
-    first = [index for step in range(10) for index in deck.indices(step)]
-    second = [index for step in range(10, 20) for index in deck.indices(step)]
+    first = [index for step in range(10) for index in deck.list_indices(step)]
+    second = [index for step in range(10, 20) for index in deck.list_indices(step)]
     assert sorted(first) == sorted(second) == list(range(100))
     assert first != second
-    assert windows(1, 0, 10, seed=1).indices(0) != deck.indices(0)
+    assert windows(1, 0, 10, seed=1).list_indices(0) != deck.list_indices(0)
 
 
 def test_a_batch_is_its_windows() -> None:
     needs("torch")
     deck = windows(2, 1, 3)
-    batch = deck.batch(5)
+    batch = deck.build_batch(5)
     assert batch["input_ids"].shape == batch["labels"].shape == (3, 10)
-    assert (batch["input_ids"][:, 0] // 10).tolist() == deck.indices(5)
+    assert (batch["input_ids"][:, 0] // 10).tolist() == deck.list_indices(5)
 
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
@@ -136,7 +136,7 @@ def test_a_text_shorter_than_a_sequence_is_refused() -> None:
 
 def test_the_rate_rises_then_falls_to_a_tenth() -> None:
     schedule = Schedule(peak=1.0, num_steps=100, warmup_steps=10)
-    rates = [schedule.at(step) for step in range(100)]
+    rates = [schedule.learning_rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0.1 <= rates[-1] < 0.11

@@ -68,7 +68,7 @@ def test_what_was_checked_is_built_wherever_the_config_points(
 def test_a_config_is_read_as_transformers_reads_it(what: str, tmp_path: Path) -> None:
     transformers = needs("transformers")
     folder = write_folder(tmp_path / "model", **SAME_SIZES[what])
-    model = built_from(dict(WeightsFolder.of(folder, "weights").config))
+    model = built_from(dict(WeightsFolder.open(folder, "weights").config))
     theirs = transformers.AutoConfig.from_pretrained(folder)
     ours = model.config
     told = ("rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "layer_types")

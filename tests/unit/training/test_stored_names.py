@@ -15,7 +15,7 @@ from tests.runs.families import FAMILIES, architecture  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.training.model.model import build_model  # noqa: E402
-from shardscope.training.weights.initial_weights import all_of, build_filled  # noqa: E402
+from shardscope.training.weights.initial_weights import build_initialized, full_region  # noqa: E402
 from shardscope.training.weights.stored_names import is_unused  # noqa: E402
 from shardscope.training.weights.stored_weights import StoredWeights, TensorsByName  # noqa: E402
 from shardscope.training.weights.weights_folder import WeightsFolder  # noqa: E402
@@ -32,17 +32,17 @@ def saved(family: str, folder: Path) -> Any:
 
 
 def weights_of(folder: Path) -> StoredWeights:
-    found = WeightsFolder.of(folder, "weights")
+    found = WeightsFolder.open(folder, "weights")
     return StoredWeights(found, found.architecture)
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, FAMILY_OF_EACH_KIND))
 def test_what_transformers_wrote_is_read_back(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path)
-    folder = WeightsFolder.of(tmp_path, "weights")
+    folder = WeightsFolder.open(tmp_path, "weights")
     cluster, recipe = ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=32)
-    folder.check(ss.Plan(architecture(family, 2), cluster, recipe, ss.Layout.ddp()))
-    read = build_filled(lambda: build_model(architecture(family, 2)), lambda _: weights_of(tmp_path))
+    folder.check_plan(ss.Plan(architecture(family, 2), cluster, recipe, ss.Layout.ddp()))
+    read = build_initialized(lambda: build_model(architecture(family, 2)), lambda _: weights_of(tmp_path))
     assert [name for name, _ in read.named_parameters()] == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
@@ -58,7 +58,7 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(bias).copy_(torch.arange(16.0))
     model.save_pretrained(tmp_path)
-    read = build_filled(lambda: build_model(arch), lambda _: weights_of(tmp_path))
+    read = build_initialized(lambda: build_model(arch), lambda _: weights_of(tmp_path))
     assert read.get_buffer(bias).tolist() == list(range(16))
     assert is_unused(arch, "model.layers.2.eh_proj.weight"), "its layer for a second token"
     assert not is_unused(arch, "model.layers.1.eh_proj.weight")
@@ -75,8 +75,8 @@ def test_any_part_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None
         sizes = tuple(parameter.shape)
         regions = [
             [range(size // 3, size - size // 4) for size in sizes],
-            [range(1), *all_of(parameter.shape)[1:]],
-            [range(sizes[0], sizes[0]), *all_of(parameter.shape)[1:]],
+            [range(1), *full_region(parameter.shape)[1:]],
+            [range(sizes[0], sizes[0]), *full_region(parameter.shape)[1:]],
         ]
         for region in regions:
             into = torch.full([len(run) for run in region], torch.nan)
@@ -94,7 +94,7 @@ def test_any_part_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None
 def test_weights_of_16_bits_are_cast_to_what_they_go_into(tmp_path: Path) -> None:
     model = saved("llama", tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    read = build_filled(lambda: build_model(architecture("llama", 2)), lambda _: weights_of(tmp_path))
+    read = build_initialized(lambda: build_model(architecture("llama", 2)), lambda _: weights_of(tmp_path))
     for name, parameter in model.named_parameters():
         assert read.get_parameter(name).dtype == torch.float32
         assert torch.equal(read.get_parameter(name), parameter.float())

@@ -21,7 +21,7 @@ from shardscope.rehearsal.quantization import (
 )
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.training.model.model import build_model
-from shardscope.training.model.quantized import scales
+from shardscope.training.model.quantized import list_scales
 from shardscope.training.optimizers import gradients, optimizers
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def set_up_engine(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool)
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")
     if plan.recipe.base_quantization:
-        tracker.label(scales(engine.model), "parameters")
+        tracker.label(list_scales(engine.model), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     are_plain = not any(isinstance(parameter, DTensor) for parameter in trained)
     is_quantized_state = plan.recipe.optimizer == "adamw_8bit" and are_plain
@@ -144,7 +144,7 @@ def _run_micro_batch(
         with tracker.phase("forward"):
             ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-            loss = engine._loss(batch) * weight
+            loss = engine._compute_loss(batch) * weight
         with tracker.phase("backward"):
             loss.backward()
 

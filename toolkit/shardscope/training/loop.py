@@ -53,8 +53,8 @@ def train(
     first = engine.num_steps_done
     check_ranks_read_different_text(windows, first, ctx.device)
     seen: list[int] = []
-    told = choose_printed_steps(first, schedule.num_steps)
-    checkpoint_asked = False
+    printed_steps = choose_printed_steps(first, schedule.num_steps)
+    checkpoint_requested = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
@@ -66,35 +66,35 @@ def train(
             recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
         for step in range(first, schedule.num_steps):
             # Obey commands before the step; all ranks get the same ones at the same step.
-            orders = look(ctx, PROFILED_STEPS)
-            if orders.stop:
+            commands = poll_commands(ctx, PROFILED_STEPS)
+            if commands.stop:
                 save_checkpoint = True
                 break
-            checkpoint_asked |= orders.checkpoint
+            checkpoint_requested |= commands.checkpoint
             is_due = save_every is not None and step % save_every == 0 and step > first
             # An optimizer has no state before its first step, so a checkpoint requested there comes after it.
-            if is_due or (checkpoint_asked and step):
-                checkpoints.begin()
-                checkpoint_asked = False
-            if orders.memory_snapshot:
+            if is_due or (checkpoint_requested and step):
+                checkpoints.begin_save()
+                checkpoint_requested = False
+            if commands.memory_snapshot:
                 snapshot.start(SNAPSHOT_STEPS)
-            if orders.profile_steps:
-                _record_next(recorder, orders.profile_steps, num_left=schedule.num_steps - step)
-            rate = schedule.at(step)
+            if commands.profile_steps:
+                _start_recording(recorder, commands.profile_steps, num_left=schedule.num_steps - step)
+            rate = schedule.learning_rate_at(step)
             engine.set_learning_rate(rate)
-            batch = windows.batch(step)
+            batch = windows.build_batch(step)
             began = time.perf_counter()
             # engine.step returns the loss as a number, which synchronizes: the time covers the whole step.
             loss = engine.step(batch)
             seconds = time.perf_counter() - began
-            seen += windows.indices(step)
+            seen += windows.list_indices(step)
             tokens = int(batch["input_ids"].numel())
             if step % log_every == 0 or step == schedule.num_steps - 1:
                 metrics = step_metrics(
                     engine, loss=loss, learning_rate=rate, num_tokens=tokens, seconds=seconds
                 )
                 ctx.log(step=step, **metrics)
-            if step in told:
+            if step in printed_steps:
                 print(
                     f"step {step + 1:,} of {schedule.num_steps:,}: loss {loss:.4g}, "
                     f"{tokens / seconds:,.0f} tokens/s",
@@ -104,12 +104,12 @@ def train(
                 raise RuntimeError(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
                 )
-            recorder.step()
-            snapshot.step()
-    ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
-    if save_checkpoint or checkpoint_asked or (save_every is not None and engine.num_steps_done > first):
-        checkpoints.begin()
-    checkpoints.finish()
+            recorder.count_step()
+            snapshot.count_step()
+    ctx.record("data", _describe_data(windows, first, engine.num_steps_done, seen))
+    if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
+        checkpoints.begin_save()
+    checkpoints.wait_and_prune()
 
 
 class Checkpoints:
@@ -120,14 +120,14 @@ class Checkpoints:
         self._wait: Callable[[], None] | None = None
         self._name = ""
 
-    def begin(self) -> None:
+    def begin_save(self) -> None:
         """Start to save the engine's state, asynchronously if the engine supports it."""
-        self.finish()
+        self.wait_and_prune()
         path = checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._wait = self._engine.begin_save(path)
         self._name = str(path.relative_to(self._ctx.folder))
 
-    def finish(self) -> None:
+    def wait_and_prune(self) -> None:
         """Wait for the checkpoint in progress, then delete older ones."""
         if self._wait is None:
             return
@@ -138,7 +138,7 @@ class Checkpoints:
             delete_older(self._ctx.folder, self._keep_last)
 
 
-def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
+def _start_recording(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
     if recorder.is_recording:
         print("ignored a command: profile, while a recording is under way", flush=True)
         return
@@ -157,24 +157,32 @@ def check_ranks_read_different_text(windows: Windows, step: int, device: torch.d
 
     A text shorter than one global batch has to repeat, and is allowed.
     """
-    own = torch.tensor([windows.rank, *windows.indices(step)], device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    by_share = {int(row[0]): row[1:].tolist() for row in everyone}
-    dealt = [index for share in by_share.values() for index in share]
-    if len(dealt) <= windows.num_windows and len(set(dealt)) < len(dealt) and not _epoch_turns(windows, step):
-        raise RuntimeError(f"{len(dealt) - len(set(dealt))} text windows were dealt to more than one rank")
-    if len(by_share) != windows.num_ranks:
-        raise RuntimeError(f"{windows.num_ranks} ranks should read text of their own, and {len(by_share)} do")
+    own_indices = torch.tensor([windows.rank, *windows.list_indices(step)], device=device)
+    gathered = [torch.empty_like(own_indices) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own_indices)
+    indices_by_rank = {int(row[0]): row[1:].tolist() for row in gathered}
+    all_indices = [index for indices in indices_by_rank.values() for index in indices]
+    if (
+        len(all_indices) <= windows.num_windows
+        and len(set(all_indices)) < len(all_indices)
+        and not _spans_two_epochs(windows, step)
+    ):
+        raise RuntimeError(
+            f"{len(all_indices) - len(set(all_indices))} text windows were dealt to more than one rank"
+        )
+    if len(indices_by_rank) != windows.num_ranks:
+        raise RuntimeError(
+            f"{windows.num_ranks} ranks should read text of their own, and {len(indices_by_rank)} do"
+        )
 
 
-def _epoch_turns(windows: Windows, step: int) -> bool:
+def _spans_two_epochs(windows: Windows, step: int) -> bool:
     """Return whether the step spans two epochs, in which case a window may occur twice."""
     batch = windows.rows * windows.num_ranks
     return step * batch // windows.num_windows != ((step + 1) * batch - 1) // windows.num_windows
 
 
-def _data_record(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, Any]:
+def _describe_data(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, Any]:
     return {
         "num_tokens": len(windows.tokens),
         "num_windows": windows.num_windows,
@@ -196,7 +204,7 @@ MAX_PROFILED_STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class Commands:
     """Commands of one poll, the same on every rank."""
 
     stop: bool = False
@@ -207,7 +215,7 @@ class Orders:
     """Whether to record torch's allocation history over the next steps into the run folder."""
 
 
-def look(ctx: Any, profile_steps: int) -> Orders:
+def poll_commands(ctx: Any, profile_steps: int) -> Commands:
     """Read the new commands since the last call. Call it once per step on every rank.
 
     Commands are ``{"command": "checkpoint"}``, ``{"command": "memory_snapshot"}`` and ``{"command":
@@ -224,16 +232,18 @@ def look(ctx: Any, profile_steps: int) -> Orders:
                 case "memory_snapshot":
                     memory_snapshot = True
                 case "profile":
-                    num_steps = _profile_steps(command, profile_steps)
+                    num_steps = _read_profile_steps(command, profile_steps)
                 case name:
                     known = "'checkpoint', 'memory_snapshot', 'profile', 'stop'"
                     raise ValueError(f"command is {name!r}; allowed: {known}.")
         except ValueError as error:
             print(f"ignored a command: {error}", flush=True)
-    return Orders(stop=stop, checkpoint=checkpoint, profile_steps=num_steps, memory_snapshot=memory_snapshot)
+    return Commands(
+        stop=stop, checkpoint=checkpoint, profile_steps=num_steps, memory_snapshot=memory_snapshot
+    )
 
 
-def _profile_steps(command: Mapping[str, Any], default: int) -> int:
+def _read_profile_steps(command: Mapping[str, Any], default: int) -> int:
     return check_integer("profile steps", command.get("steps", default), low=1, high=MAX_PROFILED_STEPS)
 
 

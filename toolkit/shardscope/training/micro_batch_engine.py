@@ -21,7 +21,7 @@ from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.training import micro_batches
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
-from shardscope.training.accounting.precision import check_copied, check_precision
+from shardscope.training.accounting.precision import check_precision, check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.training.model import lora, quantized
@@ -35,8 +35,8 @@ from shardscope.training.weights.initial_weights import (
     CPU,
     FreshWeights,
     InitialWeights,
-    build_filled,
-    draw_adapters,
+    build_initialized,
+    initialize_adapters,
 )
 from shardscope.training.weights.stored_weights import WithAdapters
 
@@ -74,7 +74,7 @@ class MicroBatchEngine(Engine):
         """Read back what was built. Raises ``RuntimeError`` if it differs from the plan."""
 
     @abstractmethod
-    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
+    def describe_built(self, record: Mapping[str, Any], where: str) -> str:
         """Describe the result of :meth:`read_back` in a sentence; ``where`` is like "(gloo, cpu)"."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class MicroBatchEngine(Engine):
         """Run backward for the weighted loss of one micro-batch."""
 
     @abstractmethod
-    def _update(self) -> torch.Tensor:
+    def _update_weights(self) -> torch.Tensor:
         """Clip gradients, step the optimizer and free gradients. Return the norm, still on the device."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class MicroBatchEngine(Engine):
         """Return the precision that was built. Raises ``RuntimeError`` if it differs from the recipe's."""
         if self.recipe.base_quantization:
             # Adapters over a quantized base are fp32 in either precision.
-            return check_copied(self.recipe.precision, self.compute_dtype)
+            return check_precision_of_copies(self.recipe.precision, self.compute_dtype)
         return check_precision(self.recipe.precision, (p.dtype for p in trained), self.compute_dtype)
 
     # ---- Engine
@@ -122,15 +122,15 @@ class MicroBatchEngine(Engine):
             self.weights.close()
         self._module.train()
         # read_back() comes last: a framework that shards counts the full trainable parameters itself.
-        found = {**self._check_adapters(trained), **self.read_back()}
+        record = {**self._check_adapters(trained), **self.read_back()}
         # dist.get_backend() returns the requested name; this is the backend actually used for this device.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
-        compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
-        words = self.describe_built(found, f"({backend}, {self.ctx.device.type})")
+        compute = SHORT_NAMES.get(self.compute_dtype, _short_name(self.compute_dtype))
+        sentence = self.describe_built(record, f"({backend}, {self.ctx.device.type})")
         if self.recipe.has_adapters:
-            words = f"{words}, {lora.describe_adapters(found)}"
+            sentence = f"{sentence}, {lora.describe_adapters(record)}"
         record = {
-            "sentence": f"{words}, {compute} compute",
+            "sentence": f"{sentence}, {compute} compute",
             "framework": self.framework,
             "device": str(self.ctx.device),
             "backend": backend,
@@ -140,16 +140,16 @@ class MicroBatchEngine(Engine):
             **check_compiled(self.model, planned=self.plan.kernels == "compiled"),
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
-            "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
-            "parameter_bytes": tensors.module_bytes(self.model) + found.get("base_scale_bytes", 0),
-            **found,
+            "parameter_dtypes": sorted({_short_name(p.dtype) for p in self.model.parameters()}),
+            "parameter_bytes": tensors.module_bytes(self.model) + record.get("base_scale_bytes", 0),
+            **record,
         }
         self.ctx.record("engine", record)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         self._watch = self._watch or MemoryWatch(self)
-        with self._watch.step():
-            return self._step(batch, self._watch)
+        with self._watch.measure_step():
+            return self._run_step(batch, self._watch)
 
     def export(self, path: str | Path) -> None:
         pretrained.write_pretrained(self._resolve_in_run(path), self.model, self.full_tensors())
@@ -159,27 +159,27 @@ class MicroBatchEngine(Engine):
 
     # ---- shared by the subclasses
 
-    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+    def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         device = self.ctx.device
-        micros = micro_batches.split(batch, self.plan.num_micro_batches)
+        micros = micro_batches.split_batch(batch, self.plan.num_micro_batches)
         weights = micro_batches.LossWeights(micros)
         total = torch.zeros((), device=device)
         for index, micro in enumerate(micros):
             with self.gradient_sync(last=index == len(micros) - 1):
-                watch.begin("forward")
-                there = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
-                part = self._loss(there) * weights[index]
-                watch.mark("forward")
-                watch.begin("backward")
-                self.backward(part)
-                watch.mark("backward")
-            total += part.detach().float()
+                watch.begin_phase("forward")
+                on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+                loss_share = self._compute_loss(on_device) * weights[index]
+                watch.end_phase("forward")
+                watch.begin_phase("backward")
+                self.backward(loss_share)
+                watch.end_phase("backward")
+            total += loss_share.detach().float()
         # gloo has no average, so sum here and divide below. The all-reduce overlaps with the optimizer step.
-        summing = dist.all_reduce(total, async_op=True)
-        watch.begin("optimizer")
-        norm = self._update()
-        watch.mark("optimizer")
-        summing.wait()
+        loss_reduction = dist.all_reduce(total, async_op=True)
+        watch.begin_phase("optimizer")
+        norm = self._update_weights()
+        watch.end_phase("optimizer")
+        loss_reduction.wait()
         self.num_steps_done += 1
         # The only synchronization of host and device in a step.
         numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
@@ -205,7 +205,7 @@ class MicroBatchEngine(Engine):
             if self.recipe.has_adapters:
                 model = self._add_adapters(model)
                 if self.weights is not None:
-                    draw_adapters(model, self.seed)
+                    initialize_adapters(model, self.seed)
             elif self.recipe.precision == "bf16":
                 cast_parameters(model, torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
@@ -217,7 +217,9 @@ class MicroBatchEngine(Engine):
         """Build the task's model, or this rank's part of it, with its initial weights."""
         if self._quantizes_on_meta:
             return build_on_meta(build_model)
-        return build_model() if self.weights is None else build_filled(build_model, self.initial_weights_of)
+        return (
+            build_model() if self.weights is None else build_initialized(build_model, self.initial_weights_of)
+        )
 
     @property
     def _quantizes_on_meta(self) -> bool:
@@ -248,45 +250,45 @@ class MicroBatchEngine(Engine):
     def _add_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         """Add adapters to ``model``, which is frozen in the compute dtype, without fp32 master weights."""
         recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
-        kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
-        cast_parameters(model, kind)
+        dtype = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
+        cast_parameters(model, dtype)
         if recipe.base_quantization:
             weights = self.initial_weights_of(model) if self._quantizes_on_meta else None
             sharded = self.shards_parameters
-            quantized.quantize_base(model, recipe, sharded=sharded, compute=kind, weights=weights)
+            quantized.quantize_base(model, recipe, sharded=sharded, compute=dtype, weights=weights)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
             # If the base is on the meta device, peft creates the adapters in fp32.
-            cast_parameters(model, kind)
+            cast_parameters(model, dtype)
         return model
 
     def _resolve_in_run(self, path: str | Path) -> Path:
         """Return ``path``, resolved against the run folder, not the ranks' working folder."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
-    def _position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, Any]:
         """Return the position of the training for a checkpoint."""
         return {**describe_position(self), "world_size": dist.get_world_size()}
 
-    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self._module(**micro)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss
 
 
-def cast_parameters(model: torch.nn.Module, kind: torch.dtype) -> None:
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of ``model`` to ``kind`` in place, but not its buffers or quantized weights.
 
     Rotary angles in bf16 are wrong by whole turns after a few hundred tokens; from_pretrained keeps those
     buffers in fp32 as well. The bytes of quantized weights are packed codes, which a cast would destroy.
     """
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
         is_number = isinstance(tensor, Parameter) and tensor.is_floating_point()
-        return tensor.to(kind) if is_number and not quantized.is_packed(tensor) else tensor
+        return tensor.to(dtype) if is_number and not quantized.is_quantized(tensor) else tensor
 
-    model._apply(cast)
+    model._apply(cast_tensor)
 
 
-def _name(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
+def _short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ IGNORED_LABEL = -100
 """Label that transformers and ``torch.nn.CrossEntropyLoss`` ignore."""
 
 
-def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
+def split_batch(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
     """Split ``batch`` into ``num_micro_batches`` equal parts along its first dimension.
 
     Raises ``ValueError`` if a tensor is not divisible: dropping rows would silently change the global batch.
@@ -42,7 +42,9 @@ class LossWeights:
 
     def __init__(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
         self._counts = [
-            int((_predicted(micro) != IGNORED_LABEL).sum()) for micro in micro_batches if "labels" in micro
+            int((_select_predicted_labels(micro_batch) != IGNORED_LABEL).sum())
+            for micro_batch in micro_batches
+            if "labels" in micro_batch
         ]
         self._equal = 1 / len(micro_batches)
         # In host memory, for which every run has gloo: a GPU tensor would need a synchronization.
@@ -66,9 +68,9 @@ class LossWeights:
         return float(self._counts[index] * dist.get_world_size() / num_tokens)
 
 
-def _predicted(micro: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _select_predicted_labels(micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the labels that the model's loss uses, including those of -100."""
-    labels, inputs = micro["labels"], micro.get("input_ids")
+    labels, inputs = micro_batch["labels"], micro_batch.get("input_ids")
     if labels.ndim >= 2 and inputs is not None and inputs.shape == labels.shape:
         # A causal model shifts labels: the first one of a row has no token before it.
         return labels[..., 1:]

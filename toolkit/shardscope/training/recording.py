@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 
-def fit(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
+def plan_recording(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
     """Return the numbers of steps to skip, to warm up and to record, of the ``num_left`` remaining ones.
 
     If there are too few, fewer steps are skipped, then fewer recorded. The warmup stays, because the first
@@ -22,25 +22,25 @@ class Recorder:
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
-        self._watching: Any = None
+        self._profile: Any = None
         self._profiler: Any = None
         self._num_left = 0
 
     @property
     def is_recording(self) -> bool:
         """Whether a recording is in progress, its skipped steps included."""
-        return self._watching is not None
+        return self._profile is not None
 
     def start(self, num_steps: int, *, num_left: int, skip: int = 0) -> None:
         """Start to record ``num_steps`` of the ``num_left`` remaining steps, or as many as there are."""
         if num_left < 1:
             return
-        skip, warmup, recorded = fit(num_left, num_steps, skip)
-        self._watching = self._ctx.profile(steps=recorded, warmup=warmup, skip=skip)
-        self._profiler = self._watching.__enter__()
+        skip, warmup, recorded = plan_recording(num_left, num_steps, skip)
+        self._profile = self._ctx.profile(steps=recorded, warmup=warmup, skip=skip)
+        self._profiler = self._profile.__enter__()
         self._num_left = skip + warmup + recorded
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Mark the end of a training step."""
         if not self.is_recording:
             return
@@ -48,7 +48,7 @@ class Recorder:
             self._profiler.step()
         self._num_left -= 1
         if self._num_left == 0:
-            self._end(None, None, None)
+            self._stop(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -56,12 +56,12 @@ class Recorder:
     def __exit__(
         self,
         kind: type[BaseException] | None,
-        error: BaseException | None,
+        exception_info: BaseException | None,
         where: TracebackType | None,
     ) -> None:
         if self.is_recording:
-            self._end(kind, error, where)
+            self._stop(kind, exception_info, where)
 
-    def _end(self, *error: Any) -> None:
-        watching, self._watching, self._profiler = self._watching, None, None
-        watching.__exit__(*error)
+    def _stop(self, *exception_info: Any) -> None:
+        profile, self._profile, self._profiler = self._profile, None, None
+        profile.__exit__(*exception_info)

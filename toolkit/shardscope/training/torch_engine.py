@@ -66,14 +66,16 @@ class TorchEngine(MicroBatchEngine):
 
     def save(self, path: str | Path) -> None:
         adapted = self.recipe.has_adapters
-        checkpoint.save(self._resolve_in_run(path), self.model, self.optimizer, self._position(), adapted)
+        checkpoint.save(
+            self._resolve_in_run(path), self.model, self.optimizer, self._describe_position(), adapted
+        )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        adapted, position = self.recipe.has_adapters, self._position()
+        adapted, position = self.recipe.has_adapters, self._describe_position()
         group = self._saving_group
-        return checkpoint.begin(
+        return checkpoint.begin_save(
             self._resolve_in_run(path), self.model, self.optimizer, position, adapted, group
         )
 
@@ -95,18 +97,18 @@ class TorchEngine(MicroBatchEngine):
         # Keep the lists: while a layer runs, a framework may replace its parameters by all-gathered ones, and
         # iterating over all modules in each step is slow.
         self._parameters = list(self.model.parameters())
-        self._scales = quantized.scales(self.model)
+        self._scales = quantized.list_scales(self.model)
         self.optimizer = self.create_optimizer(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
             # torch's default, 2^16, overflows in the first steps; the scaler adapts the scale anyway.
             self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
         return trained
 
-    def _position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, Any]:
         return {
-            **super()._position(),
+            **super()._describe_position(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
-            "optimizer": checkpoint.name_of(self.optimizer),
+            "optimizer": checkpoint.optimizer_class_name(self.optimizer),
         }
 
     def full_tensors(self) -> pretrained.FullTensors:
@@ -116,15 +118,15 @@ class TorchEngine(MicroBatchEngine):
         """Return the current bytes of gradients."""
         return tensors.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
-    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        kind = self.autocast_dtype
-        with torch.autocast(self.ctx.device.type, dtype=kind) if kind else nullcontext():
-            return super()._loss(micro)
+    def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        dtype = self.autocast_dtype
+        with torch.autocast(self.ctx.device.type, dtype=dtype) if dtype else nullcontext():
+            return super()._compute_loss(micro)
 
     def backward(self, loss: torch.Tensor) -> None:
         (self._scaler.scale(loss) if self._scaler else loss).backward()
 
-    def _update(self) -> torch.Tensor:
+    def _update_weights(self) -> torch.Tensor:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         norm = self.clip_gradients()
@@ -133,11 +135,11 @@ class TorchEngine(MicroBatchEngine):
             self._scaler.update()
         else:
             self.optimizer.step()
-        held = self._count_tensor_bytes()
-        self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(held.values()))
+        tensor_bytes = self._count_tensor_bytes()
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(tensor_bytes.values()))
         # Free gradients here, not before the next backward: the plan counts none during forward.
         self.optimizer.zero_grad(set_to_none=True)
-        self.bytes_after_step = {**held, "gradients": self.gradient_bytes()}
+        self.bytes_after_step = {**tensor_bytes, "gradients": self.gradient_bytes()}
         return norm
 
     def clip_gradients(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.export.files import contents
+from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
@@ -48,7 +48,7 @@ class ExportPanel(WorkPanel):
         def export(progress: Progress) -> list[Exported]:
             progress("writing", 0.5)
             plan.export(folder)
-            return contents(plan)
+            return list_files(plan)
 
         def show_files(files: list[Exported]) -> None:
             self.words.value = render_file_list(files, folder)

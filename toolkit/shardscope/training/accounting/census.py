@@ -22,7 +22,7 @@ from shardscope.training.optimizers.gradients import local_shard
 if TYPE_CHECKING:
     from shardscope.training.engine import LiveTensors
 
-NEWS = 1.005
+GROWTH_FACTOR = 1.005
 """Growth of live bytes, as a factor, that triggers a new count: peaks are underestimated by at most this
 share, and a long forward, in which memory grows with every operator, costs some hundred counts."""
 
@@ -36,7 +36,7 @@ _LIBRARY = "communication"
 """Component of storages that no operator created but operators read: copies made inside a library. gloo
 clones the inputs of its reductions (ProcessGroupGloo.cpp); NCCL reads them in place."""
 
-Weighed = dict[str, int]
+BytesByComponent = dict[str, int]
 """Component -> bytes."""
 
 
@@ -45,25 +45,25 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        held: Callable[[], LiveTensors],
+        list_live_tensors: Callable[[], LiveTensors],
         *,
         vocab_sizes: Iterable[int],
         bucket_bytes: int = 0,
     ) -> None:
         super().__init__()
-        self.phases: dict[str, Weighed] = {}
-        self._held = held
-        self._buffers = list(held().buffers)
+        self.phases: dict[str, BytesByComponent] = {}
+        self._list_live_tensors = list_live_tensors
+        self._buffers = list(list_live_tensors().buffers)
         self._vocab_sizes = frozenset(vocab_sizes)
         self._bucket_bytes = bucket_bytes
         self._phase = "forward"
-        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._created: dict[int, tuple[StorageWeakRef, str]] = {}
         self._sizes: dict[int, int] = {}
-        self._at_most = 0
+        self._upper_bound = 0
         """Upper bound of live bytes: assumes that nothing was freed since the last count."""
         for buffer in self._buffers:
-            self._remember(local_shard(buffer), "activations")
-        self.look("rest")
+            self._register(local_shard(buffer), "activations")
+        self.update_peak("rest")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and remember weak references to the storages that it created."""
@@ -71,65 +71,65 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         kind = self._kind_of_unknown(function)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._remember(local_shard(leaf), kind)
+                self._register(local_shard(leaf), kind)
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
                 if isinstance(leaf, torch.Tensor):
                     storage = local_shard(leaf).untyped_storage()
-                    self._made[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
-        if self._at_most > NEWS * _of_torch(self.phases.get(self._phase, {})):
-            self.look(self._phase)
+                    self._created[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
+        if self._upper_bound > GROWTH_FACTOR * _sum_tensor_bytes(self.phases.get(self._phase, {})):
+            self.update_peak(self._phase)
         return out
 
     def _kind_of_unknown(self, function: Any) -> str | None:
         """Return the kind of unknown storages that ``function`` returns; None if it allocates its outputs."""
-        returns = getattr(getattr(function, "_schema", None), "returns", ())
-        aliases = [found.alias_info for found in returns if found.alias_info is not None]
+        returned_values = getattr(getattr(function, "_schema", None), "returns", ())
+        aliases = [value.alias_info for value in returned_values if value.alias_info is not None]
         if not aliases:
             return None
         if self._bucket_bytes:
             return _BUCKETS
         return None if any(alias.is_write for alias in aliases) else _LIBRARY
 
-    def _remember(self, tensor: torch.Tensor, unknown: str | None) -> None:
+    def _register(self, tensor: torch.Tensor, unknown: str | None) -> None:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
-        known = self._made.get(storage._cdata)
+        known = self._created.get(storage._cdata)
         # A view keeps the kind of its base; an address is reused only after its storage was freed.
         if known is None or known[0].expired():
             kind = unknown or ("logits" if self._is_logits(tensor) else "activations")
-            self._made[storage._cdata] = (StorageWeakRef(storage), kind)
+            self._created[storage._cdata] = (StorageWeakRef(storage), kind)
             self._sizes[storage._cdata] = 0
         # A framework may resize a storage to zero and later allocate it again (FSDP2's all-gathers).
-        self._at_most += max(0, num_bytes - self._sizes.get(storage._cdata, 0))
+        self._upper_bound += max(0, num_bytes - self._sizes.get(storage._cdata, 0))
         self._sizes[storage._cdata] = num_bytes
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Start ``phase``: later operators belong to it."""
         self._phase = phase
 
-    def look(self, phase: str) -> None:
+    def update_peak(self, phase: str) -> None:
         """Count the live bytes; keep the count if it is the largest of ``phase`` so far."""
-        weighed = self._weigh()
-        self._at_most = _of_torch(weighed)
-        if self._at_most > _of_torch(self.phases.get(phase, {})):
-            self.phases[phase] = weighed
+        by_component = self._sum_by_component()
+        self._upper_bound = _sum_tensor_bytes(by_component)
+        if self._upper_bound > _sum_tensor_bytes(self.phases.get(phase, {})):
+            self.phases[phase] = by_component
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
         """Return whether the last dimension is the vocabulary; for the head's weights it is the first."""
         return tensor.dim() > 1 and tensor.is_floating_point() and tensor.shape[-1] in self._vocab_sizes
 
-    def _weigh(self) -> Weighed:
-        held = self._held()
-        gradients = [local_shard(gradient) for gradient in held.gradients]
+    def _sum_by_component(self) -> BytesByComponent:
+        live_tensors = self._list_live_tensors()
+        gradients = [local_shard(gradient) for gradient in live_tensors.gradients]
         owned: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": map(local_shard, held.parameters),
+            "parameters": map(local_shard, live_tensors.parameters),
             "gradients": gradients,
-            "optimizer": map(local_shard, held.optimizer),
-            "gather_buffers": map(local_shard, held.gathered),
+            "optimizer": map(local_shard, live_tensors.optimizer),
+            "gather_buffers": map(local_shard, live_tensors.gathered),
         }
         seen: set[int] = set()
-        weighed: Weighed = {}
+        by_component: BytesByComponent = {}
         for component, tensors in owned.items():
             num_bytes = 0
             for tensor in tensors:
@@ -137,19 +137,19 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                 if storage._cdata not in seen:
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
-            weighed[component] = num_bytes
-        weighed["gradients"] += self._unseen_buckets(gradients)
-        weighed["activations"] = weighed["logits"] = weighed[_LIBRARY] = 0
-        for key, (weak, kind) in list(self._made.items()):
-            alive = _alive_bytes(weak)
-            if alive is None:
-                del self._made[key]
+            by_component[component] = num_bytes
+        by_component["gradients"] += self._unseen_buckets(gradients)
+        by_component["activations"] = by_component["logits"] = by_component[_LIBRARY] = 0
+        for key, (reference, kind) in list(self._created.items()):
+            num_live_bytes = _read_live_bytes(reference)
+            if num_live_bytes is None:
+                del self._created[key]
                 self._sizes.pop(key, None)
                 continue
-            self._sizes[key] = alive
+            self._sizes[key] = num_live_bytes
             if key not in seen and kind != _BUCKETS:
-                weighed[kind] += alive
-        return weighed
+                by_component[kind] += num_live_bytes
+        return by_component
 
     def _unseen_buckets(self, gradients: Iterable[torch.Tensor]) -> int:
         """Return the bytes of the framework's gradient buckets in which no gradient is stored at present.
@@ -166,12 +166,12 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         return max(0, self._bucket_bytes - sum(seen.values()))
 
 
-def _of_torch(weighed: Weighed) -> int:
+def _sum_tensor_bytes(by_component: BytesByComponent) -> int:
     """Return the bytes that operators hold: libraries' transient copies have no formula and are excluded."""
-    return sum(weighed.values()) - weighed.get(_LIBRARY, 0)
+    return sum(by_component.values()) - by_component.get(_LIBRARY, 0)
 
 
-def _alive_bytes(weak: StorageWeakRef) -> int | None:
+def _read_live_bytes(reference: StorageWeakRef) -> int | None:
     """Return the current bytes of a storage (0 if a framework resized it to zero); None once it is freed."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else int(storage.nbytes())

@@ -28,18 +28,18 @@ class MemoryWatch:
         self._engine = engine
         self._device = engine.ctx.device
         self._num_steps = 0
-        self._watches = False
+        self._is_measured = False
         self._census: Census | None = None
         self._peaks: dict[str, int] = {}
-        self._initialisation = tensors.peak_allocated(self._device)
+        self._initialisation_peak = tensors.peak_allocated(self._device)
         self._baseline = tensors.device_bytes(self._device).get("rss")
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def measure_step(self) -> Iterator[None]:
         """Measure this step if it is in :data:`WATCHED_STEPS`, and record the result in the run folder."""
-        self._watches = self._num_steps in WATCHED_STEPS
+        self._is_measured = self._num_steps in WATCHED_STEPS
         self._num_steps += 1
-        if not self._watches:
+        if not self._is_measured:
             yield
             return
         engine = self._engine
@@ -48,32 +48,34 @@ class MemoryWatch:
         # A dispatch mode sees no operators inside compiled graphs; only the allocator's peaks remain.
         if engine.plan.kernels != "compiled" and engine.live_tensors() is not None:
             self._census = Census(
-                lambda: _held(engine), vocab_sizes=_vocab_sizes(engine), bucket_bytes=engine.bucket_bytes
+                lambda: _list_live_tensors(engine),
+                vocab_sizes=_vocab_sizes(engine),
+                bucket_bytes=engine.bucket_bytes,
             )
         try:
             with self._census or nullcontext():
                 yield
         finally:
             census, self._census = self._census, None
-        engine.ctx.record("memory", self._record(census))
+        engine.ctx.record("memory", self._describe_peaks(census))
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Start ``phase``: later operators belong to it."""
         if self._census is not None:
-            self._census.begin(phase)
+            self._census.begin_phase(phase)
 
-    def mark(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """End ``phase`` and store its peaks."""
-        if not self._watches:
+        if not self._is_measured:
             return
         if self._census is not None:
-            self._census.look(phase)
+            self._census.update_peak(phase)
         if self._device.type == "cuda":
             self._peaks[phase] = max(self._peaks.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
             tensors.reset_peak(self._device)
 
-    def _record(self, census: Census | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def _describe_peaks(self, census: Census | None) -> dict[str, Any]:
+        record: dict[str, Any] = {
             "device": self._device.type,
             "step": self._engine.num_steps_done - 1,
             "phases": census.phases if census else {},
@@ -81,22 +83,22 @@ class MemoryWatch:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
-            found |= {
-                "allocated_peaks": {"initialisation": self._initialisation, **self._peaks},
+            record |= {
+                "allocated_peaks": {"initialisation": self._initialisation_peak, **self._peaks},
                 "reserved": torch.cuda.max_memory_reserved(self._device),
                 # All memory outside this process's allocator, that of the GPU's other processes included.
                 "outside_allocator": max(0, total - free - reserved),
                 "total": total,
             }
         else:
-            found["rss_before_steps"] = self._baseline
-        return found
+            record["rss_before_steps"] = self._baseline
+        return record
 
 
-def _held(engine: Engine) -> LiveTensors:
-    held = engine.live_tensors()
-    assert held is not None
-    return held
+def _list_live_tensors(engine: Engine) -> LiveTensors:
+    live_tensors = engine.live_tensors()
+    assert live_tensors is not None
+    return live_tensors
 
 
 def _vocab_sizes(engine: Engine) -> set[int]:
@@ -120,7 +122,7 @@ class Snapshot:
             torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY)
         self._steps_left = max(self._steps_left, num_steps)
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count one finished training step; write the snapshot after the last one."""
         if self._steps_left == 0:
             return

@@ -21,29 +21,29 @@ MAIN_COPIES = {
 """Possible precisions by the type of matmuls, where the optimizer updates fp32 weights in any case."""
 
 
-def check_precision(planned: str, kept: Iterable[torch.dtype], compute: torch.dtype) -> str:
+def check_precision(planned: str, weight_types: Iterable[torch.dtype], compute: torch.dtype) -> str:
     """Return the precision of weights stored in the types ``kept`` and multiplied in ``compute``.
 
     Raises ``RuntimeError`` if it is not ``planned``.
     """
-    types = set(kept)
+    types = set(weight_types)
     names = {ORIGINALS.get((kind, compute)) for kind in types}
     if names != {planned}:
         shown = " and ".join(sorted(map(str, types))).replace("torch.", "")
-        raise _contradicts(planned, f"weights of {shown} that are multiplied in {compute}")
+        raise _make_mismatch_error(planned, f"weights of {shown} that are multiplied in {compute}")
     return planned
 
 
-def check_copied(planned: str, compute: torch.dtype) -> str:
+def check_precision_of_copies(planned: str, compute: torch.dtype) -> str:
     """Return ``planned`` where main weights or adapters are always fp32: "bf16" equals "bf16-mixed" there.
 
     Raises ``RuntimeError`` if matmuls in ``compute`` contradict it.
     """
     if planned not in MAIN_COPIES.get(compute, ()):
-        raise _contradicts(planned, f"weights of {compute}")
+        raise _make_mismatch_error(planned, f"weights of {compute}")
     return planned
 
 
-def _contradicts(planned: str, found: str) -> RuntimeError:
-    told = f"the plan says precision={planned!r}, and the engine has {found}"
-    return RuntimeError(told.replace("torch.", ""))
+def _make_mismatch_error(planned: str, actual: str) -> RuntimeError:
+    message = f"the plan says precision={planned!r}, and the engine has {actual}"
+    return RuntimeError(message.replace("torch.", ""))

@@ -58,7 +58,7 @@ def device_bytes(device: torch.device) -> dict[str, int]:
             "max_allocated": max(_before_reset.get(device, 0), int(allocated["peak"])),
             "reserved": int(reserved["current"]),
         }
-    return {"rss": int(_process(os.getpid()).memory_info().rss)}
+    return {"rss": int(_open_process(os.getpid()).memory_info().rss)}
 
 
 _before_reset: dict[torch.device, int] = {}
@@ -79,7 +79,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 @lru_cache(maxsize=1)
-def _process(pid: int) -> Any:
+def _open_process(pid: int) -> Any:
     """Return this process, cached by id, which a fork changes: creating it reads several files of /proc."""
     import psutil
 

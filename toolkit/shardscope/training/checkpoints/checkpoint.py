@@ -47,14 +47,14 @@ def save(
 
     ``only_trained`` leaves out frozen weights: adapters are megabytes, their base is much larger.
     """
-    with replace_when_complete(path) as aside:
-        random_state.write(aside)
-        dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
+    with replace_when_complete(path) as temporary:
+        random_state.write_states(temporary)
+        dcp.save(_collect_state(model, optimizer, only_trained), checkpoint_id=str(temporary))
         if dist.get_rank() == 0:
-            write_position(aside, position, pickled_items(aside))
+            write_position(temporary, position, pickled_items(temporary))
 
 
-def begin(
+def begin_save(
     path: Path,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -68,28 +68,28 @@ def begin(
     ranks, until ``path`` is complete, and raises the error of the write. The folder gets its name as soon as
     it is complete, whether or not that function is called.
     """
-    aside = create_temporary(path)
-    random_state.write(aside)
-    state = _state(model, optimizer, only_trained)
-    written: Any = dcp.async_save(state, checkpoint_id=str(aside), process_group=group)
-    whole: Future[None] = Future()
+    temporary = create_temporary(path)
+    random_state.write_states(temporary)
+    state = _collect_state(model, optimizer, only_trained)
+    future: Any = dcp.async_save(state, checkpoint_id=str(temporary), process_group=group)
+    completed: Future[None] = Future()
 
-    def name_it(_: Any) -> None:
+    def finish(_: Any) -> None:
         # On rank 0 async_save finishes last: it writes the metadata after all ranks have written their parts.
         try:
-            written.result()
+            future.result()
             if dist.get_rank() == 0:
-                write_position(aside, position, pickled_items(aside))
-                replace_folder(aside, path)
-            whole.set_result(None)
+                write_position(temporary, position, pickled_items(temporary))
+                replace_folder(temporary, path)
+            completed.set_result(None)
         except BaseException as error:
-            whole.set_exception(error)
+            completed.set_exception(error)
 
     def wait() -> None:
-        whole.result()
+        completed.result()
         dist.barrier(group)
 
-    written.add_done_callback(name_it)
+    future.add_done_callback(finish)
     return wait
 
 
@@ -110,16 +110,16 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
             "optimizer state is written otherwise",
             "the pp of the run that saved it, or its export as the model to begin from",
         )
-    saved = position.get("optimizer", name_of(optimizer))
-    if saved != name_of(optimizer):
+    saved_optimizer = position.get("optimizer", optimizer_class_name(optimizer))
+    if saved_optimizer != optimizer_class_name(optimizer):
         # Some optimizers have state of the same name and another meaning, which would load silently.
         refuse(
             "optimizer of the engine that loads",
-            name_of(optimizer),
-            f"{saved!r}: {path} holds its state",
+            optimizer_class_name(optimizer),
+            f"{saved_optimizer!r}: {path} holds its state",
             "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
         )
-    state = _state(model, optimizer, only_trained)
+    state = _collect_state(model, optimizer, only_trained)
     trusted = is_trusted(path)
     reader = CheckedReader(path, trusted=trusted)
     with checked_loading(trusted=trusted):
@@ -132,26 +132,28 @@ def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.
     if not only_trained:
         set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    random_state.restore(path)
+    random_state.restore_states(path)
     return position
 
 
-def name_of(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class name: fused and foreach implementations have the same class and state."""
     return type(optimizer).__name__
 
 
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool) -> dict[str, Any]:
+def _collect_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool
+) -> dict[str, Any]:
     options = StateDictOptions(
         ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
     )
     return {
-        "model": _trained(model) if only_trained else get_model_state_dict(model, options=options),
+        "model": _list_trained(model) if only_trained else get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
 
 
-def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _list_trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable tensors by name.
 
     ``get_model_state_dict`` fails on bitsandbytes' Linears: their state dict has scales that are not

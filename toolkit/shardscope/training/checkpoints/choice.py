@@ -45,10 +45,10 @@ class Choice:
         """Sentences that name the skipped checkpoints; empty if there are none."""
         if not self.skipped:
             return ""
-        named = "; ".join(map(str, self.skipped[:MAX_NAMED]))
+        listed = "; ".join(map(str, self.skipped[:MAX_NAMED]))
         more = len(self.skipped) - MAX_NAMED
-        others = f"; and {more:,} more" if more > 0 else ""
-        return f"not taken: {named}{others}. {self.how_to_use}."
+        rest = f"; and {more:,} more" if more > 0 else ""
+        return f"not taken: {listed}{rest}. {self.how_to_use}."
 
     @property
     def how_to_use(self) -> str:
@@ -77,32 +77,32 @@ def choose_for_rank(folder: Path) -> Choice:
     candidates = [folder]
     if (name := read_run(folder).name) is not None:
         candidates += (path for path in runs_by_name(folder.parent, name) if path != folder)
-    return _choose(candidates)
+    return _choose_newest(candidates)
 
 
 def choose_by_name(parent: Path, name: str) -> Choice:
     """Choose the checkpoint for ``resume=True`` of a run that is launched with ``name`` in ``parent``."""
-    return _choose(runs_by_name(parent, name))
+    return _choose_newest(runs_by_name(parent, name))
 
 
 def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
     """Choose for an ended run with ``description``: its own checkpoint, or the one that it started from."""
-    own = _choose([folder])
-    if own.checkpoint is not None:
-        return own
-    asked = description.get("asked")
-    before = asked.get("resume") if isinstance(asked, Mapping) else None
-    if before is True:
+    own_choice = _choose_newest([folder])
+    if own_choice.checkpoint is not None:
+        return own_choice
+    requested = description.get("asked")
+    resumed_from = requested.get("resume") if isinstance(requested, Mapping) else None
+    if resumed_from is True:
         return choose_for_rank(folder)
-    path = named_checkpoint(Path(before)) if isinstance(before, str) else None
+    path = named_checkpoint(Path(resumed_from)) if isinstance(resumed_from, str) else None
     if path is None:
-        return own
+        return own_choice
     # run.json names that path, but is not protected against changes by others: check the signature.
     try:
         check_signed(path)
     except UnsignedError as error:
-        return Choice(checkpoint=None, skipped=(*own.skipped, Skipped(path=path, why=str(error))))
-    return Choice(checkpoint=path, skipped=own.skipped)
+        return Choice(checkpoint=None, skipped=(*own_choice.skipped, Skipped(path=path, why=str(error))))
+    return Choice(checkpoint=path, skipped=own_choice.skipped)
 
 
 def check_any_usable(choice: Choice, field: str) -> None:
@@ -129,30 +129,30 @@ def runs_by_name(parent: Path, name: str) -> list[Path]:
     if not parent.is_dir():
         return []
     # Filter by folder name first, without reading files: there may be hundreds of runs.
-    named = (path for path in parent.iterdir() if path.name.startswith(name))
-    runs = ((run.created or 0.0, path) for path in named if (run := read_run(path)).name == name)
+    listed = (path for path in parent.iterdir() if path.name.startswith(name))
+    runs = ((run.created or 0.0, path) for path in listed if (run := read_run(path)).name == name)
     return [path for _, path in sorted(runs, reverse=True)]
 
 
-def _choose(folders: list[Path]) -> Choice:
+def _choose_newest(folders: list[Path]) -> Choice:
     skipped: list[Skipped] = []
     for folder in folders:
-        newest: Skipped | None = None
+        newest_skipped: Skipped | None = None
         for path in reversed(list_checkpoints(folder)):
-            if (why := _why_not(path, folder)) is None:
-                newest_first = (*skipped, *filter(None, (newest,)))
-                return Choice(checkpoint=path, skipped=newest_first)
-            newest = newest or Skipped(path=path, why=why)
-        skipped += filter(None, (newest,))
+            if (why := _explain_skip(path, folder)) is None:
+                all_skipped = (*skipped, *filter(None, (newest_skipped,)))
+                return Choice(checkpoint=path, skipped=all_skipped)
+            newest_skipped = newest_skipped or Skipped(path=path, why=why)
+        skipped += filter(None, (newest_skipped,))
     return Choice(checkpoint=None, skipped=tuple(skipped))
 
 
-def _why_not(path: Path, folder: Path) -> str | None:
+def _explain_skip(path: Path, folder: Path) -> str | None:
     try:
-        signed = check_signed(path)
+        saved_by = check_signed(path)
     except UnsignedError as error:
         return str(error)
     # Otherwise a copy of an old checkpoint in a forged folder of a new run would count as the newest.
-    if signed != read_run(folder):
-        return f"it was saved by another run than this folder says ({signed.name or 'one without a name'})"
+    if saved_by != read_run(folder):
+        return f"it was saved by another run than this folder says ({saved_by.name or 'one without a name'})"
     return None

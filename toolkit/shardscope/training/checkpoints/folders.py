@@ -26,19 +26,19 @@ def is_complete(path: Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, in the order of their steps."""
-    found = [
+    numbered = [
         (int(match[1]), path)
         for path in (Path(folder) / CHECKPOINTS).glob("step-*")
         if (match := _STEP.fullmatch(path.name)) and is_complete(path)
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def delete_older(folder: Path, keep_last: int) -> None:
     """Delete all complete checkpoints of a run except the latest ``keep_last``."""
     for path in list_checkpoints(folder)[:-keep_last]:
         # Rename before deleting: a half-deleted checkpoint must not look complete.
-        dying = path.with_name(f".{path.name}.old")
-        shutil.rmtree(dying, ignore_errors=True)
-        path.rename(dying)
-        shutil.rmtree(dying, ignore_errors=True)
+        doomed = path.with_name(f".{path.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -130,7 +130,7 @@ def read_or_create_key() -> bytes:
 
 
 def sign_checkpoint(
-    folder: Path, run: SignedRun, pickled: Mapping[str, Ranges], added: Mapping[str, bytes]
+    folder: Path, run: SignedRun, pickled: Mapping[str, Ranges], added_files: Mapping[str, bytes]
 ) -> None:
     """Write the manifest of the checkpoint in ``folder``, including files ``added`` after it (name: content).
 
@@ -140,14 +140,14 @@ def sign_checkpoint(
     """
     key = read_or_create_key()
     files: dict[str, Any] = {
-        name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _sha256(content)}
-        for name, content in added.items()
+        name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _compute_sha256(content)}
+        for name, content in added_files.items()
     }
-    for name in _files_in(folder):
-        if name in added or name == MANIFEST_FILE:
+    for name in _list_files(folder):
+        if name in added_files or name == MANIFEST_FILE:
             continue
         with open_to_read(folder / name) as file:
-            ranges = pickled.get(name, _ranges_to_hash(folder / name, file))
+            ranges = pickled.get(name, _find_hashed_ranges(folder / name, file))
             size = os.fstat(file.fileno()).st_size
             files[name] = {
                 "bytes": size,
@@ -155,7 +155,9 @@ def sign_checkpoint(
                 "sha256": _hash_ranges(file, ranges),
             }
     record = {"version": 1, "run": {"name": run.name, "created": run.created}, "files": files}
-    (folder / MANIFEST_FILE).write_text(json.dumps({**record, "hmac": _hmac(key, record)}), encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(
+        json.dumps({**record, "hmac": _compute_hmac(key, record)}), encoding="utf-8"
+    )
 
 
 def check_signed(checkpoint: Path) -> SignedRun:
@@ -165,17 +167,17 @@ def check_signed(checkpoint: Path) -> SignedRun:
         with open_to_read(checkpoint / MANIFEST_FILE) as file:
             content = file.read(MAX_MANIFEST_BYTES)
         record: dict[str, Any] = dict(json.loads(content))
-        given = str(record.pop("hmac"))
-        expected = _hmac(read_key(), record)
+        stored_hmac = str(record.pop("hmac"))
+        expected_hmac = _compute_hmac(read_key(), record)
     except FileNotFoundError:
         raise UnsignedError(f"it has no {MANIFEST_FILE}") from None
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         raise UnsignedError(f"its {MANIFEST_FILE} cannot be read") from None
     # Use no other field of the manifest before this check; after it the content is trusted.
-    if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
+    if not hmac.compare_digest(stored_hmac.encode(errors="replace"), expected_hmac.encode()):
         raise UnsignedError(f"its {MANIFEST_FILE} was not signed by this user's key ({key_path()})")
     # Reject added files: a framework might prefer one, or find it by a pattern.
-    for name in _files_in(checkpoint):
+    for name in _list_files(checkpoint):
         if name not in record["files"] and name != MANIFEST_FILE:
             raise UnsignedError(f"{name} was added after it was saved")
     for name, entry in record["files"].items():
@@ -189,7 +191,7 @@ def check_signed(checkpoint: Path) -> SignedRun:
     return SignedRun(name=record["run"]["name"], created=record["run"]["created"])
 
 
-def _files_in(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     """Return the relative paths of all files in ``folder``, and of symbolic links to folders."""
     names = []
     for parent, folders, files in os.walk(folder):
@@ -198,12 +200,12 @@ def _files_in(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _hmac(key: bytes, record: Any) -> str:
+def _compute_hmac(key: bytes, record: Any) -> str:
     content = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
     return hmac.new(key, _PURPOSE + content, hashlib.sha256).hexdigest()
 
 
-def _ranges_to_hash(path: Path, file: BinaryIO) -> Ranges:
+def _find_hashed_ranges(path: Path, file: BinaryIO) -> Ranges:
     """Return the non-tensor ranges of ``file``; the whole file if its format is unknown."""
     if path.suffix in TENSOR_SUFFIXES:
         return []
@@ -236,5 +238,5 @@ def _hash_ranges(file: BinaryIO, ranges: Ranges) -> str:
     return digest.hexdigest()
 
 
-def _sha256(content: bytes) -> str:
+def _compute_sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()

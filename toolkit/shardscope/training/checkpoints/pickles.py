@@ -34,7 +34,7 @@ _BROKEN = (
 """Exceptions that unpickling of invalid metadata may raise."""
 
 
-def _plain_path(*parts: str) -> str:
+def _convert_path(*parts: str) -> str:
     """Replace ``PosixPath`` in metadata by plain text (the path where the checkpoint was saved)."""
     return str(PurePosixPath(*parts))
 
@@ -64,8 +64,8 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # Python 3.13 moved the class.
-    ("pathlib", "PosixPath"): _plain_path,
-    ("pathlib._local", "PosixPath"): _plain_path,
+    ("pathlib", "PosixPath"): _convert_path,
+    ("pathlib._local", "PosixPath"): _convert_path,
 }
 """Classes that torch 2.13 and Megatron-core 0.16.1 write into ``.metadata``, besides dtypes."""
 
@@ -77,14 +77,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     """The class or function in the pickle that is not allowed."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        found = _METADATA_CLASSES.get((module_name, global_name))
-        if found is None and module_name == "torch":
-            found = getattr(torch, global_name, None)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
+        allowed = _METADATA_CLASSES.get((module_name, global_name))
+        if allowed is None and module_name == "torch":
+            allowed = getattr(torch, global_name, None)
+            allowed = allowed if isinstance(allowed, torch.dtype) else None
+        if allowed is None:
             self.refused = f"{module_name}.{global_name}"
             raise pickle.UnpicklingError(f"asks for {self.refused}")
-        return found
+        return allowed
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("refers to an object outside of it")
@@ -98,24 +98,33 @@ def read_metadata(path: Path) -> Metadata:
     """
     unpickler = _MetadataUnpickler(io.BytesIO(path.read_bytes()))
     try:
-        found = unpickler.load()
-        storage = found.storage_meta
+        loaded = unpickler.load()
+        storage = loaded.storage_meta
         is_metadata = (
-            isinstance(found, Metadata)
-            and isinstance(found.state_dict_metadata, dict)
+            isinstance(loaded, Metadata)
+            and isinstance(loaded.state_dict_metadata, dict)
             and isinstance(storage, StorageMeta | None)
         )
-        places = [info.relative_path for info in found.storage_data.values()]
+        paths = [info.relative_path for info in loaded.storage_data.values()]
     except _BROKEN as error:
         if unpickler.refused:
             _refuse_class(path, unpickler.refused)
         _refuse_damage(path, error)
     if not is_metadata:
         _refuse_damage(path, TypeError("it is no metadata"))
-    for place in places:
-        if not isinstance(place, str) or place != Path(place).name or place in ("", ".."):
-            refuse("checkpoint", path.name, f"items in files beside {path}, not in {place!r}", "another one")
-    return found
+    for path_in_checkpoint in paths:
+        if (
+            not isinstance(path_in_checkpoint, str)
+            or path_in_checkpoint != Path(path_in_checkpoint).name
+            or path_in_checkpoint in ("", "..")
+        ):
+            refuse(
+                "checkpoint",
+                path.name,
+                f"items in files beside {path}, not in {path_in_checkpoint!r}",
+                "another one",
+            )
+    return loaded
 
 
 class CheckedReader(FileSystemReader):  # type: ignore[misc]
@@ -131,7 +140,7 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         if not trusted:
-            for name, ranges in _pickled_items(self._metadata).items():
+            for name, ranges in _find_pickled_items(self._metadata).items():
                 _check_items(folder / name, ranges)
 
     # Without keyword arguments: torch then does not look for metadata of single ranks.
@@ -142,41 +151,41 @@ class CheckedReader(FileSystemReader):  # type: ignore[misc]
 
 def pickled_items(folder: Path) -> dict[str, Ranges]:
     """Return the ranges of non-tensor items in a checkpoint, by file."""
-    return _pickled_items(read_metadata(folder / METADATA_FILE))
+    return _find_pickled_items(read_metadata(folder / METADATA_FILE))
 
 
-def _pickled_items(found: Metadata) -> dict[str, Ranges]:
+def _find_pickled_items(loaded: Metadata) -> dict[str, Ranges]:
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for index, info in found.storage_data.items():
-        if isinstance(found.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+    for index, info in loaded.storage_data.items():
+        if isinstance(loaded.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             ranges.setdefault(info.relative_path, []).append((int(info.offset), int(info.length)))
-    return {name: sorted(places) for name, places in ranges.items()}
+    return {name: sorted(spans) for name, spans in ranges.items()}
 
 
 def _check_items(path: Path, ranges: Ranges) -> None:
     with path.open("rb") as file:
         for offset, length in ranges:
             file.seek(offset)
-            _load(io.BytesIO(file.read(length)), path, (), map_location="cpu")
+            _load_checked(io.BytesIO(file.read(length)), path, (), map_location="cpu")
 
 
 def load_file(path: Path, classes: Sequence[Any], map_location: Any = None) -> Any:
     """Load a ``torch.save`` file of tensors, plain values and ``classes``, else raise ``ValueError``."""
-    return _load(path, path, classes, map_location)
+    return _load_checked(path, path, classes, map_location)
 
 
-def _load(source: Path | io.BytesIO, path: Path, classes: Sequence[Any], map_location: Any) -> Any:
+def _load_checked(source: Path | io.BytesIO, path: Path, classes: Sequence[Any], map_location: Any) -> Any:
     with torch.serialization.safe_globals(list(classes)):
         try:
             return torch.load(source, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
-            names = _refused_classes(source)
+            names = _find_refused_classes(source)
             if names:
                 _refuse_class(path, names)
             _refuse_damage(path, error)
 
 
-def _refused_classes(source: Path | io.BytesIO) -> str:
+def _find_refused_classes(source: Path | io.BytesIO) -> str:
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
@@ -203,16 +212,16 @@ def checked_loading(classes: Sequence[Any] = (), *, trusted: bool) -> Iterator[N
     if trusted:
         yield
         return
-    before = os.environ.get(FORCE_VARIABLE)
+    previous = os.environ.get(FORCE_VARIABLE)
     os.environ[FORCE_VARIABLE] = "1"
     try:
         with torch.serialization.safe_globals(list(classes)):
             yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[FORCE_VARIABLE]
         else:
-            os.environ[FORCE_VARIABLE] = before
+            os.environ[FORCE_VARIABLE] = previous
 
 
 def _refuse_class(path: Path, names: str) -> NoReturn:

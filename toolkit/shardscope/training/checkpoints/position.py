@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 def describe_position(engine: Engine) -> dict[str, Any]:
     """Return the position fields that all frameworks' checkpoints have."""
-    found: dict[str, Any] = {
+    position: dict[str, Any] = {
         "framework": engine.framework,
-        "format": _format(engine.plan),
+        "format": _checkpoint_format(engine.plan),
         "num_steps_done": engine.num_steps_done,
         "seed": engine.seed,
     }
     if engine.frozen_base is not None:
-        found["frozen_base"] = dict(engine.frozen_base)
-    return found
+        position["frozen_base"] = dict(engine.frozen_base)
+    return position
 
 
 def write_position(
@@ -60,20 +60,21 @@ def read_position(path: Path, plan: Plan) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
     check_own(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
-    read = _format(plan)
+    own_format = _checkpoint_format(plan)
     # Checkpoints of older versions have no "format": a wrong one fails when it is loaded.
-    saved = position.get("format", read)
-    if saved != read:
-        before = frameworks.get(str(position.get("framework")))
-        who = before.title if before is not None else position.get("framework")
+    saved_format = position.get("format", own_format)
+    if saved_format != own_format:
+        saving_framework = frameworks.get(str(position.get("framework")))
+        saved_by = saving_framework.title if saving_framework is not None else position.get("framework")
         refuse(
             "checkpoint",
             str(path),
-            f"one of {read}, which is what {plan.layout.title} reads: this one was saved by {who} as {saved}",
+            f"one of {own_format}, which {plan.layout.title} reads: this one was saved by {saved_by} as "
+            f"{saved_format}",
             "the plan of the run that saved it, or its export as the model to begin from",
         )
     return position
 
 
-def _format(plan: Plan) -> str:
+def _checkpoint_format(plan: Plan) -> str:
     return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan).name

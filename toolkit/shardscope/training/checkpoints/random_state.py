@@ -13,48 +13,48 @@ import torch
 import torch.distributed as dist
 
 
-def write(folder: Path) -> None:
+def write_states(folder: Path) -> None:
     """Write this rank's states into ``folder``, one file per rank."""
-    numbers: Any = numpy.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = numbers
-    version, words, gauss = random.getstate()
+    numpy_state: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
+    version, python_state, gauss = random.getstate()
     states: dict[str, Any] = {
         "world_size": dist.get_world_size(),
-        "python": [version, list(words), gauss],
+        "python": [version, list(python_state), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "torch": _text(torch.get_rng_state()),
+        "torch": _encode_state(torch.get_rng_state()),
     }
     if torch.cuda.is_initialized():
-        states["cuda"] = _text(torch.cuda.get_rng_state())
-    _file(folder).write_text(json.dumps(states), encoding="utf-8")
+        states["cuda"] = _encode_state(torch.cuda.get_rng_state())
+    _state_file(folder).write_text(json.dumps(states), encoding="utf-8")
 
 
-def restore(folder: Path) -> bool:
+def restore_states(folder: Path) -> bool:
     """Restore this rank's generators. Return whether there were states to restore.
 
     With another number of ranks the generators are unchanged: states of one rank must not go to another.
     """
-    file = _file(folder)
+    file = _state_file(folder)
     states: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if states.get("world_size") != dist.get_world_size():
         return False
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, python_state, gauss = states["python"]
+    random.setstate((version, tuple(python_state), gauss))
     kind, keys, *rest = states["numpy"]
     numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(_tensor(states["torch"]))
+    torch.set_rng_state(_decode_state(states["torch"]))
     if "cuda" in states and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+        torch.cuda.set_rng_state(_decode_state(states["cuda"]))
     return True
 
 
-def _file(folder: Path) -> Path:
+def _state_file(folder: Path) -> Path:
     return folder / f"random-rank-{dist.get_rank()}.json"
 
 
-def _text(state: torch.Tensor) -> str:
+def _encode_state(state: torch.Tensor) -> str:
     return base64.b64encode(bytes(state.tolist())).decode("ascii")
 
 
-def _tensor(text: str) -> torch.Tensor:
+def _decode_state(text: str) -> torch.Tensor:
     return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

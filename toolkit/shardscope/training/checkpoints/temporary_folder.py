@@ -18,39 +18,39 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
     An older folder at ``path`` is replaced: readers see the old one or the complete new one. A run that dies
     in between leaves ``.<name>.partial``, which the next writer of ``path`` deletes.
     """
-    aside = create_temporary(path)
-    yield aside
+    temporary = create_temporary(path)
+    yield temporary
     # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
     if dist.get_rank() == 0:
-        replace_folder(aside, path)
+        replace_folder(temporary, path)
     # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
     dist.barrier()
 
 
 def create_temporary(path: Path) -> Path:
     """Create the temporary folder for ``path``. Return it, on all ranks."""
-    aside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
     dist.barrier()
-    return aside
+    return temporary
 
 
-def replace_folder(aside: Path, path: Path) -> None:
+def replace_folder(temporary: Path, path: Path) -> None:
     """Rename ``aside`` to ``path``. An existing folder is moved first: rename(2) needs an empty target."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
-    aside.rename(path)
+    temporary.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def check_own(path: Path) -> None:
     """Raise ``PermissionError`` unless this user owns ``path`` and all files in it, as some are pickles."""
-    for part in (path, *path.rglob("*")):
-        if part.stat().st_uid != os.getuid():
-            raise PermissionError(f"{part} is another user's; the format pickles, so it is not opened")
+    for entry in (path, *path.rglob("*")):
+        if entry.stat().st_uid != os.getuid():
+            raise PermissionError(f"{entry} is another user's; the format pickles, so it is not opened")

@@ -29,8 +29,8 @@ def encode_text(text: str) -> numpy.ndarray:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
-    made = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in pieces(text)]
-    return numpy.concatenate([*made, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
+    encoded = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in split_text(text)]
+    return numpy.concatenate([*encoded, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
 
 
 def write_tokenizer(folder: Path, seq_len: int) -> None:
@@ -44,15 +44,15 @@ def write_tokenizer(folder: Path, seq_len: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def pieces(text: str) -> list[str]:
+def split_text(text: str) -> list[str]:
     """Split ``text`` at line ends: encoding a whole book at once needs 100 bytes of offsets per token."""
-    found: list[str] = []
+    pieces: list[str] = []
     start = 0
     while start < len(text):
         end = start + _ENCODE_CHARACTERS
         if end < len(text):
             line_end = text.rfind("\n", start, end)
             end = line_end + 1 if line_end > start else end
-        found.append(text[start:end])
+        pieces.append(text[start:end])
         start = end
-    return found
+    return pieces

@@ -77,28 +77,28 @@ class Windows:
         """Number of windows in the text; the tokens after the last full one are never read."""
         return len(self.tokens) // self.seq_len
 
-    def indices(self, step: int) -> list[int]:
+    def list_indices(self, step: int) -> list[int]:
         """Return the indices of the windows that this rank reads at ``step`` (from 0)."""
         first = (step * self.num_ranks + self.rank) * self.rows
-        return [self._window(position) for position in range(first, first + self.rows)]
+        return [self._find_window(position) for position in range(first, first + self.rows)]
 
-    def batch(self, step: int) -> dict[str, torch.Tensor]:
+    def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels``, int64, shape ``[rows, seq_len]``; the model shifts labels."""
         import numpy
         import torch
 
-        starts = numpy.asarray(self.indices(step)) * self.seq_len
+        starts = numpy.asarray(self.list_indices(step)) * self.seq_len
         picked = self.tokens[starts[:, None] + numpy.arange(self.seq_len)]
         input_ids = torch.from_numpy(picked.astype(numpy.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
-    def _window(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_windows)
-        return int(_shuffled(self.num_windows, self.seed, epoch)[place])
+    def _find_window(self, position: int) -> int:
+        epoch, index = divmod(position, self.num_windows)
+        return int(_shuffle_windows(self.num_windows, self.seed, epoch)[index])
 
 
 @lru_cache(maxsize=4)
-def _shuffled(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
+def _shuffle_windows(num_windows: int, seed: int, epoch: int) -> numpy.ndarray:
     import numpy
 
     return numpy.random.default_rng([seed, epoch]).permutation(num_windows)
@@ -120,9 +120,9 @@ def shipped_tokens() -> numpy.ndarray:
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "tokens" / version
     )
     with suppress(OSError, ValueError, EOFError):
-        kept: numpy.ndarray = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
-        if kept.dtype == numpy.int32 and kept.ndim == 1:
-            return kept
+        cached: numpy.ndarray = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
+        if cached.dtype == numpy.int32 and cached.ndim == 1:
+            return cached
     tokens = encode_text(text.decode("utf-8"))
     partial = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardscope.training.model.recompute import decoder_layers, recomputing
+from shardscope.training.model.recompute import decoder_layers, run_recomputed
 
 
 def compile_layers(model: torch.nn.Module, device_type: str) -> None:
@@ -22,8 +22,8 @@ def compile_layers(model: torch.nn.Module, device_type: str) -> None:
         torch._inductor.config.compile_threads = 1
     for layer in decoder_layers(model):
         # Identical layers share one graph as long as the compiled function is the same code object.
-        again = "forward" in vars(layer)
-        forward = types.MethodType(recomputing, layer) if again else layer.forward
+        is_recomputed = "forward" in vars(layer)
+        forward = types.MethodType(run_recomputed, layer) if is_recomputed else layer.forward
         layer.forward = torch.compile(forward, dynamic=False)
 
 
@@ -34,10 +34,10 @@ def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, Any]:
     ``torch.compile`` returns the function unchanged.
     """
     layers = decoder_layers(model)
-    found = sum(hasattr(vars(layer).get("forward"), "_torchdynamo_orig_callable") for layer in layers)
-    if planned and found < len(layers):
+    num_compiled = sum(hasattr(vars(layer).get("forward"), "_torchdynamo_orig_callable") for layer in layers)
+    if planned and num_compiled < len(layers):
         raise RuntimeError(
-            f"the plan says kernels='compiled', and {found} of {len(layers)} decoder layers are: is "
+            f"the plan says kernels='compiled', and {num_compiled} of {len(layers)} decoder layers are: is "
             "TORCHDYNAMO_DISABLE set?"
         )
-    return {"num_compiled_layers": found}
+    return {"num_compiled_layers": num_compiled}

@@ -34,11 +34,11 @@ def add_adapters(
     return adapted
 
 
-def describe_adapters(found: Mapping[str, Any]) -> str:
+def describe_adapters(built: Mapping[str, Any]) -> str:
     """Describe the adapters and the result of :func:`shardscope.training.model.quantized.check_base`."""
-    number = count(found["num_trained_parameters"], "adapter weight")
-    if "base_quantization" not in found:
+    number = count(built["num_trained_parameters"], "adapter weight")
+    if "base_quantization" not in built:
         return f"{number} over a frozen base"
-    kind = {"nf4": "NF4", "int8": "int8"}[found["base_quantization"]]
-    double = " with double quantisation" if found["base_double_quantization"] else ""
-    return f"{number} over a base in {kind}{double} ({count(found['num_quantized_linears'], 'Linear')})"
+    kind = {"nf4": "NF4", "int8": "int8"}[built["base_quantization"]]
+    double = " with double quantisation" if built["base_double_quantization"] else ""
+    return f"{number} over a base in {kind}{double} ({count(built['num_quantized_linears'], 'Linear')})"

@@ -21,26 +21,30 @@ def chunked_cross_entropy(
     labels: torch.Tensor,
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
     bias: torch.Tensor | None = None,
-    finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the summed cross entropy of ``hidden`` [tokens, hidden_size] against ``labels`` [tokens].
 
     ``weight`` is the head's, [vocabulary, hidden_size]. Labels of -100 are ignored. Only the logits of one
-    chunk exist at a time, in forward and in backward, which recomputes them. ``finish`` is the family's
+    chunk exist at a time, in forward and in backward, which recomputes them. ``transform`` is the family's
     transformation of logits before the loss.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden.shape[0], chunk_tokens):
-        part = slice(start, start + chunk_tokens)
-        more = checkpoint(_part, hidden[part], weight, labels[part], bias, finish, use_reentrant=False)
-        total = total + more
+        chunk = slice(start, start + chunk_tokens)
+        chunk_loss = checkpoint(
+            _compute_chunk_loss, hidden[chunk], weight, labels[chunk], bias, transform, use_reentrant=False
+        )
+        total = total + chunk_loss
     return total
 
 
-def _part(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: Any, finish: Any) -> Any:
+def _compute_chunk_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: Any, transform: Any
+) -> Any:
     logits = F.linear(hidden, weight, bias)
-    if finish is not None:
-        logits = finish(logits)
+    if transform is not None:
+        logits = transform(logits)
     logits = logits.float()  # Reuse the name, so that the logits before the cast are freed.
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -50,24 +54,28 @@ def apply_chunked_loss(model: torch.nn.Module) -> None:
 
     Its ``forward`` is replaced, not its ``__call__``: the hooks of frameworks and peft's wrapper still work.
     """
-    model.forward = functools.partial(_forward, model)
+    model.forward = functools.partial(_run_forward, model)
 
 
-def _forward(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Any:
+def _run_forward(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **other_inputs: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutput
 
-    asked = {name: value for name, value in others.items() if name == "attention_mask"}
-    hidden = model.base_model(input_ids=input_ids, **asked).last_hidden_state
+    inputs = {name: value for name, value in other_inputs.items() if name == "attention_mask"}
+    hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
     # Shift the labels; the last token has no next one (transformers, ForCausalLMLoss).
-    following = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
+    next_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
     head = model.get_output_embeddings()
     total = chunked_cross_entropy(
-        hidden.flatten(0, 1), head.weight, following, bias=head.bias, finish=_finish(model.config)
+        hidden.flatten(0, 1),
+        head.weight,
+        next_labels,
+        bias=head.bias,
+        transform=_find_logits_transform(model.config),
     )
-    return CausalLMOutput(loss=total / (following != IGNORED).sum())
+    return CausalLMOutput(loss=total / (next_labels != IGNORED).sum())
 
 
-def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _find_logits_transform(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the family's transformation of logits: Granite's scale, Gemma's soft cap; None for others."""
     scale, cap = getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
     if scale:

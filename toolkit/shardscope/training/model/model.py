@@ -46,16 +46,18 @@ def build_model(architecture: Any, dropout: float = 0.0, attention: str | None =
     values = config_values(architecture)
     known = AutoConfig.for_model(architecture.model_type).to_dict()
     values |= {name: dropout for name in DROPOUTS if name in known}
-    return _built(AutoConfig.for_model(architecture.model_type, **values), architecture, attention)
+    return _build_checked(AutoConfig.for_model(architecture.model_type, **values), architecture, attention)
 
 
-def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
+def build_from_config(
+    config_json: Mapping[str, Any], architecture: Any, dropout: float = 0.0
+) -> torch.nn.Module:
     """Build the fp32 model of ``said``, the content of a config.json, with the sizes of ``architecture``.
 
     Unlike :func:`build_model` it keeps the config's other settings (rotary angles, epsilons, the activation).
     No file is read: neither weights, nor a config that it refers to, nor code in its folder.
     """
-    config = _read_as_transformers_does(said)
+    config = _parse_config(config_json)
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         # No auxiliary router loss: pipelines and Megatron have none, and all engines must train the same.
@@ -64,35 +66,35 @@ def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float
     for name, value in values.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    return _built(config, architecture, None)
+    return _build_checked(config, architecture, None)
 
 
-def _read_as_transformers_does(said: Mapping[str, Any]) -> Any:
+def _parse_config(config_json: Mapping[str, Any]) -> Any:
     """Return the config that ``AutoConfig.from_pretrained`` would read from this config.json content."""
     from transformers import CONFIG_MAPPING
 
-    family = said["model_type"]
-    if "layer_types" in said:
+    family = config_json["model_type"]
+    if "layer_types" in config_json:
         # transformers' own exception: a Mistral with windows on only some layers is another class there.
         family = family_named(family).model_type_with_layer_types or family
     kind = CONFIG_MAPPING[family]
-    return kind.from_dict(copy.deepcopy(dict(said)))
+    return kind.from_dict(copy.deepcopy(dict(config_json)))
 
 
-def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:
+def _build_checked(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:
     """Build the model of a config. Raises ``RuntimeError`` if its size differs from ``architecture``'s."""
     from transformers import AutoModelForCausalLM
 
-    own = attention or ("sdpa" if family_of(architecture).has_sdpa else "eager")
-    spelled = "flash_attention_2" if own == "flash" else own
+    implementation = attention or ("sdpa" if family_of(architecture).has_sdpa else "eager")
+    transformers_name = "flash_attention_2" if implementation == "flash" else implementation
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=spelled, dtype=torch.float32
+        config, attn_implementation=transformers_name, dtype=torch.float32
     )
-    made = sum(parameter.numel() for parameter in model.parameters())
-    if made != architecture.num_parameters:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters != architecture.num_parameters:
         raise RuntimeError(
             f"the plan's {architecture.model_type} has {architecture.num_parameters:,} parameters, and "
-            f"transformers made {made:,}: what was planned is not what would train"
+            f"transformers made {num_parameters:,}: what was planned is not what would train"
         )
     return model
 
@@ -103,18 +105,18 @@ def config_values(architecture: Any) -> dict[str, Any]:
 
     family = AutoConfig.for_model(architecture.model_type)
     known = {*family.to_dict(), *getattr(family, "attribute_map", {})} - {"model_type"}
-    values = {name: value for name, value in _flat(architecture).items() if value is not None}
+    values = {name: value for name, value in _flatten_fields(architecture).items() if value is not None}
     for name, spellings in OTHER_SPELLINGS.items():
         values |= {spelling: values[name] for spelling in spellings if name in values}
-    spelled = {name: value for name, value in values.items() if name in known}
+    known_values = {name: value for name, value in values.items() if name in known}
     if "head_dim" not in known and architecture.head_dim * architecture.num_attention_heads != (
         architecture.hidden_size
     ):
         # The attention module reads it from the config, although the config class does not declare it.
-        spelled["head_dim"] = architecture.head_dim
-    values = spelled | _special(architecture, family)
-    by_layer = hasattr(family, "layer_types")  # which then say that no layer has a window
-    if "sliding_window" in known and not by_layer and not architecture_has_windows(architecture):
+        known_values["head_dim"] = architecture.head_dim
+    values = known_values | _family_values(architecture, family)
+    has_layer_types = hasattr(family, "layer_types")  # which then say that no layer has a window
+    if "sliding_window" in known and not has_layer_types and not architecture_has_windows(architecture):
         # Some families default to a window (Mistral's 4,096), which the plan did not count.
         values["sliding_window"] = None
     if getattr(family, "n_group", None) and values.get("n_routed_experts", 0) % family.n_group:
@@ -124,10 +126,10 @@ def config_values(architecture: Any) -> dict[str, Any]:
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def _special(architecture: Any, family: Any) -> dict[str, Any]:
+def _family_values(architecture: Any, family: Any) -> dict[str, Any]:
     """Return the config values that only some families have."""
-    own = family_of(architecture).config_values
-    values: dict[str, Any] = dict(own(architecture)) if own else {}
+    extra_values = family_of(architecture).config_values
+    values: dict[str, Any] = dict(extra_values(architecture)) if extra_values else {}
     if architecture.latent_attention is not None:
         # Set it explicitly: None means no compression, but the family's default is a number.
         values["q_lora_rank"] = architecture.latent_attention.q_lora_rank
@@ -151,13 +153,13 @@ def architecture_has_windows(architecture: Any) -> bool:
     return bool(getattr(architecture, "sliding_window_layers", 0))
 
 
-def _flat(architecture: Any) -> dict[str, Any]:
+def _flatten_fields(architecture: Any) -> dict[str, Any]:
     """Return the fields of an architecture and its nested parts (experts, latent attention) in one dict."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(architecture):
         value = getattr(architecture, field.name)
         if dataclasses.is_dataclass(value):
-            values |= _flat(value)
+            values |= _flatten_fields(value)
         else:
             # transformers configs expect lists, as in JSON.
             values[field.name] = list(value) if isinstance(value, tuple) else value

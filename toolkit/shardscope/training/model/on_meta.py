@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return ``make()`` with parameters on the meta device and real buffers: rotary tables are computed.
 
     Similar to ``accelerate.init_empty_weights``, but keeps tied weights tied: accelerate's copies a
@@ -22,23 +22,23 @@ def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
     torch.nn.Module.register_parameter = register_on_meta
     try:
-        return make()
+        return build()
     finally:
         torch.nn.Module.register_parameter = register
 
 
-def give_memory(model: torch.nn.Module, device: torch.device, *, buffers_on: torch.device) -> None:
+def allocate_parameters(model: torch.nn.Module, device: torch.device, *, buffers_on: torch.device) -> None:
     """Allocate every parameter of ``model`` on ``device``, uninitialized; buffers keep their values."""
     # `to_empty` would make two parameters of a tied weight.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    tied = tied_names(model)
+    groups = find_tied_names(model)
     model.to_empty(device=device)
-    tie(model, tied)
+    tie_parameters(model, groups)
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name].to(buffers_on)
 
 
-def tied_names(model: torch.nn.Module) -> list[list[str]]:
+def find_tied_names(model: torch.nn.Module) -> list[list[str]]:
     """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,10 +46,10 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def tie(model: torch.nn.Module, groups: list[list[str]]) -> None:
+def tie_parameters(model: torch.nn.Module, groups: list[list[str]]) -> None:
     """Make the names of each group share one parameter again."""
-    for first, *others in groups:
+    for first, *other_names in groups:
         parameter = model.get_parameter(first)
-        for name in others:
+        for name in other_names:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, parameter)

@@ -24,7 +24,7 @@ class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
         return list(self._modules.values())[index]
 
 
-def part_of(
+def extract_stage(
     model: torch.nn.Module, numbers: Sequence[int], *, is_first: bool, is_last: bool
 ) -> torch.nn.Module:
     """Return a copy of ``model``, a transformers causal LM, with only the layers of ``numbers``.
@@ -32,30 +32,30 @@ def part_of(
     The embedding is kept if ``is_first``, the final norm and the head if ``is_last``. Modules and parameters
     are the same objects as the whole model's and have the same names; ``model`` is not changed.
     """
-    part: Any = shell_of(model)
-    body: Any = shell_of(part.model)
-    whole = dict(enumerate(decoder_layers(model)))
+    stage: Any = copy_shallow(model)
+    body: Any = copy_shallow(stage.model)
+    layers_by_number = dict(enumerate(decoder_layers(model)))
     if isinstance(body.layers, NumberedLayers):
-        whole = {int(name): layer for name, layer in body.layers.named_children()}
+        layers_by_number = {int(name): layer for name, layer in body.layers.named_children()}
     config = copy.deepcopy(model.config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        by_number = dict(zip(whole, kinds, strict=True))
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        by_number = dict(zip(layers_by_number, layer_types, strict=True))
         config.layer_types = [by_number[number] for number in numbers]
-    body.layers = NumberedLayers({number: whole[number] for number in numbers})
+    body.layers = NumberedLayers({number: layers_by_number[number] for number in numbers})
     if not is_first:
         body.embed_tokens = None
         if hasattr(body, "embedding_multiplier"):  # Granite's, which the first stage applies.
             body.embedding_multiplier = 1.0
     if not is_last:
         body.norm = torch.nn.Identity()
-        part.lm_head = None
-    part.model = body
-    part.config = body.config = config
-    return part
+        stage.lm_head = None
+    stage.model = body
+    stage.config = body.config = config
+    return stage
 
 
-def shell_of(module: torch.nn.Module) -> torch.nn.Module:
+def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
     """Return a shallow copy of ``module`` whose children can be replaced without changing ``module``."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)

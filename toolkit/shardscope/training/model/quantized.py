@@ -16,7 +16,7 @@ import torch
 from shardscope.training.accounting.tensors import tensor_bytes
 from shardscope.training.model.recompute import decoder_layers
 from shardscope.training.optimizers.gradients import local_shard
-from shardscope.training.weights.initial_weights import InitialWeights, all_of, fill_buffers
+from shardscope.training.weights.initial_weights import InitialWeights, fill_buffers, full_region
 
 
 def quantize_base(
@@ -37,75 +37,79 @@ def quantize_base(
     bnb: Any = import_module("bitsandbytes")
     from transformers.pytorch_utils import Conv1D
 
-    kind = recipe.base_quantization
-    numbers = None if weights is None else _Numbers(model, weights)
+    quantization = recipe.base_quantization
+    initializer = None if weights is None else _MetaInitializer(model, weights)
     for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
                     continue
                 if isinstance(child, torch.nn.Linear | Conv1D):
-                    if numbers is not None:
-                        numbers.give(child)
-                    plain = _as_linear(child)
-                    made = _in_int8(plain) if kind == "int8" else _in_nf4(plain, recipe, sharded, compute)
-                    setattr(parent, name, made)
-    if numbers is not None:
-        numbers.give_rest(model)
+                    if initializer is not None:
+                        initializer.initialize_linear(child)
+                    plain = _convert_to_linear(child)
+                    quantized = (
+                        _quantize_int8(plain)
+                        if quantization == "int8"
+                        else _quantize_nf4(plain, recipe, sharded, compute)
+                    )
+                    setattr(parent, name, quantized)
+    if initializer is not None:
+        initializer.initialize_rest(model)
     # peft reads these attributes to choose its LoRA layer classes.
-    setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
+    setattr(model, "is_loaded_in_8bit" if quantization == "int8" else "is_loaded_in_4bit", True)
 
 
-class _Numbers:
+class _MetaInitializer:
     """Initializer of a meta model; all Linears use the same memory, one after the other."""
 
     def __init__(self, model: torch.nn.Module, weights: InitialWeights) -> None:
         self._weights = weights
         self._names = {module: name for name, module in model.named_modules()}
         largest = max(parameter.numel() for parameter in model.parameters())
-        self._room = torch.empty(largest, dtype=next(model.parameters()).dtype)
+        self._buffer = torch.empty(largest, dtype=next(model.parameters()).dtype)
 
-    def give(self, linear: torch.nn.Module) -> None:
+    def initialize_linear(self, linear: torch.nn.Module) -> None:
         """Initialize a Linear. Its weight is valid until the next call, its bias permanently."""
         for name, parameter in linear.named_parameters(recurse=False):
-            into = self._room[: parameter.numel()].view(parameter.shape)
+            into = self._buffer[: parameter.numel()].view(parameter.shape)
             if name == "bias":
                 into = torch.empty_like(into)
-            self._write(f"{self._names[linear]}.{name}", into)
+            self._write_values(f"{self._names[linear]}.{name}", into)
             setattr(linear, name, torch.nn.Parameter(into, requires_grad=False))
 
-    def give_rest(self, model: torch.nn.Module) -> None:
+    def initialize_rest(self, model: torch.nn.Module) -> None:
         """Initialize all other parameters and the stored buffers."""
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 into = torch.empty(parameter.shape, dtype=parameter.dtype)
-                self._write(name, into)
+                self._write_values(name, into)
                 # Keep the same object: a tied weight belongs to two modules.
                 torch.utils.swap_tensors(parameter, torch.nn.Parameter(into, parameter.requires_grad))
         fill_buffers(model, self._weights)
 
-    def _write(self, name: str, into: torch.Tensor) -> None:
+    def _write_values(self, name: str, into: torch.Tensor) -> None:
         with torch.no_grad():
-            self._weights.write(name, into.shape, all_of(into.shape), into)
+            self._weights.write(name, into.shape, full_region(into.shape), into)
 
 
-def _as_linear(module: Any) -> Any:
+def _convert_to_linear(module: Any) -> Any:
     """Return ``module`` as a Linear; GPT-2's Conv1D stores the transposed weight."""
     if isinstance(module, torch.nn.Linear):
         return module
     inner, outer = module.weight.shape
-    found = torch.nn.Linear(inner, outer, bias=module.bias is not None, device="meta")
-    found.weight = torch.nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
-    found.bias = module.bias
-    return found
+    linear = torch.nn.Linear(inner, outer, bias=module.bias is not None, device="meta")
+    linear.weight = torch.nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
 
 
-def _in_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> torch.nn.Module:
+def _quantize_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> torch.nn.Module:
     bnb: Any = import_module("bitsandbytes")
 
     storage = compute if sharded else torch.uint8
     double = recipe.method == "qlora"
-    packed = bnb.nn.Linear4bit(
+    module = bnb.nn.Linear4bit(
         plain.in_features,
         plain.out_features,
         bias=False,
@@ -115,20 +119,20 @@ def _in_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> tor
         quant_storage=storage,
         device="meta",
     )
-    packed.weight = bnb.nn.Params4bit(
+    module.weight = bnb.nn.Params4bit(
         plain.weight.detach(),
         requires_grad=False,
         quant_type="nf4",
         compress_statistics=double,
         quant_storage=storage,
-        module=packed,
+        module=module,
     )
-    packed.bias = plain.bias
-    found: torch.nn.Module = packed.to(plain.weight.device)
-    return found
+    module.bias = plain.bias
+    quantized: torch.nn.Module = module.to(plain.weight.device)
+    return quantized
 
 
-def _in_int8(plain: Any) -> torch.nn.Module:
+def _quantize_int8(plain: Any) -> torch.nn.Module:
     bnb: Any = import_module("bitsandbytes")
 
     packed = bnb.nn.Linear8bitLt(
@@ -136,11 +140,11 @@ def _in_int8(plain: Any) -> torch.nn.Module:
     )
     packed.weight = bnb.nn.Int8Params(plain.weight.detach(), requires_grad=False)
     packed.bias = plain.bias
-    found: torch.nn.Module = packed.to(plain.weight.device)
-    return found
+    module: torch.nn.Module = packed.to(plain.weight.device)
+    return module
 
 
-def is_packed(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a quantized weight, which a cast would corrupt."""
     return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
 
@@ -157,19 +161,24 @@ def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[st
         if planned:
             raise RuntimeError(f"the plan's base is in {planned}, and no Linear of the model is quantised")
         return {}
-    (kind, double, storage), *others = sorted({_kind(linear) for linear in linears.values()})
-    if others:
-        raise RuntimeError(f"the base is quantised in {1 + len(others)} ways: {kind}, {others[0][0]}")
-    wanted = (planned, recipe.method == "qlora")
-    if (kind, double) != wanted:
+    (quantization, double, storage), *other_kinds = sorted(
+        {_read_kind(linear) for linear in linears.values()}
+    )
+    if other_kinds:
         raise RuntimeError(
-            f"the plan's base is {_in_words(*wanted)}, and build_model gives one {_in_words(kind, double)}"
+            f"the base is quantised in {1 + len(other_kinds)} ways: {quantization}, {other_kinds[0][0]}"
         )
-    whole = _unquantized_linears(model)
-    if whole:
+    planned_kind = (planned, recipe.method == "qlora")
+    if (quantization, double) != planned_kind:
         raise RuntimeError(
-            f"the plan's base is in {planned}, and {len(whole)} Linears of its layers are not: "
-            f"{', '.join(whole[:3])}"
+            f"the plan's base is {_describe_kind(*planned_kind)}, and build_model gives one "
+            f"{_describe_kind(quantization, double)}"
+        )
+    unquantized = _unquantized_linears(model)
+    if unquantized:
+        raise RuntimeError(
+            f"the plan's base is in {planned}, and {len(unquantized)} Linears of its layers are not: "
+            f"{', '.join(unquantized[:3])}"
         )
     frozen = (p.dtype for p in model.parameters() if not p.requires_grad and p.ndim == 1)
     other = next(frozen, None)
@@ -179,16 +188,20 @@ def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[st
             f"with bnb_4bit_quant_storage={other}"
         )
     return {
-        "base_quantization": kind,
+        "base_quantization": quantization,
         "base_double_quantization": double,
         "base_stored_as": storage.removeprefix("torch."),
-        "base_scale_bytes": tensor_bytes(scales(model)),
+        "base_scale_bytes": tensor_bytes(list_scales(model)),
         "num_quantized_linears": len(linears),
     }
 
 
-def _in_words(kind: str | None, double: bool) -> str:
-    return f"in {kind}{' with double quantisation' if double else ''}" if kind else "not quantised"
+def _describe_kind(quantization: str | None, double: bool) -> str:
+    return (
+        f"in {quantization}{' with double quantisation' if double else ''}"
+        if quantization
+        else "not quantised"
+    )
 
 
 def _quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
@@ -211,7 +224,7 @@ def _unquantized_linears(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def _kind(linear: Any) -> tuple[str, bool, str]:
+def _read_kind(linear: Any) -> tuple[str, bool, str]:
     """Return (quantization type, whether the scales are quantized too, storage dtype)."""
     state = getattr(linear, "quant_state", None)
     if state is None:
@@ -219,14 +232,14 @@ def _kind(linear: Any) -> tuple[str, bool, str]:
     return str(state.quant_type), bool(state.nested), str(local_shard(linear.weight).dtype)
 
 
-def scales(model: torch.nn.Module) -> list[torch.Tensor]:
+def list_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the non-parameter tensors of quantized Linears: scales, codes and offsets."""
-    found: list[torch.Tensor] = []
+    state_tensors: list[torch.Tensor] = []
     for module in model.modules():
         # NF4 keeps them in the module; int8 in the weight, until the first forward moves them to the module.
         state: Any = getattr(module, "quant_state", None)
         for owner in (state, getattr(state, "state2", None)):
-            found += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]
+            state_tensors += [getattr(owner, name, None) for name in ("absmax", "code", "offset")]
         for owner in (getattr(module, "weight", None), getattr(module, "state", None)):
-            found.append(getattr(owner, "SCB", None))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+            state_tensors.append(getattr(owner, "SCB", None))
+    return [tensor for tensor in state_tensors if isinstance(tensor, torch.Tensor)]

@@ -32,12 +32,12 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     # Consider only outermost lists: a list of experts inside a layer may be longer than the list of layers.
     outer: list[torch.nn.ModuleList] = []
     for candidate in lists:
-        if not any(candidate is inner for taken in outer for inner in taken.modules()):
+        if not any(candidate is inner for accepted in outer for inner in accepted.modules()):
             outer.append(candidate)
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     for candidate in outer:
-        found = list(candidate) if len(candidate) > len(found) else found
-    return found
+        layers = list(candidate) if len(candidate) > len(layers) else layers
+    return layers
 
 
 def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> int:
@@ -64,10 +64,10 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
         )
     context: dict[str, Any] = {}
     if recompute == "selective":
-        context["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        context["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
     for layer in layers:
         if recompute == "offload":
-            layer.forward = functools.partial(_offloading, layer, layer.forward)
+            layer.forward = functools.partial(_run_offloaded, layer, layer.forward)
             continue
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **context)
     return len(layers)
@@ -78,70 +78,70 @@ def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 
     Raises ``RuntimeError`` if it differs from :func:`apply_recompute` with the same arguments.
     """
-    found = [_done_by(layer) for layer in decoder_layers(model)]
-    planned = ["none" if number % interval else recompute for number in range(len(found))]
-    if found != planned:
-        often = "every layer" if interval == 1 else f"one of {interval} layers"
+    actual = [_read_recompute(layer) for layer in decoder_layers(model)]
+    planned = ["none" if number % interval else recompute for number in range(len(actual))]
+    if actual != planned:
+        frequency = "every layer" if interval == 1 else f"one of {interval} layers"
         raise RuntimeError(
-            f"the plan says recompute={recompute!r} in {often}, and the layers do: {', '.join(found)}"
+            f"the plan says recompute={recompute!r} in {frequency}, and the layers do: {', '.join(actual)}"
         )
-    done = [kind for kind in found if kind != "none"]
-    return {"recompute": done[0] if done else "none", "num_recomputed_layers": len(done)}
+    recomputed = [kind for kind in actual if kind != "none"]
+    return {"recompute": recomputed[0] if recomputed else "none", "num_recomputed_layers": len(recomputed)}
 
 
-def _done_by(layer: torch.nn.Module) -> str:
+def _read_recompute(layer: torch.nn.Module) -> str:
     """Return the ``recompute`` choice that a layer's ``forward`` implements."""
     forward = vars(layer).get("forward")
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-    if getattr(forward, "__func__", None) is recomputing:
+    if getattr(forward, "__func__", None) is run_recomputed:
         return "full"
     call = getattr(forward, "func", None)
-    if call is _offloading:
+    if call is _run_offloaded:
         return "offload"
     if call is not checkpoint:
         return "none"
     return "selective" if "context_fn" in forward.keywords else "full"
 
 
-def recomputing(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_recomputed(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's forward under full checkpointing, for compiled layers."""
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
-def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_offloaded(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` with its saved tensors in host memory, each storage copied once.
 
     Weights are not offloaded: they are resident anyway, and FSDP2 all-gathers them again. Weight storages are
     identified when a tensor is saved: ZeRO-3 all-gathers each weight only when its own module runs.
     """
     parameters = list(layer.parameters())
-    away: dict[int, _Away] = {}
+    copies: dict[int, _HostCopy] = {}
 
-    def leave(tensor: torch.Tensor) -> Any:
+    def offload(tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         if any(parameter.untyped_storage()._cdata == storage._cdata for parameter in parameters):
             return tensor
-        if storage._cdata not in away or not away[storage._cdata].is_current:
-            away[storage._cdata] = _Away(storage, tensor.device)
-        return away[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        if storage._cdata not in copies or not copies[storage._cdata].is_current:
+            copies[storage._cdata] = _HostCopy(storage, tensor.device)
+        return copies[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def come_back(packed: Any) -> torch.Tensor:
+    def fetch_back(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        kept, dtype, *where = packed
-        return torch.empty(0, dtype=dtype, device=kept.device).set_(
-            kept.fetch(), where[2], where[0], where[1]
+        copy, dtype, *layout = packed
+        return torch.empty(0, dtype=dtype, device=copy.device).set_(
+            copy.fetch(), layout[2], layout[0], layout[1]
         )
 
-    with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
+    with torch.autograd.graph.saved_tensors_hooks(offload, fetch_back):
         out = forward(*args, **kwargs)
     # The hooks, alive as long as any saved tensor, hold this dict: clear it, so that each copy is freed with
     # its last user.
-    away.clear()
+    copies.clear()
     return out
 
 
-class _Away:
+class _HostCopy:
     """Host copy of a storage; once fetched, it is shared by all tensors that used the storage."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
@@ -160,13 +160,13 @@ class _Away:
 
     def fetch(self) -> torch.UntypedStorage:
         """Return the storage on its device, copied back at most once at a time."""
-        found = self._fetched() if self._fetched is not None else None
-        if found is None:
-            found = self._host.to(self.device, non_blocking=True).untyped_storage()
-            self._fetched = weakref.ref(found)
-        return found
+        fetched = self._fetched() if self._fetched is not None else None
+        if fetched is None:
+            fetched = self._host.to(self.device, non_blocking=True).untyped_storage()
+            self._fetched = weakref.ref(fetched)
+        return fetched
 
 
-def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = operation in _KEPT_BY_SELECTIVE
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _choose_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_saved = operation in _KEPT_BY_SELECTIVE
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

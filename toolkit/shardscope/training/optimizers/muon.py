@@ -12,8 +12,8 @@ from shardscope.training.model.recompute import decoder_layers
 
 def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return Muon's parameters: trainable matrices inside the layers, without fused (3-D) experts."""
-    found = {p: None for layer in decoder_layers(model) for p in layer.parameters()}
-    return [p for p in found if p.ndim == 2 and p.requires_grad]
+    parameters = {p: None for layer in decoder_layers(model) for p in layer.parameters()}
+    return [p for p in parameters if p.ndim == 2 and p.requires_grad]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
@@ -38,9 +38,9 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if rest:
             self._parts.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         start = 0
         for part in self._parts:
             end = start + len(part.param_groups)
@@ -51,7 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state, and share it with both optimizers again."""
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
     def step(self, closure: Any = None) -> Any:
         """Run a step of both optimizers."""
@@ -64,7 +64,7 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
 
-def muon(
+def build_muon(
     model: torch.nn.Module,
     parameters: Iterable[torch.nn.Parameter],
     lr: float,
@@ -73,8 +73,8 @@ def muon(
 ) -> MuonWithAdamW:
     """Build it for the trainable ``parameters`` of ``model``, without weight decay on vectors."""
     hidden = hidden_matrices(model)
-    taken = set(hidden)
-    rest = [parameter for parameter in parameters if parameter not in taken]
+    hidden_set = set(hidden)
+    rest = [parameter for parameter in parameters if parameter not in hidden_set]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},

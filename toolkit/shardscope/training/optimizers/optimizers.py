@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import Value, refuse
-from shardscope.training.optimizers.muon import muon
+from shardscope.training.optimizers.muon import build_muon
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
@@ -41,7 +41,7 @@ def build_optimizer(
             refuse(
                 "Recipe.optimizer", name, "another without the model whose layers it is for", Value("adamw")
             )
-        return muon(model, parameters, learning_rate, weight_decay, ADAM_BETAS)
+        return build_muon(model, parameters, learning_rate, weight_decay, ADAM_BETAS)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -60,20 +60,20 @@ def build_optimizer(
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=learning_rate)
     if name in BITSANDBYTES:
-        return _low_bit(name, groups, learning_rate, model)
+        return _build_quantized(name, groups, learning_rate, model)
     raise ValueError(
         f"Recipe.optimizer is {name!r}; allowed on this engine: 'adamw', 'adamw_foreach', 'sgd', 'lion', "
         "'adafactor', 'muon'. Nearest fix: 'adamw', or give engine.setup a build_optimizer of your own."
     )
 
 
-def _low_bit(
+def _build_quantized(
     name: str, groups: list[dict[str, Any]], learning_rate: float, model: torch.nn.Module | None
 ) -> torch.optim.Optimizer:
     """Build AdamW of torchao (for DTensors) or bitsandbytes."""
     if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-        low_bit: Any = import_module("torchao.optim").AdamW8bit
-        sharded: torch.optim.Optimizer = low_bit(groups, lr=learning_rate, betas=ADAM_BETAS)
+        optimizer_class: Any = import_module("torchao.optim").AdamW8bit
+        sharded: torch.optim.Optimizer = optimizer_class(groups, lr=learning_rate, betas=ADAM_BETAS)
         return sharded
     bitsandbytes: Any = import_module("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -89,8 +89,8 @@ def _low_bit(
         "paged_adamw": bitsandbytes.optim.PagedAdamW,
         "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
     }
-    found: torch.optim.Optimizer = kinds[name](groups, lr=learning_rate, betas=ADAM_BETAS)
-    return found
+    optimizer: torch.optim.Optimizer = kinds[name](groups, lr=learning_rate, betas=ADAM_BETAS)
+    return optimizer
 
 
 # ---- Lion (Chen et al. 2023, algorithm 2), which torch does not have: one momentum a weight, and its sign
@@ -121,10 +121,10 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update_parameter(parameter, group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         state = self.state[parameter]
         if not state:

@@ -19,7 +19,7 @@ class Schedule:
     warmup_steps: int
     """Number of steps in which the rate rises linearly to ``peak``."""
 
-    def at(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps

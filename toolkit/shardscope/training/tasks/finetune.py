@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardscope.frameworks.registry import check_config
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.tasks.text_task import TextTask
-from shardscope.training.weights.base_sample import base_sample
+from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.weights_folder import WeightsFolder
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Finetune(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "weights", WeightsFolder.of(self.weights, self._field("weights")).path)
+        object.__setattr__(self, "weights", WeightsFolder.open(self.weights, self._field("weights")).path)
 
     @property
     def folder(self) -> WeightsFolder:
@@ -68,13 +68,13 @@ class Finetune(TextTask):
 
         folder = self.folder
         engine.weights = StoredWeights(folder, plan.architecture)
-        said = folder.config
+        config = folder.config
         files = {file for file, _ in folder.tensors.values()}
         print(
             f"beginning from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
             flush=True,
         )
-        return lambda: build_from_config(said, plan.architecture, plan.recipe.dropout)
+        return lambda: build_from_config(config, plan.architecture, plan.recipe.dropout)
 
     def peak_rate(self, plan: Plan) -> float:
         """See :class:`TextTask`."""
@@ -94,11 +94,11 @@ class Finetune(TextTask):
 
     def frozen_base(self) -> dict[str, Any]:
         """See :class:`TextTask`."""
-        return {"weights": str(self.weights), "sample": base_sample(self.folder)}
+        return {"weights": str(self.weights), "sample": hash_base(self.folder)}
 
     def check_model(self, plan: Plan) -> None:
         """See :class:`TextTask`."""
         folder = self.folder
-        folder.check(plan)
+        folder.check_plan(plan)
         check_config(plan, folder.config)
         WeightsTokenizer(folder).check(plan.architecture.vocab_size)

@@ -16,17 +16,17 @@ def refuse_lazy_function(field: str, function: object) -> None:
 
     ``functools.partial`` and bound methods are unwrapped; for other objects ``__call__`` is checked.
     """
-    called = _called(function)
+    called = _unwrap_callable(function)
     name = str(getattr(called, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
     if inspect.iscoroutinefunction(called):
-        what, fix = f"async def {name}", f"a def that calls asyncio.run({name}(...))"
+        kind, fix = f"async def {name}", f"a def that calls asyncio.run({name}(...))"
     elif inspect.isasyncgenfunction(called):
-        what, fix = f"async def {name}, a generator", f"a def that runs `async for _ in {name}(...): pass`"
+        kind, fix = f"async def {name}, a generator", f"a def that runs `async for _ in {name}(...): pass`"
     elif inspect.isgeneratorfunction(called):
-        what, fix = f"the generator {name}", f"a def that runs `for _ in {name}(...): pass`"
+        kind, fix = f"the generator {name}", f"a def that runs `for _ in {name}(...): pass`"
     else:
         return
-    refuse(field, what, "a function whose call runs its body; this call would make an object and return", fix)
+    refuse(field, kind, "a function whose call runs its body; this call would make an object and return", fix)
 
 
 def check_was_run(result: object) -> None:
@@ -50,7 +50,7 @@ def check_was_run(result: object) -> None:
     )
 
 
-def _called(function: object) -> object:
+def _unwrap_callable(function: object) -> object:
     """Return the function whose body a call of ``function`` would run."""
     while not (inspect.isroutine(function) or inspect.isclass(function)):
         if isinstance(function, functools.partial):

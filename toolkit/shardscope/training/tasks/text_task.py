@@ -109,7 +109,7 @@ class TextTask(ABC):
             check_flag(self._field(field), getattr(self, field))
         self._check_text()
         if not isinstance(self.resume, bool):
-            object.__setattr__(self, "resume", self._resumable(self.resume))
+            object.__setattr__(self, "resume", self._find_resumable(self.resume))
 
     def _field(self, name: str) -> str:
         """Return the name of a field in error messages, such as ``Pretrain.seed``."""
@@ -168,7 +168,7 @@ class TextTask(ABC):
         # Tensor-parallel ranks share their data and need the same dropout masks, so seed by data rank.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
         # Load the checkpoint to resume from, which also sets the number of finished steps.
-        self._go_on(ctx)
+        self._load_resumed(ctx)
         windows = Windows(
             tokens=read_tokens(self.text, self.encode()),
             seq_len=plan.recipe.seq_len,
@@ -203,32 +203,32 @@ class TextTask(ABC):
                 self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
 
-    def _go_on(self, ctx: Any) -> None:
+    def _load_resumed(self, ctx: Any) -> None:
         """Load the checkpoint to resume from, if any, the same one on every rank."""
         if self.resume is False:
             return
         import torch
         import torch.distributed as dist
 
-        found: list[Any] = [None]
+        chosen: list[Any] = [None]
         if ctx.rank == 0:
             choice = choose_for_rank(ctx.folder) if self.resume is True else None
-            found = [self.resume_from if choice is None else choice]
+            chosen = [self.resume_from if choice is None else choice]
         # Rank 0 chooses for all: another run may be writing or deleting checkpoints at the same time.
-        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        if isinstance(found[0], Choice):
-            if found[0].notice:
-                print(found[0].notice, flush=True)
-            check_any_usable(found[0], self._field("resume"))
-            found = [found[0].checkpoint]
-        if found[0] is None:
+        dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
+        if isinstance(chosen[0], Choice):
+            if chosen[0].notice:
+                print(chosen[0].notice, flush=True)
+            check_any_usable(chosen[0], self._field("resume"))
+            chosen = [chosen[0].checkpoint]
+        if chosen[0] is None:
             print("nothing to go on from yet: this is the start", flush=True)
             return
-        notices = self._check_loads(found[0], ctx.plan)
-        ctx.engine.load(found[0])
-        print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
-        for words in notices:
-            print(words, flush=True)
+        notices = self._check_loads(chosen[0], ctx.plan)
+        ctx.engine.load(chosen[0])
+        print(f"going on from {chosen[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        for notice in notices:
+            print(notice, flush=True)
 
     def _check_loads(self, checkpoint: Path, plan: Plan) -> list[str]:
         base = self.frozen_base() if plan.recipe.has_adapters else None
@@ -267,7 +267,7 @@ class TextTask(ABC):
         check_is_plain_text(self._field("text"), path)
         object.__setattr__(self, "text", path)
 
-    def _resumable(self, value: object) -> Path:
+    def _find_resumable(self, value: object) -> Path:
         """Return the absolute run or checkpoint folder named by ``value``.
 
         Raises ``ValueError`` if it has no complete checkpoint.
@@ -277,19 +277,19 @@ class TextTask(ABC):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
         path = Path(named).expanduser().absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
-        found = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)
-        if found is None:
+        folder = next((folder for folder in candidates if named_checkpoint(folder) is not None), None)
+        if folder is None:
             what = "this folder has none" if path.is_dir() else "there is no such folder"
             allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
             refuse(field, str(named), allowed, "resume=True, which starts anew if there is none")
-        return found
+        return folder
 
 
 # ---- Check of a checkpoint to resume from, before any rank starts. No torch here
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GoingOn:
+class _ResumingTask:
     resume_from: Path
     seed: int
     frozen_base: Mapping[str, Any] | None
@@ -304,10 +304,10 @@ def check_loads(
     it, or adapters of another base: the preflight findings of severity "danger" for a resumed run. Return its
     warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
-    going_on = _GoingOn(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
-    found = list(resumed(Case(plan=plan, task=going_on)))
-    for finding in found:
+    task = _ResumingTask(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
+    findings = list(resumed(Case(plan=plan, task=task)))
+    for finding in findings:
         if finding.severity == "danger":
             allowed = f"a checkpoint that this plan loads. {finding.why.rstrip('.')}"
             refuse(field, str(checkpoint), allowed, finding.change)
-    return [f"{finding.why} Nearest fix: {finding.change}." for finding in found]
+    return [f"{finding.why} Nearest fix: {finding.change}." for finding in findings]

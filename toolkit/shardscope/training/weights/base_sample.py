@@ -10,11 +10,11 @@ from shardscope.training.weights.safetensors_header import LENGTH_BYTES
 if TYPE_CHECKING:
     from shardscope.training.weights.weights_folder import WeightsFolder
 
-MOST_TENSORS = 512
+MAX_SAMPLED_TENSORS = 512
 SAMPLED_BYTES = 4096
 
 
-def base_sample(folder: WeightsFolder) -> str:
+def hash_base(folder: WeightsFolder) -> str:
     """Return the SHA-256 of all tensors' names, types and shapes, and the first 4 KiB of up to 512 tensors.
 
     The hash does not depend on paths or on how tensors are split over files. In a model with more tensors,
@@ -25,7 +25,7 @@ def base_sample(folder: WeightsFolder) -> str:
     for name in names:
         _, tensor = folder.tensors[name]
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-    for name in names[:: -(-len(names) // MOST_TENSORS)]:
+    for name in names[:: -(-len(names) // MAX_SAMPLED_TENSORS)]:
         file, tensor = folder.tensors[name]
         with file.open("rb") as opened:
             data = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")

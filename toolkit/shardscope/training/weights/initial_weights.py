@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shardscope.training.model.on_meta import build_on_meta, give_memory
+from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
 
 INITIALIZER_STD = 0.02
 """GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
@@ -51,48 +51,48 @@ class FreshWeights:
         generator = torch.Generator(device=self._device)
         generator.manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
         if len(shape) < 3:
-            self._write(name, shape, region, into, generator)
+            self._write_matrix(name, shape, region, into, generator)
             return
         rows, *inner = region
-        for place in range(shape[0]):
-            if place in rows:
-                self._write(name, shape[1:], inner, into[place - rows.start], generator)
+        for index in range(shape[0]):
+            if index in rows:
+                self._write_matrix(name, shape[1:], inner, into[index - rows.start], generator)
             else:
                 # Generate and drop the matrix: the values of the next one depend on the generator's state.
-                self._drawn(name, torch.empty(shape[1:], dtype=into.dtype, device=self._device), generator)
+                self._fill(name, torch.empty(shape[1:], dtype=into.dtype, device=self._device), generator)
 
-    def _write(
+    def _write_matrix(
         self, name: str, shape: torch.Size, region: Region, into: torch.Tensor, generator: torch.Generator
     ) -> None:
         if into.shape == shape and into.device == self._device and into.is_contiguous():
-            self._drawn(name, into, generator)
+            self._fill(name, into, generator)
             return
-        whole = torch.empty(shape, dtype=into.dtype, device=self._device)
-        into.copy_(part(self._drawn(name, whole, generator), region))
+        full = torch.empty(shape, dtype=into.dtype, device=self._device)
+        into.copy_(slice_region(self._fill(name, full, generator), region))
 
-    def _drawn(self, name: str, whole: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _fill(self, name: str, full: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if name.endswith("bias") or "lora_B" in name:
-            return whole.zero_()
+            return full.zero_()
         if "lora_A" in name:
             # kaiming_uniform_(a=sqrt(5)), as in torch.nn.Linear.
-            bound = whole.shape[-1] ** -0.5
-            return whole.uniform_(-bound, bound, generator=generator)
-        return whole.fill_(1.0) if whole.ndim < 2 else whole.normal_(0.0, self._std, generator=generator)
+            bound = full.shape[-1] ** -0.5
+            return full.uniform_(-bound, bound, generator=generator)
+        return full.fill_(1.0) if full.ndim < 2 else full.normal_(0.0, self._std, generator=generator)
 
 
-def build_filled(
-    make: Callable[[], torch.nn.Module], weights_for: Callable[[torch.nn.Module], InitialWeights]
+def build_initialized(
+    build: Callable[[], torch.nn.Module], weights_for: Callable[[torch.nn.Module], InitialWeights]
 ) -> torch.nn.Module:
     """Build a transformers model, or a part of one, with ``make``, and return it initialized in host memory.
 
     Only the weights of existing modules are read or generated: a pipeline stage reads its own layers' only.
     """
-    model = build_on_meta(make)
+    model = build_on_meta(build)
     weights = weights_for(model)
-    give_memory(model, CPU, buffers_on=CPU)
+    allocate_parameters(model, CPU, buffers_on=CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            weights.write(name, parameter.shape, all_of(parameter.shape), parameter)
+            weights.write(name, parameter.shape, full_region(parameter.shape), parameter)
     fill_buffers(model, weights)
     return model
 
@@ -101,23 +101,23 @@ def fill_buffers(model: torch.nn.Module, weights: InitialWeights) -> None:
     """Write the buffers of ``model`` that ``weights`` contains."""
     for name, buffer in model.named_buffers():
         if name in weights:
-            weights.write(name, buffer.shape, all_of(buffer.shape), buffer)
+            weights.write(name, buffer.shape, full_region(buffer.shape), buffer)
 
 
-def draw_adapters(model: torch.nn.Module, seed: int) -> None:
+def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
     """Initialize the adapters in ``model``, identically for every engine and every number of ranks."""
     fresh = FreshWeights(model, seed=seed, device=CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                fresh.write(name, parameter.shape, all_of(parameter.shape), parameter)
+                fresh.write(name, parameter.shape, full_region(parameter.shape), parameter)
 
 
-def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
+def slice_region(full: torch.Tensor, region: Region) -> torch.Tensor:
     """Return ``region`` of ``whole`` as a view."""
-    return whole[tuple(slice(run.start, run.stop) for run in region)]
+    return full[tuple(slice(indices.start, indices.stop) for indices in region)]
 
 
-def all_of(shape: torch.Size) -> Region:
+def full_region(shape: torch.Size) -> Region:
     """Return the region that covers a whole tensor of ``shape``."""
     return [range(size) for size in shape]

@@ -35,18 +35,18 @@ def full_parameters(model: torch.nn.Module, device: torch.device, only_trained: 
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not only_trained:
-            yield name, _whole(parameter.detach(), device)
+            yield name, _gather_full(parameter.detach(), device)
     if not only_trained:
-        kept = model.state_dict().keys()
+        persistent = model.state_dict().keys()
         for name, buffer in model.named_buffers():
-            if name in kept:
-                yield name, _whole(buffer, device)
+            if name in persistent:
+                yield name, _gather_full(buffer, device)
 
 
-def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+def _gather_full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     # Offloaded shards are copied to the device first: NCCL cannot send host memory.
-    whole = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if dist.get_rank() == 0 else None
+    full = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.cpu() if dist.get_rank() == 0 else None
 
 
 def write_pretrained(
@@ -71,43 +71,43 @@ def write_pretrained(
             "a transformers model, whose config.json says how to open it",
             "engine.save, and torch.save of its state_dict in your own format",
         )
-    with replace_when_complete(path) as aside:
+    with replace_when_complete(path) as temporary:
         if hasattr(model, "peft_config"):
-            _write_adapters(aside, model, dict(tensors))
+            _write_adapters(temporary, model, dict(tensors))
             return
-        groups = _by_layer(tensors)
+        groups = _group_by_layer(tensors)
         if dist.get_rank() != 0:
             for _ in groups:
                 pass
             return
-        files = _Files(aside, max_file_bytes)
+        files = _FileWriter(temporary, max_file_bytes)
         for group in groups:
-            files.add(group if hub_names else _hub_names(model, group))
-        files.finish()
-        _exported_config(model, files.dtype).save_pretrained(aside)
+            files.add_tensors(group if hub_names else _convert_to_hub_names(model, group))
+        files.write_index()
+        _make_exported_config(model, files.dtype).save_pretrained(temporary)
 
 
-def _by_layer(tensors: FullTensors) -> Iterator[dict[str, torch.Tensor]]:
+def _group_by_layer(tensors: FullTensors) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors layer by layer: the Hub's names may require splits and merges within a layer."""
-    for _, group in groupby(tensors, key=lambda item: _layer_of(item[0])):
+    for _, group in groupby(tensors, key=lambda item: _find_layer_prefix(item[0])):
         yield {name: tensor for name, tensor in group if tensor is not None}
 
 
-def _layer_of(name: str) -> str:
+def _find_layer_prefix(name: str) -> str:
     """Return the prefix up to the layer number (``model.layers.3.``), or the name if it has none."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else name
 
 
-def _hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _convert_to_hub_names(model: torch.nn.Module, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split as ``save_pretrained`` of the same version: stacked experts become single matrices."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, torch.Tensor] = revert_weight_conversion(model, group)
-    return found
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, group)
+    return converted
 
 
-def _exported_config(model: torch.nn.Module, dtype: torch.dtype) -> Any:
+def _make_exported_config(model: torch.nn.Module, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(model.config)
     # FSDP2's fully_shard inserts a class of its own before the model's in the MRO.
     config.architectures = [
@@ -127,16 +127,17 @@ def _write_adapters(folder: Path, model: torch.nn.Module, tensors: Mapping[str, 
     from safetensors.torch import save_file
 
     adapters: Any = model
-    found = get_peft_model_state_dict(adapters, state_dict=dict(tensors))
+    adapter_tensors = get_peft_model_state_dict(adapters, state_dict=dict(tensors))
     save_file(
-        {name: tensor.contiguous() for name, tensor in found.items()}, folder / "adapter_model.safetensors"
+        {name: tensor.contiguous() for name, tensor in adapter_tensors.items()},
+        folder / "adapter_model.safetensors",
     )
     config = copy.deepcopy(adapters.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
-class _Files:
+class _FileWriter:
     """Writer of a folder's safetensors files, each written when it is full, and of their index."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
@@ -148,41 +149,41 @@ class _Files:
         self._num_bytes = 0
         self._waiting_bytes = 0
 
-    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add whole tensors; write the current file before it would exceed the limit."""
         for name, tensor in tensors.items():
             if not self._num_bytes:
                 self.dtype = tensor.dtype
             num_bytes = tensor.numel() * tensor.element_size()
             if self._waiting and self._waiting_bytes + num_bytes > self._max:
-                self._write()
+                self._write_file()
             # safetensors writes or rejects a view with the whole storage behind it.
             self._waiting[name] = tensor.clone() if tensor._is_view() else tensor.contiguous()
             self._waiting_bytes += num_bytes
             self._num_bytes += num_bytes
 
-    def finish(self) -> None:
+    def write_index(self) -> None:
         """Write the remaining tensors, rename the files to ``model-<i>-of-<n>`` and write the index."""
-        self._write()
+        self._write_file()
         if len(self._names) == 1:
-            self._part(0).rename(self._folder / "model.safetensors")
+            self._part_path(0).rename(self._folder / "model.safetensors")
             return
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._names):
             name = f"model-{index + 1:05d}-of-{len(self._names):05d}.safetensors"
-            self._part(index).rename(self._folder / name)
-            places |= dict.fromkeys(names, name)
-        index_of = {"metadata": {"total_size": self._num_bytes}, "weight_map": places}
+            self._part_path(index).rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        index_json = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
         (self._folder / "model.safetensors.index.json").write_text(
-            json.dumps(index_of, indent=2), encoding="utf-8"
+            json.dumps(index_json, indent=2), encoding="utf-8"
         )
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._waiting, self._part(len(self._names)), metadata={"format": "pt"})
+        save_file(self._waiting, self._part_path(len(self._names)), metadata={"format": "pt"})
         self._names.append(list(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
 
-    def _part(self, index: int) -> Path:
+    def _part_path(self, index: int) -> Path:
         return self._folder / f"part-{index}.safetensors"

@@ -55,12 +55,12 @@ def read_header(path: Path, field: str) -> dict[str, StoredTensor]:
     if not stat.S_ISREG(status.st_mode):  # Opening a FIFO would block.
         refuse(field, path.name, "a regular file", "the file itself")
     with path.open("rb") as file:
-        length = _header_bytes(file, status.st_size, field)
-        entries = _entries(file.read(length), field)
-    return _tensors(entries, status.st_size - LENGTH_BYTES - length, field)
+        length = _read_header_length(file, status.st_size, field)
+        entries = _parse_entries(file.read(length), field)
+    return _check_tensors(entries, status.st_size - LENGTH_BYTES - length, field)
 
 
-def _header_bytes(file: BinaryIO, size: int, field: str) -> int:
+def _read_header_length(file: BinaryIO, size: int, field: str) -> int:
     """Return the header's length in bytes. Raises ``ValueError`` if it does not fit into the file."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little") if size >= LENGTH_BYTES else 0
     if size < LENGTH_BYTES + 2:
@@ -74,40 +74,42 @@ def _header_bytes(file: BinaryIO, size: int, field: str) -> int:
     return length
 
 
-def _entries(header: bytes, field: str) -> dict[str, Any]:
+def _parse_entries(header: bytes, field: str) -> dict[str, Any]:
     """Parse the header's JSON and return its entries by tensor name, without ``__metadata__``."""
     try:
-        found = parse_json("header", header.decode("utf-8"))
+        entries = parse_json("header", header.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         why = str(error) or type(error).__name__
         refuse(field, f"a header that is no JSON: {why}", "the JSON of a safetensors file", COPY_AGAIN)
-    if not isinstance(found, dict):
-        refuse(field, type(found).__name__, "a header of tensors by their names", COPY_AGAIN)
-    found.pop("__metadata__", None)
-    return found
+    if not isinstance(entries, dict):
+        refuse(field, type(entries).__name__, "a header of tensors by their names", COPY_AGAIN)
+    entries.pop("__metadata__", None)
+    return entries
 
 
-def _tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict[str, StoredTensor]:
+def _check_tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict[str, StoredTensor]:
     """Return the tensors. Raises ``ValueError`` unless they fill the data contiguously to the last byte."""
-    placed = sorted((_entry(name, entry, field) for name, entry in entries.items()), key=lambda one: one[2:])
-    reached = 0
-    for name, tensor, begin, end in placed:
-        if begin != reached or (end - begin) * 8 != math.prod(tensor.shape) * BITS[tensor.dtype]:
+    sorted_entries = sorted(
+        (_check_entry(name, entry, field) for name, entry in entries.items()), key=lambda entry: entry[2:]
+    )
+    end_of_last = 0
+    for name, tensor, begin, end in sorted_entries:
+        if begin != end_of_last or (end - begin) * 8 != math.prod(tensor.shape) * BITS[tensor.dtype]:
             shape = "x".join(map(str, tensor.shape)) or "one"
             allowed = (
-                f"bytes from {reached:,} on, as many as {shape} numbers of {tensor.dtype} take: tensors lie "
-                "one behind the other"
+                f"bytes from {end_of_last:,} on, as many as {shape} numbers of {tensor.dtype} take: tensors "
+                "are stored without gaps"
             )
             refuse(f"{field}: {name}", [begin, end], allowed, COPY_AGAIN)
-        reached = end
-    if reached != data_bytes:
-        what = "cut off" if reached > data_bytes else "followed by something else"
-        allowed = f"{reached:,} bytes of tensors, as its header says: the file is {what}"
+        end_of_last = end
+    if end_of_last != data_bytes:
+        problem = "cut off" if end_of_last > data_bytes else "followed by something else"
+        allowed = f"{end_of_last:,} bytes of tensors, as its header says: the file is {problem}"
         refuse(field, data_bytes, allowed, COPY_AGAIN)
-    return {name: tensor for name, tensor, _, _ in placed}
+    return {name: tensor for name, tensor, _, _ in sorted_entries}
 
 
-def _entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, int]:
+def _check_entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, int]:
     """Return name, tensor, begin and end offset of one validated entry."""
     where = f"{field}: {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
@@ -115,12 +117,12 @@ def _entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, i
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         refuse(f"{where} dtype", dtype, ", ".join(BITS), "save it as BF16")
-    if not _sizes(shape):
+    if not _is_size_list(shape):
         refuse(f"{where} shape", shape, "a list of whole numbers from 0", COPY_AGAIN)
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse(f"{where} data_offsets", offsets, "where its bytes begin and end", COPY_AGAIN)
     return name, StoredTensor(dtype, tuple(shape), offsets[0]), offsets[0], offsets[1]
 
 
-def _sizes(value: Any) -> bool:
+def _is_size_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

@@ -16,30 +16,30 @@ class StageTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    kind: torch.dtype
-    make: Callable[[], torch.Tensor]
+    dtype: torch.dtype
+    gather: Callable[[], torch.Tensor]
     """Collective that all-gathers the tensor on every rank of the stage, on its device."""
 
 
-def stage_by_stage(
-    own: Iterable[StageTensor], *, stage: int, num_stages: int, device: torch.device
+def send_stages_to_rank_0(
+    tensors: Iterable[StageTensor], *, stage: int, num_stages: int, device: torch.device
 ) -> FullTensors:
     """Yield the tensors stage by stage, in host memory on rank 0 and None on all other ranks.
 
     Collective: every rank must iterate over it. Each stage is a range of consecutive ranks, whose first rank
     sends to rank 0.
     """
-    mine = list(own)
-    rank, each = dist.get_rank(), dist.get_world_size() // num_stages
+    own_tensors = list(tensors)
+    rank, ranks_per_stage = dist.get_rank(), dist.get_world_size() // num_stages
     specs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(specs, [(tensor.name, tensor.shape, tensor.kind) for tensor in mine])
+    dist.all_gather_object(specs, [(tensor.name, tensor.shape, tensor.dtype) for tensor in own_tensors])
     for number in range(num_stages):
-        first = number * each
-        for index, (name, shape, kind) in enumerate(specs[first]):
-            found = mine[index].make() if number == stage else None
+        first = number * ranks_per_stage
+        for index, (name, shape, dtype) in enumerate(specs[first]):
+            tensor = own_tensors[index].gather() if number == stage else None
             if number > 0 and rank == first:
-                dist.send(found, 0)
+                dist.send(tensor, 0)
             elif number > 0 and rank == 0:
-                found = torch.empty(shape, dtype=kind, device=device)
-                dist.recv(found, first)
-            yield name, found.cpu() if found is not None and rank == 0 else None
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(tensor, first)
+            yield name, tensor.cpu() if tensor is not None and rank == 0 else None

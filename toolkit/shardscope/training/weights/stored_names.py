@@ -34,7 +34,7 @@ class Source(NamedTuple):
     concatenated along their first dimension."""
     is_stack: bool = False
 
-    def pieces(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def list_stored(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and shapes of its stored tensors."""
         rows, *rest = self.shape[1:] if self.is_stack else self.shape
         for joined in self.names:
@@ -42,34 +42,36 @@ class Source(NamedTuple):
                 yield name, (rows // len(joined), *rest)
 
 
-def sources(arch: Architecture, stored: Collection[str]) -> dict[str, Source]:
+def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Source]:
     """Return the source of every parameter and every stored buffer, by its name in memory.
 
     ``stored`` are the names in the files: files of a base model lack the causal model's prefix (GPT-2 on the
     Hub). A tied head may be stored under the name of the embedding or of the head.
     """
     prefix = names_of(arch).embedding.partition(".")[0] + "."
-    found = {name: _source(arch, name, shape) for name, shape in _in_memory(arch)}
+    by_name = {name: _find_source(arch, name, shape) for name, shape in _list_tensors_in_memory(arch)}
     if stored and not any(name.startswith(prefix) for name in stored):
-        found = {name: _without(prefix, source) for name, source in found.items()}
+        by_name = {name: _remove_prefix(prefix, source) for name, source in by_name.items()}
     if arch.tie_word_embeddings:
         embedding = f"{names_of(arch).embedding}.weight"
-        own, head = found[embedding].names[0][0], _outer(arch, HEAD)
-        if own not in stored and head in stored:
-            found[embedding] = found[embedding]._replace(names=((head,),))
-        found[HEAD] = found[embedding]
-    return found
+        embedding_name, head = by_name[embedding].names[0][0], _file_name(arch, HEAD)
+        if embedding_name not in stored and head in stored:
+            by_name[embedding] = by_name[embedding]._replace(names=((head,),))
+        by_name[HEAD] = by_name[embedding]
+    return by_name
 
 
 def is_unused(arch: Architecture, name: str) -> bool:
     """Return whether a stored tensor is allowed although nothing reads it."""
-    if arch.tie_word_embeddings and name == _outer(arch, HEAD):
+    if arch.tie_word_embeddings and name == _file_name(arch, HEAD):
         return True
-    second = family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
-    return second or bool(UNUSED.search(name))
+    is_multi_token = (
+        family_of(arch).has_multi_token_prediction and f"model.layers.{arch.num_hidden_layers}." in name
+    )
+    return is_multi_token or bool(UNUSED.search(name))
 
 
-def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _list_tensors_in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of all parameters and persistent buffers."""
     yield from ((parameter.name, parameter.shape) for parameter in arch.outer_shapes)
     for layer in range(arch.num_hidden_layers):
@@ -81,24 +83,24 @@ def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}mlp.gate.e_score_correction_bias", (arch.mixture_of_experts.num_experts,)
 
 
-def _source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Source:
-    before, _, leaf = name.rpartition(".")
+def _find_source(arch: Architecture, name: str, shape: tuple[int, ...]) -> Source:
+    module, _, leaf = name.rpartition(".")
     files = family_of(arch).file_names
-    stacked = before.endswith(".mlp.experts") and not files.experts_are_stacked
+    stacked = module.endswith(".mlp.experts") and not files.experts_are_stacked
     if not stacked:
-        return Source(shape, ((_outer(arch, name),),))
+        return Source(shape, ((_file_name(arch, name),),))
     modules = (files.gate, files.up) if leaf == "gate_up_proj" else (files.down,)
-    inside = _outer(arch, before)
-    names = (tuple(f"{inside}.{row}.{module}.weight" for module in modules) for row in range(shape[0]))
+    experts = _file_name(arch, module)
+    names = (tuple(f"{experts}.{row}.{module}.weight" for module in modules) for row in range(shape[0]))
     return Source(shape, tuple(names), is_stack=True)
 
 
-def _outer(arch: Architecture, name: str) -> str:
+def _file_name(arch: Architecture, name: str) -> str:
     """Return the name in files of a tensor or module that is stored unsplit."""
     renamed = family_of(arch).file_names.renamed
     return name.replace(*renamed) if renamed else name
 
 
-def _without(prefix: str, source: Source) -> Source:
+def _remove_prefix(prefix: str, source: Source) -> Source:
     names = (tuple(name.removeprefix(prefix) for name in joined) for joined in source.names)
     return source._replace(names=tuple(names))

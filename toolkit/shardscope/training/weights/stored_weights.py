@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.training.weights.initial_weights import CPU, FreshWeights, Region, part
-from shardscope.training.weights.stored_names import sources
+from shardscope.training.weights.initial_weights import CPU, FreshWeights, Region, slice_region
+from shardscope.training.weights.stored_names import find_sources
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -24,16 +24,16 @@ class StoredWeights:
 
     def __init__(self, folder: WeightsFolder, architecture: Architecture) -> None:
         self.folder = folder
-        self._places: Mapping[str, Path] = {name: file for name, (file, _) in folder.tensors.items()}
-        self._sources = sources(architecture, self._places)
+        self._files: Mapping[str, Path] = {name: file for name, (file, _) in folder.tensors.items()}
+        self._sources = find_sources(architecture, self._files)
         self._open: dict[Path, Any] = {}
 
     def __contains__(self, name: str) -> bool:
-        return in_memory(name) in self._sources
+        return model_name(name) in self._sources
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
         """See :class:`InitialWeights`. Raises ``RuntimeError`` for a missing tensor or another shape."""
-        source = self._sources.get(in_memory(name))
+        source = self._sources.get(model_name(name))
         if source is None or source.shape != tuple(shape):
             raise RuntimeError(
                 f"the model has {name} of shape {tuple(shape)}, and {self.folder.path} "
@@ -43,24 +43,26 @@ class StoredWeights:
             self._write_joined(source.names[0], region, into)
             return
         rows, *inner = region
-        for place in rows:
-            self._write_joined(source.names[place], inner, into[place - rows.start])
+        for index in rows:
+            self._write_joined(source.names[index], inner, into[index - rows.start])
 
-    def whole(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> torch.Tensor:
         """Return one whole tensor in its stored type, experts stacked."""
         source = self._sources[name]
         if source.is_stack:
-            return torch.stack([self.row(name, place) for place in range(source.shape[0])])
-        return self._joined(source.names[0])
+            return torch.stack([self.read_row(name, index) for index in range(source.shape[0])])
+        return self._read_joined(source.names[0])
 
-    def row(self, name: str, place: int) -> torch.Tensor:
+    def read_row(self, name: str, index: int) -> torch.Tensor:
         """Return one matrix of a stack of experts."""
         source = self._sources[name]
         return (
-            self._joined(source.names[place]) if source.is_stack else self._slice(source.names[0][0])[place]
+            self._read_joined(source.names[index])
+            if source.is_stack
+            else self._open_slice(source.names[0][0])[index]
         )
 
-    def names(self) -> Iterator[str]:
+    def list_names(self) -> Iterator[str]:
         """Return an iterator over the names in memory."""
         return iter(self._sources)
 
@@ -73,31 +75,31 @@ class StoredWeights:
         rows, *rest = region
         written, before = 0, 0
         for name in names:
-            stored = self._slice(name)
+            stored = self._open_slice(name)
             size = stored.get_shape()[0]
             first, last = max(rows.start, before), min(rows.stop, before + size)
             before += size
             if first >= last:
                 continue
-            own = [range(first - before + size, last - before + size), *rest]
-            into[written : written + last - first].copy_(part(stored, own))
+            local_region = [range(first - before + size, last - before + size), *rest]
+            into[written : written + last - first].copy_(slice_region(stored, local_region))
             written += last - first
 
-    def _joined(self, names: tuple[str, ...]) -> torch.Tensor:
-        found = [self._slice(name)[:] for name in names]
-        return found[0] if len(found) == 1 else torch.cat(found)
+    def _read_joined(self, names: tuple[str, ...]) -> torch.Tensor:
+        slices = [self._open_slice(name)[:] for name in names]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _slice(self, name: str) -> Any:
+    def _open_slice(self, name: str) -> Any:
         """Return the library's lazy slice of one stored tensor; indexing it reads the file."""
         from safetensors import safe_open
 
-        path = self._places[name]
+        path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path].get_slice(name)
 
 
-def in_memory(name: str) -> str:
+def model_name(name: str) -> str:
     """Return the name without peft's prefixes, as in the model without adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
@@ -128,10 +130,10 @@ class TensorsByName(Mapping[str, "StoredTensorOf"]):
         return StoredTensorOf(self._stored, name)
 
     def __iter__(self) -> Iterator[str]:
-        return self._stored.names()
+        return self._stored.list_names()
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._stored.names())
+        return sum(1 for _ in self._stored.list_names())
 
 
 class StoredTensorOf:
@@ -141,7 +143,7 @@ class StoredTensorOf:
         self._stored, self._name = stored, name
 
     def detach(self) -> torch.Tensor:
-        return self._stored.whole(self._name)
+        return self._stored.read_tensor(self._name)
 
-    def __getitem__(self, place: int) -> torch.Tensor:
-        return self._stored.row(self._name, place)
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._stored.read_row(self._name, index)

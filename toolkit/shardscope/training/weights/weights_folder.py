@@ -20,7 +20,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
-from shardscope.training.weights.stored_names import is_unused, sources
+from shardscope.training.weights.stored_names import find_sources, is_unused
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -46,7 +46,7 @@ class WeightsFolder:
     """Name of the folder in error messages."""
 
     @classmethod
-    def of(cls, value: object, field: str) -> WeightsFolder:
+    def open(cls, value: object, field: str) -> WeightsFolder:
         """Return the folder at the path ``value``. Raises ``ValueError`` if it holds no model's weights."""
         allowed = f"a folder with {CONFIG} and {ONE_FILE}, or {INDEX} and its files"
         if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
@@ -57,9 +57,9 @@ class WeightsFolder:
             if isinstance(value, str) and value.count("/") == 1 and not value.startswith((".", "/", "~")):
                 fix = f"the folder that huggingface_hub.snapshot_download({value!r}) gives"
             refuse(field, str(value), f"{allowed}: there is no such folder", fix)
-        found = cls(path.resolve(), field)
-        found._check_listing(allowed)
-        return found
+        folder = cls(path.resolve(), field)
+        folder._check_listing(allowed)
+        return folder
 
     def _check_listing(self, allowed: str) -> None:
         if (self.path / "adapter_config.json").exists() and not (self.path / CONFIG).exists():
@@ -79,34 +79,34 @@ class WeightsFolder:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """Content of config.json, the only config file that is read. Raises ``ValueError``."""
-        said = hf_config.read_config_file(self.file(CONFIG))
-        if "configuration_files" in said:
+        config = hf_config.read_config_file(self.resolve_file(CONFIG))
+        if "configuration_files" in config:
             # transformers would read another, unchecked file instead of this one.
             refuse(
                 f"{self.field}/{CONFIG} configuration_files",
-                said["configuration_files"],
+                config["configuration_files"],
                 f"none: {CONFIG} alone says what the model is",
                 f"the config of this version as {CONFIG}, without that key",
             )
-        return said
+        return config
 
     def write_config(self, exported: Path) -> None:
         """Replace the config.json of ``exported``, an export of this model's weights, by this folder's.
 
         ``dtype`` and ``architectures`` are kept from the exported config: they describe the exported files.
         """
-        file = exported / CONFIG
-        made = json.loads(file.read_text(encoding="utf-8"))
-        kept = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
-        said = kept | {name: made[name] for name in ("architectures", "dtype")}
-        aside = exported / f".{CONFIG}.partial"
-        aside.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        aside.replace(file)
+        config_file = exported / CONFIG
+        exported_config = json.loads(config_file.read_text(encoding="utf-8"))
+        original = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
+        config = original | {name: exported_config[name] for name in ("architectures", "dtype")}
+        temporary = exported / f".{CONFIG}.partial"
+        temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(config_file)
 
     @cached_property
     def architecture(self) -> Architecture:
         """Architecture in config.json. Raises ``ValueError`` as ``Architecture.from_hf`` does."""
-        return Architecture.from_hf(self.file(CONFIG))
+        return Architecture.from_hf(self.resolve_file(CONFIG))
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Path, StoredTensor]]:
@@ -116,44 +116,53 @@ class WeightsFolder:
         anything but complete files in this folder.
         """
         if (self.path / ONE_FILE).exists() or (self.path / ONE_FILE).is_symlink():
-            return {name: (file, one) for _, file, name, one in self._read([ONE_FILE])}
-        places = self._index()
-        found = {}
-        for shard, file, name, tensor in self._read(dict.fromkeys(places.values())):
-            if places.get(name) != shard:
-                allowed = f"the tensors that {INDEX} places in it, {places.get(name, 'nowhere')} for this one"
+            return {name: (file, tensor) for _, file, name, tensor in self._read_shards([ONE_FILE])}
+        weight_map = self._read_index()
+        tensors = {}
+        for shard, file, name, tensor in self._read_shards(dict.fromkeys(weight_map.values())):
+            if weight_map.get(name) != shard:
+                allowed = (
+                    f"the tensors that {INDEX} places in it, {weight_map.get(name, 'nowhere')} for this one"
+                )
                 refuse(f"{self.field}/{shard}", name, allowed, "the files of one version of the model")
-            found[name] = (file, tensor)
-        lost = [name for name in places if name not in found]
-        if lost:
-            allowed = f"what {places[lost[0]]} has{_more(lost)}"
-            refuse(f"{self.field}/{INDEX}", lost[0], allowed, "the files of one version of the model")
-        return found
+            tensors[name] = (file, tensor)
+        missing = [name for name in weight_map if name not in tensors]
+        if missing:
+            allowed = f"what {weight_map[missing[0]]} has{_list_more(missing)}"
+            refuse(f"{self.field}/{INDEX}", missing[0], allowed, "the files of one version of the model")
+        return tensors
 
-    def _read(self, shards: Iterable[str]) -> Iterator[tuple[str, Path, str, StoredTensor]]:
+    def _read_shards(self, shards: Iterable[str]) -> Iterator[tuple[str, Path, str, StoredTensor]]:
         for shard in shards:
-            file = self.file(shard)
+            file = self.resolve_file(shard)
             header = read_header(file, f"{self.field}/{shard}")
             yield from ((shard, file, name, tensor) for name, tensor in header.items())
 
-    def _index(self) -> dict[str, str]:
+    def _read_index(self) -> dict[str, str]:
         """Read the index and return the file name of every tensor, by tensor name."""
-        field, file = f"{self.field}/{INDEX}", self.file(INDEX)
+        field, file = f"{self.field}/{INDEX}", self.resolve_file(INDEX)
         size = file.stat().st_size
         if not stat.S_ISREG(file.stat().st_mode) or size > MAX_INDEX_BYTES:
             refuse(field, size, f"a file of at most {MAX_INDEX_BYTES:,} bytes", "the model's own index")
         try:
-            said = parse_json("index", file.read_bytes().decode("utf-8"))
+            index = parse_json("index", file.read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
             refuse(field, f"no JSON: {error}", "a JSON object with weight_map", "the model's own index")
-        places: Any = said.get("weight_map") if isinstance(said, dict) else None
-        if not isinstance(places, dict) or not places or not all(type(v) is str for v in places.values()):
+        weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(type(v) is str for v in weight_map.values())
+        ):
             refuse(
-                field, type(places).__name__, "weight_map: files by tensors' names", "the model's own index"
+                field,
+                type(weight_map).__name__,
+                "weight_map: files by tensors' names",
+                "the model's own index",
             )
-        return places
+        return weight_map
 
-    def file(self, name: str) -> Path:
+    def resolve_file(self, name: str) -> Path:
         """Return the resolved path of the file ``name`` in this folder.
 
         In the Hub's cache, snapshots link to files in the model's ``blobs`` folder, which are allowed too.
@@ -166,16 +175,18 @@ class WeightsFolder:
                 self.field, name, "names of files in the folder itself: nothing else is read", "its own files"
             )
         try:
-            found = (self.path / name).resolve(strict=True)
+            resolved = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError) as error:
-            what = "a link to nothing" if (self.path / name).is_symlink() else "not there"
-            why = f"a file in {self.path}: it is {what} ({type(error).__name__})"
-            refuse(self.field, name, why, "download the model anew, all of its files")
-        if not self.holds(found):
-            refuse(field, str(found), f"a file in {self.path}: it is a link out of it", "a copy of the file")
-        return found
+            problem = "a link to nothing" if (self.path / name).is_symlink() else "not there"
+            allowed = f"a file in {self.path}: it is {problem} ({type(error).__name__})"
+            refuse(self.field, name, allowed, "download the model anew, all of its files")
+        if not self.contains(resolved):
+            refuse(
+                field, str(resolved), f"a file in {self.path}: it is a link out of it", "a copy of the file"
+            )
+        return resolved
 
-    def holds(self, file: Path) -> bool:
+    def contains(self, file: Path) -> bool:
         """Return whether ``file``, a resolved absolute path, belongs to the model."""
         model = self.path.parent.parent
         is_snapshot = self.path.parent.name == "snapshots" and model.name.startswith("models--")
@@ -184,7 +195,7 @@ class WeightsFolder:
 
     # ---- Comparison with a plan
 
-    def check(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Raise ``ValueError`` if the folder does not hold all weights of ``plan``'s architecture."""
         if self.config.get("quantization_config") is not None:
             refuse(
@@ -197,32 +208,34 @@ class WeightsFolder:
         self._check_tensors(plan.architecture)
 
     def _check_architecture(self, planned: Architecture) -> None:
-        own = self.architecture
-        for one in fields(own):
-            here, there = getattr(planned, one.name, None), getattr(own, one.name)
-            if one.name != "name" and here != there:
-                allowed = f"{there!r}, as {self.path.name}/{CONFIG} says"
+        stored = self.architecture
+        for field in fields(stored):
+            planned_value, stored_value = getattr(planned, field.name, None), getattr(stored, field.name)
+            if field.name != "name" and planned_value != stored_value:
+                allowed = f"{stored_value!r}, as {self.path.name}/{CONFIG} says"
                 fix = f"architecture=Architecture.from_hf({str(self.path)!r})"
-                refuse(f"Architecture.{one.name}", here, allowed, fix)
+                refuse(f"Architecture.{field.name}", planned_value, allowed, fix)
 
     def _check_tensors(self, arch: Architecture) -> None:
         stored = {name: tensor for name, (_, tensor) in self.tensors.items()}
-        wanted = dict(piece for source in sources(arch, stored).values() for piece in source.pieces())
-        missing = [name for name in wanted if name not in stored]
+        expected = dict(
+            piece for source in find_sources(arch, stored).values() for piece in source.list_stored()
+        )
+        missing = [name for name in expected if name not in stored]
         if missing:
-            allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_more(missing)}"
+            allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_list_more(missing)}"
             refuse(self.field, f"without {missing[0]}", allowed, "the files of the whole model")
-        extra = [name for name in stored if name not in wanted and not is_unused(arch, name)]
+        extra = [name for name in stored if name not in expected and not is_unused(arch, name)]
         if extra:
-            allowed = f"tensors of {arch.name}: {len(extra):,} have no place in it{_more(extra)}"
+            allowed = f"tensors of {arch.name}: {len(extra):,} have no place in it{_list_more(extra)}"
             refuse(self.field, extra[0], allowed, f"the files of a {arch.model_type} and nothing else")
-        for name, shape in wanted.items():
-            dtype, found, _ = stored[name]
-            if found != tuple(shape):
+        for name, shape in expected.items():
+            dtype, stored_shape, _ = stored[name]
+            if stored_shape != tuple(shape):
                 allowed = f"{tuple(shape)}, as the plan's architecture has it"
                 refuse(
                     f"{self.field}: shape of {name}",
-                    found,
+                    stored_shape,
                     allowed,
                     "the model that its config.json describes",
                 )
@@ -231,6 +244,6 @@ class WeightsFolder:
                 refuse(f"{self.field}: dtype of {name}", dtype, allowed, "the model's weights in bf16")
 
 
-def _more(names: list[str]) -> str:
+def _list_more(names: list[str]) -> str:
     """Return up to three further names in parentheses, for an error message."""
     return f" (then {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})" if len(names) > 1 else ""

@@ -98,7 +98,7 @@ class Writing:
 
 
 def _save(aside: Path, engine: Any, only_trained: bool) -> None:
-    random_state.write(aside)
+    random_state.write_states(aside)
     engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
 
 
@@ -115,7 +115,7 @@ def load(path: Path, plan: Plan, engine: Any, own: dict[str, Any]) -> dict[str, 
     _check_fits(path, position, own)
     with _own_settings(engine.optimizer), checked_files(engine, path):
         engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
-    random_state.restore(path)
+    random_state.restore_states(path)
     return position
 
 

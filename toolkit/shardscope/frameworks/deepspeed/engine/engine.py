@@ -18,12 +18,12 @@ from shardscope.frameworks.deepspeed.engine.launching import connect, import_dee
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.training.accounting import tensors
-from shardscope.training.accounting.precision import check_copied
+from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.optimizers import gradients
-from shardscope.training.weights.initial_weights import CPU, InitialWeights, all_of, fill_buffers
+from shardscope.training.weights.initial_weights import CPU, InitialWeights, fill_buffers, full_region
 from shardscope.training.weights.pretrained import FullTensors
 
 FIRST_LOSS_SCALE_POWER = 12
@@ -102,7 +102,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         cut(deepspeed, model, config)
 
     def built_precision(self, trained: list[Parameter]) -> str:
-        return check_copied(self.recipe.precision, self.compute_dtype)
+        return check_precision_of_copies(self.recipe.precision, self.compute_dtype)
 
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
         """What DeepSpeed is given of the model that was built."""
@@ -147,7 +147,7 @@ class DeepSpeedEngine(MicroBatchEngine):
             # Only counts the micro-batch: DeepSpeed updates at the last one.
             self._module.step()
 
-    def _update(self) -> torch.Tensor:
+    def _update_weights(self) -> torch.Tensor:
         with self.accounted_update():
             self._module.step()
         return self._norm
@@ -179,19 +179,23 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     def save(self, path: str | Path) -> None:
         checkpointing.save(
-            self._resolve_in_run(path), self._module, self._position(), self.recipe.has_adapters
+            self._resolve_in_run(path), self._module, self._describe_position(), self.recipe.has_adapters
         )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        path, position, adapted = self._resolve_in_run(path), self._position(), self.recipe.has_adapters
+        path, position, adapted = (
+            self._resolve_in_run(path),
+            self._describe_position(),
+            self.recipe.has_adapters,
+        )
         return checkpointing.Writing(path, self._module, position, adapted, self._saving_group).wait
 
-    def _position(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
         return {
-            **super()._position(),
+            **super()._describe_position(),
             "stage": layout.stage,
             "tp": layout.tp,
             "pp": layout.pp,
@@ -199,7 +203,9 @@ class DeepSpeedEngine(MicroBatchEngine):
         }
 
     def load(self, path: str | Path) -> None:
-        position = checkpointing.load(self._resolve_in_run(path), self.plan, self._module, self._position())
+        position = checkpointing.load(
+            self._resolve_in_run(path), self.plan, self._module, self._describe_position()
+        )
         self.num_steps_done = int(position["num_steps_done"])
 
     def full_tensors(self) -> FullTensors:
@@ -289,7 +295,7 @@ def cut_as_made(
     def read(recurse: bool = True) -> Iterator[Parameter]:
         for name, parameter in model.named_parameters(recurse=recurse):
             whole = longest[: parameter.numel()].view(parameter.shape)
-            weights.write(name, parameter.shape, all_of(parameter.shape), whole)
+            weights.write(name, parameter.shape, full_region(parameter.shape), whole)
             # The same object, for the optimizer has it already and a tied weight is in two modules.
             torch.utils.swap_tensors(parameter, Parameter(whole, requires_grad=parameter.requires_grad))
             yield parameter

@@ -18,11 +18,11 @@ from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.model.parts import part_of, shell_of
+from shardscope.training.model.parts import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import clip_gradients
 from shardscope.training.weights import pretrained
-from shardscope.training.weights.initial_weights import build_filled
-from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
+from shardscope.training.weights.initial_weights import build_initialized
+from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -60,14 +60,14 @@ class PipelinedEngine(DeepSpeedEngine):
             self._config_of_whole = model.config
             before = sum(self.plan.stage_layers[: self.stage])
             layers = range(before, before + self.plan.stage_layers[self.stage])
-            return part_of(model, layers, is_first=self.stage == 0, is_last=self._is_last)
+            return extract_stage(model, layers, is_first=self.stage == 0, is_last=self._is_last)
 
         # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
         return super().build_on_host(build_stage)
 
     def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
         if self.initializes_shards:
-            return build_filled(build_model, self.initial_weights_of)
+            return build_initialized(build_model, self.initial_weights_of)
         return super().build_with_weights(build_model)
 
     _shape: torch.Size | None = None
@@ -109,8 +109,8 @@ class PipelinedEngine(DeepSpeedEngine):
 
     # ---- a step
 
-    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
-        micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
+    def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+        micros = micro_batches.split_batch(_only_text(batch), self.plan.num_micro_batches)
         counted = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         self._weights = iter([counted[index] for index in range(len(micros))])
@@ -138,9 +138,9 @@ class PipelinedEngine(DeepSpeedEngine):
         """An instruction of DeepSpeed's schedule, whose phase is watched."""
 
         def watched(engine: Any, **kwargs: Any) -> None:
-            self._phases.begin(phase)
+            self._phases.begin_phase(phase)
             run(engine, **kwargs)
-            self._phases.mark(phase)
+            self._phases.end_phase(phase)
 
         return watched
 
@@ -166,7 +166,7 @@ class PipelinedEngine(DeepSpeedEngine):
     # ---- what leaves the run
 
     def export(self, path: str | Path) -> None:
-        model: Any = shell_of(self.model)
+        model: Any = copy_shallow(self.model)
         model.config = self._config_of_whole
         pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
@@ -184,7 +184,7 @@ class PipelinedEngine(DeepSpeedEngine):
             if not (self._is_tied and name == HEAD)
         ]
         pp, device = self.plan.degrees.pp, self.ctx.device
-        return stage_by_stage(own, stage=self.stage, num_stages=pp, device=device)
+        return send_stages_to_rank_0(own, stage=self.stage, num_stages=pp, device=device)
 
     # ---- what it is
 

@@ -19,7 +19,7 @@ from shardscope.frameworks.deepspeed.rehearsal.engine import (
     model_of,
     stage_world,
 )
-from shardscope.training.model.parts import part_of
+from shardscope.training.model.parts import extract_stage
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -93,7 +93,7 @@ class _Stage:
             model: Any = model_of(plan, self.deepspeed, config, self.tracker)
         before = sum(plan.stage_layers[:number])
         layers = range(before, before + plan.stage_layers[number])
-        part: Any = part_of(model, layers, is_first=number == 0, is_last=number == pp - 1)
+        part: Any = extract_stage(model, layers, is_first=number == 0, is_last=number == pp - 1)
         with self.tracker.labelling("parameters"):
             for parameter in part.parameters():
                 parameter.data = torch.empty_like(parameter.data)

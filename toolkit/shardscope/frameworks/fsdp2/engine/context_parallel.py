@@ -88,9 +88,9 @@ class ContextParallelEngine(Fsdp2Engine):
 
     # ---- a step
 
-    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+    def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         _check_batch(batch, self.recipe.seq_len)
-        loss = super()._step(batch, watch)
+        loss = super()._run_step(batch, watch)
         expected = self.plan.architecture.num_hidden_layers * self.plan.num_micro_batches
         if not self._is_seen and self.ring.num_calls < expected:
             raise RuntimeError(
@@ -105,7 +105,7 @@ class ContextParallelEngine(Fsdp2Engine):
         with super().gradient_sync(last), self.ring.split(self.recipe.seq_len) as self._here:
             yield
 
-    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         here, cp = self._here, self.plan.degrees.cp
         # Shift the labels before sharding: the label after a shard's last token is in another shard.
         following = F.pad(micro["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -120,7 +120,7 @@ class ContextParallelEngine(Fsdp2Engine):
             "use_cache": False,
         }
         # FSDP2 averages gradients over ranks, but the shards' losses must be summed.
-        return super()._loss(part) * cp
+        return super()._compute_loss(part) * cp
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], seq_len: int) -> None:

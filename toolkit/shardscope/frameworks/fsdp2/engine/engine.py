@@ -26,7 +26,7 @@ from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout, get_reshard_after_forward
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
-from shardscope.training.model.on_meta import build_on_meta, give_memory
+from shardscope.training.model.on_meta import allocate_parameters, build_on_meta
 from shardscope.training.model.recompute import decoder_layers
 from shardscope.training.optimizers import gradients
 from shardscope.training.optimizers.gradients import local_shard
@@ -221,8 +221,8 @@ class Fsdp2Engine(TorchEngine):
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
             yield
 
-    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = super()._loss(micro)
+    def _compute_loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super()._compute_loss(micro)
         # With a sharded vocabulary the loss is a DTensor, replicated on each rank.
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
@@ -277,7 +277,7 @@ def materialise(
     Buffers are allocated on ``compute``, where forward reads them. The initial model is the same for any
     number of ranks.
     """
-    give_memory(model, device, buffers_on=compute)
+    allocate_parameters(model, device, buffers_on=compute)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -25,10 +25,10 @@ from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.engine import BuildModel, BuildOptimizer
-from shardscope.training.model.parts import part_of, shell_of
+from shardscope.training.model.parts import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import local_shard
 from shardscope.training.weights import pretrained
-from shardscope.training.weights.stage_tensors import StageTensor, stage_by_stage
+from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -71,7 +71,9 @@ class PipelinedEngine(Fsdp2Engine):
             model: Any = build_model()
             self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
-            part: torch.nn.Module = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            part: torch.nn.Module = extract_stage(
+                model, layers, is_first=self.stage == 0, is_last=self._has_last
+            )
             part.in_stages = True  # Checkpoints record which tensors each rank has.
             return part
 
@@ -86,7 +88,7 @@ class PipelinedEngine(Fsdp2Engine):
         last = self.plan.degrees.pp * self.plan.degrees.vpp - 1
         self.chunks = tuple(
             StageModule(
-                part_of(model, layers, is_first=number == 0, is_last=number == last),
+                extract_stage(model, layers, is_first=number == 0, is_last=number == last),
                 is_first=number == 0,
                 is_last=number == last,
                 tp_mesh=self.tp_mesh,
@@ -122,8 +124,8 @@ class PipelinedEngine(Fsdp2Engine):
 
     # ---- a step
 
-    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
-        micros = micro_batches.split(_only_text(batch), self.plan.num_micro_batches)
+    def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
+        micros = micro_batches.split_batch(_only_text(batch), self.plan.num_micro_batches)
         counted = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         weights = [counted[index] for index in range(len(micros))]
@@ -140,9 +142,9 @@ class PipelinedEngine(Fsdp2Engine):
         # Ranks of other stages add zero.
         summing = dist.all_reduce(losses.total, async_op=True)
         self._sum_tied_gradients()
-        watch.begin("optimizer")
-        norm = self._update()
-        watch.mark("optimizer")
+        watch.begin_phase("optimizer")
+        norm = self._update_weights()
+        watch.end_phase("optimizer")
         summing.wait()
         self.num_steps_done += 1
         mean = losses.total * self.plan.degrees.pp / dist.get_world_size()
@@ -197,11 +199,11 @@ class PipelinedEngine(Fsdp2Engine):
 
     # ---- what leaves the run
 
-    def _position(self) -> dict[str, Any]:
-        return {**super()._position(), "in_stages": True}
+    def _describe_position(self) -> dict[str, Any]:
+        return {**super()._describe_position(), "in_stages": True}
 
     def export(self, path: str | Path) -> None:
-        model: Any = shell_of(self.model)
+        model: Any = copy_shallow(self.model)
         model.config = self._config
         pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
@@ -212,7 +214,7 @@ class PipelinedEngine(Fsdp2Engine):
             if not (self._is_tied and name == HEAD)
         ]
         pp, device = self.plan.degrees.pp, self.ctx.device
-        return stage_by_stage(own, stage=self.stage, num_stages=pp, device=device)
+        return send_stages_to_rank_0(own, stage=self.stage, num_stages=pp, device=device)
 
     def _whole(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = parameter.detach().to(self.ctx.device).full_tensor()
@@ -301,20 +303,20 @@ class _Stage(PipelineStage):  # type: ignore[misc]
         )
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self.watch.begin("forward")
+        self.watch.begin_phase("forward")
         output = super().forward_one_chunk(*args, **kwargs)
-        self.watch.mark("forward")
+        self.watch.end_phase("forward")
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self.watch.begin("backward")
+        self.watch.begin_phase("backward")
         super().backward_one_chunk(*args, **kwargs)
-        self.watch.mark("backward")
+        self.watch.end_phase("backward")
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
-        self.watch.begin("backward")
+        self.watch.begin_phase("backward")
         super().perform_reduce_grad(*args, **kwargs)
-        self.watch.mark("backward")
+        self.watch.end_phase("backward")
 
 
 class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardscope.training.model.on_meta import tie, tied_names
+from shardscope.training.model.on_meta import find_tied_names, tie_parameters
 from shardscope.training.model.recompute import decoder_layers
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
@@ -39,12 +39,12 @@ def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     backward must run under ``torch.distributed.tensor.parallel.loss_parallel``. Raises ``ValueError`` for a
     module with parameters that the plan does not cover.
     """
-    tied = tied_names(model)
+    tied = find_tied_names(model)
     outer = {name: style for name, style in _outer_plan().items() if _has(model, name)}
     parallelize_module(model, mesh, outer, src_data_rank=None)
     for layer in decoder_layers(model):
         parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
-    tie(model, tied)
+    tie_parameters(model, tied)
 
 
 def _has(model: torch.nn.Module, name: str) -> bool:

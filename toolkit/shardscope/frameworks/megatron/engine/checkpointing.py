@@ -97,7 +97,7 @@ def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[
         unwrapped(chunk).load_state_dict(found[f"model{number}"])
     _load_optimizer(optimizer, found["optimizer"])
     _make_state(optimizer)
-    random_state.restore(path)
+    random_state.restore_states(path)
     random_tracker.restore(path)
     return position
 
@@ -127,7 +127,7 @@ def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    random_state.write(aside)
+    random_state.write_states(aside)
     random_tracker.write(aside)
     _make_state(optimizer)
     wait_for_weights(chunks)

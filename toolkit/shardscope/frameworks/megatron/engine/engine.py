@@ -25,7 +25,7 @@ from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
-from shardscope.training.accounting.precision import check_copied
+from shardscope.training.accounting.precision import check_precision_of_copies
 from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, LiveTensors
 from shardscope.training.model.on_meta import build_on_meta
@@ -102,7 +102,7 @@ class MegatronEngine(Engine):
             "device": str(device),
             "backend": backend,
             "world_size": dist.get_world_size(),
-            "precision": check_copied(recipe.precision, trained[0].dtype),
+            "precision": check_precision_of_copies(recipe.precision, trained[0].dtype),
             "num_trained_tensors": len(trained),
             "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
@@ -113,16 +113,16 @@ class MegatronEngine(Engine):
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         watch = self._watch = self._watch or MemoryWatch(self)
-        with watch.step(), self._on_device(), engine_step.watched(watch):
+        with watch.measure_step(), self._on_device(), engine_step.watched(watch):
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             loss = engine_step.forward_backward(
                 self._chunks, batch, self.plan.num_micro_batches, self.ctx.device
             )
-            watch.begin("optimizer")
+            watch.begin_phase("optimizer")
             _, norm, _ = self.optimizer.step()
-            watch.mark("optimizer")
+            watch.end_phase("optimizer")
             self.num_steps_done += 1
             if self._writing is not None and not self._writing.is_done:
                 self._writing.look()

@@ -40,7 +40,7 @@ def forward_backward(
             {"batch": {"input_ids": ..., "labels": ...}},
         )
     check_length(batch["input_ids"].shape[1])
-    micros = micro_batches.split(batch, num_micro_batches)
+    micros = micro_batches.split_batch(batch, num_micro_batches)
     counted = micro_batches.LossWeights(micros)
     # Computed before the first message between stages, so that all ranks raise together or none does.
     weights = [counted[index] for index in range(num_micro_batches)]
@@ -106,9 +106,9 @@ def watched(watch: MemoryWatch) -> Iterator[None]:
 
     def in_phase(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            watch.begin(phase)
+            watch.begin_phase(phase)
             found = function(*args, **kwargs)
-            watch.mark(phase)
+            watch.end_phase(phase)
             return found
 
         return call
