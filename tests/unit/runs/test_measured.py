@@ -156,8 +156,8 @@ def test_a_snapshot_can_be_asked_of_a_run_under_way() -> None:
         def look(self) -> tuple[bool, list[dict[str, Any]]]:
             return False, [{"command": "memory_snapshot"}]
 
-    from shardscope.training.loop import look
+    from shardscope.training.loop import poll_commands
 
-    assert look(Context(), 3).memory_snapshot
+    assert poll_commands(Context(), 3).memory_snapshot
     with pytest.raises(ValueError, match=r"Pretrain\.memory_snapshot is 1; allowed"):
         ss.Pretrain(memory_snapshot=1)  # type: ignore[arg-type]

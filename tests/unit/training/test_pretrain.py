@@ -74,10 +74,10 @@ def test_it_crosses_to_the_ranks() -> None:
     [(1, (0, 0, 1)), (2, (0, 1, 1)), (3, (0, 1, 2)), (4, (0, 1, 3)), (5, (1, 1, 3)), (6, (2, 1, 3))],
 )
 def test_a_short_run_is_recorded_too(num_left: int, expected: tuple[int, int, int]) -> None:
-    from shardscope.training.recording import fit
+    from shardscope.training.recording import plan_recording
 
-    assert fit(num_left, 3, 2) == expected
-    assert fit(1000, 3, 2) == (2, 1, 3)
+    assert plan_recording(num_left, 3, 2) == expected
+    assert plan_recording(1000, 3, 2) == (2, 1, 3)
 
 
 def plan_of(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
