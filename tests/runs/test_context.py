@@ -105,7 +105,7 @@ def test_records_are_kept_side_by_side(folder: RunFolder) -> None:
     context = make_context(folder)
     context.record("engine", {"shards": 2})
     context.record("kernels", {"attention": "sdpa"})
-    kept = json.loads(folder.what_it_was(0).read_text())
+    kept = json.loads(folder.engine_report(0).read_text())
     assert kept == {"engine": {"shards": 2}, "kernels": {"attention": "sdpa"}}
     with pytest.raises(ValueError, match="steps"):
         context.profile(steps=0)

@@ -21,7 +21,7 @@ def write_full_run(name: str, status: str = "running", *, parent: Path | str = "
     folder = RunFolder(path)
     append_line(folder.exits, {"rank": 1, "code": 3, "time": 1.0, "monotonic": 2.0})
     append_line(folder.control, {"command": "profile", "time": 1.0})
-    append_line(folder.cards, {"time": 1.0, "utilisation_percent": [1, 2]})
+    append_line(folder.gpu_samples, {"time": 1.0, "utilisation_percent": [1, 2]})
     write_json(folder.note, {"note": text})
     write_json(folder.launcher_error, {"summary": text, "traceback": text, "time": 1.0, "monotonic": 9.0})
     folder.launcher_log.write_text(text)
@@ -36,7 +36,7 @@ def write_full_run(name: str, status: str = "running", *, parent: Path | str = "
         folder.stacks(rank).write_text(text)
         memory = {"device": "cpu", "step": 2, "phases": {"rest": {"parameters": 2**20}}}
         engine = {"sentence": text, "num_parameters": PLAN.architecture.num_parameters}
-        write_json(folder.what_it_was(rank), {"memory": memory, "engine": engine})
+        write_json(folder.engine_report(rank), {"memory": memory, "engine": engine})
     return path
 
 

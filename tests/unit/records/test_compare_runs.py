@@ -34,7 +34,7 @@ def leave_run(
             append_line(folder.events(rank), {**line, "step_seconds": step_seconds})
         phases = {"rest": {"parameters": 2**20}, "forward": {"parameters": 2**20, "activations": 2**24}}
         memory = {"device": "cpu", "step": 2, "rss_before_steps": 2**28, "phases": phases}
-        write_json(folder.what_it_was(rank), {"memory": memory})
+        write_json(folder.engine_report(rank), {"memory": memory})
     return folder.path
 
 

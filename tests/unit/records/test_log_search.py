@@ -9,7 +9,7 @@ from shardscope.records.log_search import MAX_LINE, MAX_MATCHES, LogSearch
 
 
 def everything(search: LogSearch) -> LogSearch:
-    while search.look():
+    while search.search_next():
         pass
     return search
 
@@ -54,7 +54,7 @@ def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(
             file.write(b"x" * 3_000_000 + (b" needle " if block == 7 else b""))
     search, looks, more = LogSearch(log, "found"), 0, True
     while more:
-        more, looks = search.look(), looks + 1
+        more, looks = search.search_next(), looks + 1
     assert search.num_matches == 500_000 and len(search.matches) == MAX_MATCHES and looks > 3
     needle = everything(LogSearch(log, "needle"))
     assert needle.num_matches == 1 and len(needle.matches[0][1]) < MAX_LINE + 10
@@ -74,4 +74,4 @@ def test_a_line_without_end_is_cut_and_not_kept_whole(tmp_path: Path) -> None:
 
 def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     search = LogSearch(tmp_path / "none", "x")
-    assert not search.look() and search.num_lines == 0
+    assert not search.search_next() and search.num_lines == 0

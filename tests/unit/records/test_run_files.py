@@ -18,7 +18,7 @@ from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction
 from shardscope.records.files import append_line, encode, read_json, read_lines, write_json
 from shardscope.records.folder import RunFolder
-from shardscope.records.metrics_table import csv_in_pieces, curve
+from shardscope.records.metrics_table import compute_curve, write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, redact
 from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.launch.environment import build_launcher_environment
@@ -160,13 +160,13 @@ def test_metrics_become_tensorboard_events(tmp_path: Path) -> None:
 
 
 def test_metrics_as_a_table(folder: RunFolder) -> None:
-    assert list(csv_in_pieces(folder, 2, print)) and not folder.csv.exists()
+    assert list(write_csv_in_pieces(folder, 2, print)) and not folder.csv.exists()
     append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.5, "loss": float("nan")})
     append_line(
         folder.events(0), {"step": 1, "rank": 0, "time": 2.5, "loss": 2.0, "note": "=1+1", "a,b": 'q"'}
     )
     append_line(folder.events(1), {"step": 1, "rank": 1, "time": 2.5, "loss": 4.0})
-    assert len(list(csv_in_pieces(folder, 2, print))) == 4  # Two ranks, twice.
+    assert len(list(write_csv_in_pieces(folder, 2, print))) == 4  # Two ranks, twice.
     with folder.csv.open(newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [
@@ -177,7 +177,7 @@ def test_metrics_as_a_table(folder: RunFolder) -> None:
     ]
     assert folder.csv.stat().st_mode & 0o777 == 0o600
     records = read_lines(folder.events(0)) + read_lines(folder.events(1))
-    assert curve(records, "loss") == {1: 3.0} and curve(records, "note") == {}
+    assert compute_curve(records, "loss") == {1: 3.0} and compute_curve(records, "note") == {}
 
 
 def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
@@ -187,7 +187,7 @@ def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
         folder.events(0), {"step": 0, "rank": 0, "time": 1.0, "loss": -1.5, **dict.fromkeys(names, "x")}
     )
     append_line(folder.events(0), {"step": 1, "rank": 0, "time": 1.0, **{name: name for name in names}})
-    assert list(csv_in_pieces(folder, 1, print))
+    assert list(write_csv_in_pieces(folder, 1, print))
     with folder.csv.open(newline="") as file:
         header, first, second = csv.reader(file)
     told = [f"'{name}" for name in names]
@@ -206,7 +206,7 @@ def test_fault_60_a_table_of_too_many_lines_is_a_sample(
     monkeypatch.setattr(metrics_table, "MAX_BYTES", num_bytes // 4 + 1)
     monkeypatch.setattr(metrics_table, "PIECE_BYTES", 1000)
     told: list[str] = []
-    assert list(csv_in_pieces(folder, 2, told.append))
+    assert list(write_csv_in_pieces(folder, 2, told.append))
     with folder.csv.open(newline="") as file:
         _, *rows = csv.reader(file)
     assert [row[:2] for row in rows] == [

@@ -39,7 +39,7 @@ def attach(folder: Path, plan: ss.Plan, engine: Any = None, **description: Any) 
     described = {"world_size": 2, "created": time.time(), "plan": json.loads(plan.to_json()), **description}
     write_json(run.run_json, described)
     if engine is not None:
-        write_json(run.what_it_was(0), {"engine": engine})
+        write_json(run.engine_report(0), {"engine": engine})
     return ss.Run.attach(run.path)
 
 

@@ -64,7 +64,7 @@ def until(holds: Callable[[], Any], seconds: float = 10) -> Any:
 def look(watch: GpuSampler, times: int) -> None:
     for count in range(times):
         watch.request_sample()
-        assert until(lambda count=count: len(list(read_lines(watch.folder.cards))) > count)
+        assert until(lambda count=count: len(list(read_lines(watch.folder.gpu_samples))) > count)
 
 
 def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, t
     assert {r["temperature_celsius"] for r in records} == {65, 63}
     assert {r["power_watts"] for r in records} == {412.5}
     assert not any("used_bytes" in r for r in records), "what no card answers is left out"
-    assert folder.cards.stat().st_mode & 0o777 == 0o600
+    assert folder.gpu_samples.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
     beside = PeriodicChecks(folder, 2, print)
     for _ in range(20):
         beside.check(1.0, is_running=False)
-    assert not folder.cards.exists(), "all looks are over, and the card has said nothing yet"
+    assert not folder.gpu_samples.exists(), "all looks are over, and the card has said nothing yet"
     answers.set()
     list(beside.finish())
 
@@ -111,7 +111,7 @@ folder = RunFolder({str(folder.path)!r})
 watch = GpuSampler(folder)
 watch.request_sample()
 watch.finish()
-assert "pynvml" not in sys.modules and not folder.cards.exists()
+assert "pynvml" not in sys.modules and not folder.gpu_samples.exists()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -132,7 +132,7 @@ def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
     watch.request_sample()
     assert until(lambda: threads.issuperset(threading.enumerate()))
     watch.request_sample()
-    assert not folder.cards.exists()
+    assert not folder.gpu_samples.exists()
 
 
 def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPa
 
 
 def times_of(folder: RunFolder) -> list[float]:
-    return [line["time"] for line in read_lines(folder.cards)]
+    return [line["time"] for line in read_lines(folder.gpu_samples)]
 
 
 def test_odd_lines_are_left_out(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_odd_lines_are_left_out(tmp_path: Path) -> None:
         {"time": 1.0, "power_watts": 5},
         {"time": 2.0, "power_watts": ["NaN", 7.5], "color": [1, 2]},
     ):
-        append_line(folder.cards, line)
+        append_line(folder.gpu_samples, line)
     assert read_gpu_samples(folder, [0, 1]) == [{"time": 2.0, "rank": 1, "gpu": 1, "power_watts": 7.5}]

@@ -70,7 +70,7 @@ def long_run(folder: RunFolder) -> Run:
     write_json(folder.run_json, {"world_size": 1, "created": 1.0, "plan": json.loads(plan.to_json())})
     append_line(folder.status, {"time": 1.0, "status": "finished", "reason": "done"})
     phases = {"forward": {"parameters": 2**20, "activations": 2**24}}
-    write_json(folder.what_it_was(0), {"memory": {"device": "cpu", "step": 2, "phases": phases}})
+    write_json(folder.engine_report(0), {"memory": {"device": "cpu", "step": 2, "phases": phases}})
     return Run.attach(folder.path)
 
 

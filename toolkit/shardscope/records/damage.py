@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
@@ -29,7 +29,7 @@ FOLDERS = frozenset({
 """Subfolders that contain regular files only."""
 
 
-def check_kinds(folder: RunFolder, *, inside: bool = False) -> None:
+def check_file_kinds(folder: RunFolder, *, inside: bool = False) -> None:
     """Check that all known files are regular files and all known subfolders are folders, not links.
 
     ``inside=True`` also checks the files in these folders, which takes about ten times as long. Raises
@@ -42,8 +42,7 @@ def check_kinds(folder: RunFolder, *, inside: bool = False) -> None:
             elif entry.name in FOLDERS:
                 if not entry.is_dir(follow_symlinks=False):
                     raise ValueError(
-                        f"{folder.path / entry.name} is damaged: it is a file or a link, "
-                        "and a run has a folder there."
+                        f"{folder.path / entry.name} is damaged: it is a file or a link; allowed: a folder."
                     )
                 if inside:
                     _check_inside(entry.path)
@@ -56,33 +55,40 @@ def _check_inside(path: str) -> None:
                 check_regular(RunFolder(path).path / entry.name)
 
 
-def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
-    """Return ``run.json`` as bytes and parsed. Raises ``ValueError`` if it is damaged."""
+class Description(NamedTuple):
+    """Content of run.json."""
+
+    data: bytes
+    """The file's bytes."""
+    world_size: int
+    created: float
+    """Seconds since the epoch at which the run was launched."""
+
+
+def read_description(folder: RunFolder) -> Description:
+    """Read and check ``run.json``. Raises ``ValueError`` if it is damaged."""
     try:
         data = load_json(folder.run_json, MAX_DESCRIPTION_BYTES)
-        return data, _checked_description(parse_object(data))
+        record = parse_object(data)
+        world_size = check_integer("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
+        created = check_number("created", record.get("created", 0), low=0, high=1e12)
+        _check_types(record, _DESCRIPTION)
+        return Description(data, world_size, created)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and describe_shortage(error):
             raise
-        raise _damaged(folder, "run.json", error) from error
+        raise _create_error(folder, "run.json", error) from error
 
 
-def _checked_description(record: dict[str, Any]) -> dict[str, Any]:
-    check_integer("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
-    record["created"] = check_number("created", record.get("created", 0), low=0, high=1e12)
-    _check_types(record, _DESCRIPTION)
-    return record
-
-
-def check_transition(folder: RunFolder, record: Mapping[str, Any]) -> None:
+def check_transition(folder: RunFolder, record: Mapping[str, object]) -> None:
     """Check one line of status.jsonl. Raises ``ValueError`` for an unknown status or a wrong type."""
     try:
         status = record["status"]
         if not isinstance(status, str) or status not in STATUSES:
-            raise ValueError(f"it has the status {_shown(status)}, which no run has")
+            raise ValueError(f"its status is {_format_value(status)}; allowed: {', '.join(sorted(STATUSES))}")
         _check_types(record, _TRANSITION)
     except ValueError as error:
-        raise _damaged(folder, "status.jsonl", error) from error
+        raise _create_error(folder, "status.jsonl", error) from error
 
 
 def check_supervisor(folder: RunFolder) -> None:
@@ -92,70 +98,70 @@ def check_supervisor(folder: RunFolder) -> None:
     except FileNotFoundError:
         return
     except (ValueError, RecursionError) as error:
-        raise _damaged(folder, "supervisor.json", error) from error
+        raise _create_error(folder, "supervisor.json", error) from error
 
 
-def short_words(folder: RunFolder, error: Exception) -> str:
+def shorten_message(folder: RunFolder, error: Exception) -> str:
     """Return the message of ``error`` without the path of ``folder``, for table rows that show its name."""
-    words = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-    return words.replace(f"{folder.path}{os.sep}", "")
+    message = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+    return message.replace(f"{folder.path}{os.sep}", "")
 
 
-def _damaged(folder: RunFolder, name: str, error: Exception) -> ValueError:
-    words = str(error).partition(" is damaged: ")[2] or str(error)
+def _create_error(folder: RunFolder, name: str, error: Exception) -> ValueError:
+    reason = str(error).partition(" is damaged: ")[2] or str(error)
     if isinstance(error, OSError) and error.strerror:
-        words = f"it cannot be read: {error.strerror}"
+        reason = f"it cannot be read: {error.strerror}"
     if isinstance(error, RecursionError):
-        words = "it nests too deeply"
+        reason = "it is nested too deeply"
     fix = "Nearest fix: attach another run, or restore the file."
-    return ValueError(f"{folder.path / name} is damaged: {words.rstrip('.')}. {fix}")
+    return ValueError(f"{folder.path / name} is damaged: {reason.rstrip('.')}. {fix}")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _check_types(record: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> None:
+def _check_types(record: Mapping[str, object], checks: Mapping[str, Callable[[object], bool]]) -> None:
     """Check the types of present values; records of older versions lack some."""
     for name, is_right in checks.items():
         value = record.get(name)
         if value is not None and not is_right(value):
-            raise ValueError(f"its {name} is {_shown(value)}")
+            raise ValueError(f"its {name} is {_format_value(value)}")
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _build_list_check(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(is_right, value))
 
 
-_DESCRIPTION: Mapping[str, Callable[[Any], bool]] = {
+_DESCRIPTION: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath"), _is_text),
     **dict.fromkeys(("trains_the_plan", "saves_when_asked", "outlive_kernel"), _is_flag),
     **dict.fromkeys(("predicted", "asked", "versions"), _is_mapping),
     "num_steps": is_int,
-    "gpus": _is_list_of(is_int),
-    "sys_path": _is_list_of(_is_text),
+    "gpus": _build_list_check(is_int),
+    "sys_path": _build_list_check(_is_text),
 }
 """Value checks of run.json. The plan is checked by :meth:`shardscope.Plan.from_json` instead: a run with an
 unreadable plan can still be opened."""
-_TRANSITION: Mapping[str, Callable[[Any], bool]] = {
+_TRANSITION: Mapping[str, Callable[[object], bool]] = {
     "time": is_number,
     "reason": _is_text,
     "error": _is_text,
 }
-_SUPERVISOR: Mapping[str, Callable[[Any], bool]] = {
+_SUPERVISOR: Mapping[str, Callable[[object], bool]] = {
     "pid": is_int,
     "started": is_number,
     "machine": _is_text,

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from shardscope.machine.os_errors import is_absent
 from shardscope.machine.processes import read_start_time
 from shardscope.records.json_values import parse_object
-from shardscope.records.redaction import redactor
+from shardscope.records.redaction import create_redactor
 from shardscope.records.regular_files import (
     NotRegularFileError,
     check_regular,
@@ -40,16 +40,17 @@ RESERVED = ("step", "rank", "time")
 """Keys of a metrics record that no metric may use as its name."""
 
 
-def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
+def encode(record: Mapping[str, object], as_is: Collection[str] = ()) -> bytes:
     """Return ``record`` as a JSON line with newline; secrets are masked except in values named ``as_is``."""
-    redact = redactor()
+    redact = create_redactor()
     clean = {
-        redact(str(name)): _jsonable(item, str if name in as_is else redact) for name, item in record.items()
+        redact(str(name)): _to_json_value(item, str if name in as_is else redact)
+        for name, item in record.items()
     }
     return (json.dumps(clean, allow_nan=False, ensure_ascii=False) + "\n").encode(errors="replace")
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Append one record in a single write call, so that lines of several writers never interleave.
 
     Raises ``OSError``.
@@ -58,7 +59,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         os.write(file.fileno(), encode(record))
 
 
-def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) -> None:
+def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] = ()) -> None:
     """Replace ``path`` atomically: a reader sees the old record or the new one. Raises ``OSError``.
 
     ``as_is`` names values that a process uses later, such as paths, which are never masked.
@@ -75,7 +76,7 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
         raise
 
 
-def keep_json(path: Path, record: dict[str, Any]) -> None:
+def write_json_on_full_disk(path: Path, record: Mapping[str, object]) -> None:
     """Write like :func:`write_json`, but overwrite the existing file in place if the disk is full.
 
     A short record fits into the block that the file has already. Raises ``OSError`` if that fails too.
@@ -88,7 +89,7 @@ def keep_json(path: Path, record: dict[str, Any]) -> None:
             file.truncate()
 
 
-def delete_halves(folder: Path) -> None:
+def delete_partial_files(folder: Path) -> None:
     """Delete partial files of :func:`write_json` in killed processes, in ``folder`` and its subfolders."""
     for path in (*folder.glob(".*"), *folder.glob("*/.*")):
         pid = path.suffix[1:]
@@ -106,15 +107,15 @@ def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     return data
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, object] | None:
     """Return the record in ``path``; None if missing, not a regular file, incomplete or no JSON object."""
     try:
-        return read_present_json(path)
+        return read_json_if_present(path)
     except OSError:
         return None
 
 
-def read_present_json(path: Path) -> dict[str, Any] | None:
+def read_json_if_present(path: Path) -> dict[str, object] | None:
     """Return the same, for decisions that depend on absence. Raises ``OSError`` if it cannot be read now."""
     try:
         return parse_object(load_json(path))
@@ -126,7 +127,7 @@ def read_present_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def finite_or_special(value: Any) -> Any:
+def finite_or_special(value: object) -> object:
     """Return the float for "NaN", "Infinity" and "-Infinity", anything else unchanged."""
     return SPECIAL_FLOATS.get(value, value) if isinstance(value, str) else value
 
@@ -134,7 +135,7 @@ def finite_or_special(value: Any) -> Any:
 class Lines(NamedTuple):
     """Parsed JSON lines."""
 
-    records: list[dict[str, Any]]
+    records: list[dict[str, object]]
     num_malformed: int
     """Number of lines that are not a JSON object."""
 
@@ -166,16 +167,16 @@ class LineTail:
         self.unreadable: OSError | None = None
         """Error of the last read, if the file may exist but could not be read."""
 
-    def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
+    def read(self, up_to: int | None = None) -> list[dict[str, object]]:
         """Return new complete records, oldest first, up to byte ``up_to`` if it is given."""
-        records: list[dict[str, Any]] = []
-        for lines in self.pieces(up_to):
-            found = parse_lines(lines)
-            self.num_malformed += found.num_malformed
-            records += found.records
+        records: list[dict[str, object]] = []
+        for lines in self.read_pieces(up_to):
+            parsed = parse_lines(lines)
+            self.num_malformed += parsed.num_malformed
+            records += parsed.records
         return records
 
-    def pieces(self, up_to: int | None = None) -> Iterator[bytes]:
+    def read_pieces(self, up_to: int | None = None) -> Iterator[bytes]:
         """Yield the new complete lines as bytes, some megabytes at a time."""
         self.unreadable = None
         try:
@@ -184,21 +185,21 @@ class LineTail:
                 if size < self.offset:  # replaced by a shorter file: the folder was restored or copied
                     self.offset = 0
                     self.num_restarts += 1
-                yield from self._pieces(file, size if up_to is None else min(size, up_to))
+                yield from self._read_pieces(file, size if up_to is None else min(size, up_to))
         except OSError as error:  # lines yielded before the error remain valid
             self.unreadable = None if is_absent(error) or isinstance(error, NotRegularFileError) else error
 
-    def _pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
+    def _read_pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
         rest = b""
-        while (place := self.offset + len(rest)) < end:
-            file.seek(place)
-            piece = file.read(min(PIECE_BYTES, end - place))
+        while (position := self.offset + len(rest)) < end:
+            file.seek(position)
+            piece = file.read(min(PIECE_BYTES, end - position))
             if not piece:
                 return
             # A sparse file may be larger than any disk: skip its holes instead of reading zeros.
             if is_hole(piece):
                 self.num_malformed += 1
-                self.offset, rest = min(end, skip_hole(file, place + len(piece))), b""
+                self.offset, rest = min(end, skip_hole(file, position + len(piece))), b""
                 continue
             lines, newline, rest = (rest + piece).rpartition(b"\n")
             self.offset += len(lines) + len(newline)
@@ -209,7 +210,7 @@ class LineTail:
                 self.offset, rest = self.offset + len(rest), b""
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, object]]:
     """Return all complete records in the first :data:`MAX_LINES_BYTES` of ``path``."""
     return LineTail(path).read(MAX_LINES_BYTES)
 
@@ -230,13 +231,14 @@ def read_tail_text(path: Path, max_bytes: int) -> str:
     return read_tail(path, max_bytes).decode(errors="replace")
 
 
-def _jsonable(value: Any, words: Callable[[str], str]) -> Any:
+def _to_json_value(value: object, redact: Callable[[str], str]) -> object:
+    """Return ``value`` as JSON can store it: text masked, non-finite floats as strings, others as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {words(str(key)): _jsonable(item, words) for key, item in value.items()}
+        return {redact(str(key)): _to_json_value(item, redact) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item, words) for item in value]
+        return [_to_json_value(item, redact) for item in value]
     if value is None or isinstance(value, int | float):
         return value
-    return words(str(value))
+    return redact(str(value))

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
@@ -83,7 +83,7 @@ class RunFolder:
         return self.path / "supervisor.log"
 
     @property
-    def cards(self) -> Path:
+    def gpu_samples(self) -> Path:
         """Samples of GPU utilization, temperature and power; missing for CPU ranks."""
         return self.path / "cards.jsonl"
 
@@ -141,7 +141,7 @@ class RunFolder:
         """Return the path of one rank's profiler trace."""
         return self.traces / f"rank-{rank}.json.gz"
 
-    def what_it_was(self, rank: int) -> Path:
+    def engine_report(self, rank: int) -> Path:
         """Return the path of the report of what one rank's engine built."""
         return self.path / "what_it_was" / f"rank-{rank}.json"
 
@@ -151,9 +151,9 @@ class RunFolder:
 
     def memory_snapshots(self) -> dict[int, Path]:
         """Return the existing memory snapshots by rank."""
-        found = self.memory_snapshot(0).parent.glob("rank-*.pickle")
-        numbers = ((path.stem.removeprefix("rank-"), path) for path in found)
-        return {int(rank): path for rank, path in numbers if rank.isdecimal() and rank.isascii()}
+        paths = self.memory_snapshot(0).parent.glob("rank-*.pickle")
+        ranks = ((path.stem.removeprefix("rank-"), path) for path in paths)
+        return {int(rank): path for rank, path in ranks if rank.isdecimal() and rank.isascii()}
 
     def create(self) -> None:
         """Create the folder with mode 0700, and its parents. Raises ``OSError``."""
@@ -170,7 +170,7 @@ class RunFolder:
         except OSError:
             return False
 
-    def set_status(self, status: Status, reason: str, **more: Any) -> None:
+    def set_status(self, status: Status, reason: str, **more: object) -> None:
         """Append a status transition. Raises ``OSError``."""
         append_line(self.status, {"time": time.time(), "status": status, "reason": reason, **more})
 
@@ -183,12 +183,12 @@ def checked_path(field: str, value: object) -> Path:
     return Path(text)
 
 
-def unwritable(path: Path, error: OSError) -> OSError:
+def explain_write_error(path: Path, error: OSError) -> OSError:
     """Return an ``OSError`` of the same type whose message names the folder or resource and a fix."""
     shortage = describe_shortage(error)
     if shortage is not None:
-        words = f"The run in {path} needs more than there is: {shortage}."
+        message = f"The run in {path} lacks a resource: {shortage}."
     else:
         cause = error.strerror or error
-        words = f"The run folder {path} cannot be written: {cause}. Give folder= a place that can."
-    return type(error)(error.errno, words)
+        message = f"The run folder {path} cannot be written: {cause}. Nearest fix: a writable folder=."
+    return type(error)(error.errno, message)

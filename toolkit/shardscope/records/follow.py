@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardscope.records.files import LineTail, finite_or_special
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
@@ -34,18 +32,18 @@ class Follow:
         """Bytes of metrics read so far."""
         return sum(tail.offset for tail in self._tails) - self.num_skipped_bytes
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, object]]:
         """Return new records in the form of ``run.metrics()``, rank by rank, at most 1 MiB of each rank.
 
         If more than :data:`MAX_BEHIND_BYTES` are unread, parts are skipped and added to
         ``num_skipped_bytes``.
         """
         self.is_behind = False
-        new = []
+        new: list[dict[str, object]] = []
         for rank, tail in enumerate(self._tails):
             size = size_of(tail.path)
             if size - tail.offset > self._max_behind:
-                new += self._sample(tail, size)
+                new += self._read_sample(tail, size)
                 self.is_behind = True
                 continue
             before, end = tail.offset, tail.offset + self._pieces[rank]
@@ -54,10 +52,10 @@ class Follow:
             self.is_behind |= more
             # A line longer than the piece would never be complete: double the piece until it is.
             self._pieces[rank] = 2 * self._pieces[rank] if more and tail.offset == before else PIECE_BYTES
-            new += _as_logged(records)
+            new += _restore_floats(records)
         return new
 
-    def _sample(self, tail: LineTail, size: int) -> list[dict[str, Any]]:
+    def _read_sample(self, tail: LineTail, size: int) -> list[dict[str, object]]:
         """Read some lines and skip the next ones, in the ratio at which the read part fits into the limit."""
         start = tail.offset
         records = tail.read(start + SAMPLE_BYTES)
@@ -66,8 +64,8 @@ class Follow:
         if goal > tail.offset:
             self.num_skipped_bytes += goal - tail.offset
             tail.offset = goal
-        return _as_logged(records)
+        return _restore_floats(records)
 
 
-def _as_logged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: finite_or_special(value) for key, value in each.items()} for each in records]
+def _restore_floats(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [{key: finite_or_special(value) for key, value in record.items()} for record in records]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NoReturn, TypeGuard
+from typing import NoReturn, TypeGuard
 
 from shardscope.core.json_text import MAX_DEPTH, check_depth
 
@@ -12,7 +12,7 @@ MAX_INT = 10**17
 """Larger integers become floats; no count of bytes, steps or processes is that large."""
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes) -> dict[str, object]:
     """Return the JSON object in ``data``; invalid UTF-8 becomes the replacement character.
 
     Integers of more than 17 digits become floats. Raises ``ValueError`` for anything but an object, for
@@ -23,7 +23,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         check_depth("JSON", text)
     value = _DECODER.decode(text)
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return value
 
 
@@ -37,23 +37,23 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _int(digits: str) -> int | float:
+def _parse_int(digits: str) -> int | float:
     # Checked before int(), which takes seconds for a million digits, or raises ValueError.
     if len(digits) > len(str(MAX_INT)):
-        return _float(digits)
+        return _parse_float(digits)
     number = int(digits)
     return number if abs(number) < MAX_INT else float(number)
 
 
-def _float(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        _refuse(f"{digits[:20]}{'...' * (len(digits) > 20)}")
+        _refuse_number(f"{digits[:20]}{'...' * (len(digits) > 20)}")
     return number
 
 
-def _refuse(number: str) -> NoReturn:
+def _refuse_number(number: str) -> NoReturn:
     raise ValueError(f"the number {number} is beyond the range of floats")
 
 
-_DECODER = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_int=_parse_int, parse_float=_parse_float, parse_constant=_refuse_number)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import is_hole, open_to_read, skip_hole
-from shardscope.records.terminal_text import as_shown, plain_text
+from shardscope.records.terminal_text import plain_text, render_line
 
 MAX_MATCHES = 200
 """Number of last matching lines that are stored; all are counted."""
@@ -18,15 +18,15 @@ PIECE_BYTES = 2**22
 
 
 class LogSearch:
-    """One case-insensitive search for the text ``words`` in the file at ``path``."""
+    """One case-insensitive search for ``text`` in the file at ``path``."""
 
-    def __init__(self, path: Path, words: str) -> None:
+    def __init__(self, path: Path, text: str) -> None:
         self.path = path
-        self.words = words
-        self._wanted = words.casefold()
-        self._begin()
+        self.text = text
+        self._folded_text = text.casefold()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.matches: deque[tuple[int, str]] = deque(maxlen=MAX_MATCHES)
         """(line number from 1, line without control sequences), in the file's order."""
         self.num_matches = 0
@@ -34,7 +34,7 @@ class LogSearch:
         self._offset = 0
         self._rest = b""
 
-    def look(self, max_bytes: int = 2 * PIECE_BYTES) -> bool:
+    def search_next(self, max_bytes: int = 2 * PIECE_BYTES) -> bool:
         """Search the next ``max_bytes``. Return whether there is more to read.
 
         A missing file has no lines. A last line without newline is left for the next call.
@@ -43,7 +43,7 @@ class LogSearch:
             with open_to_read(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._offset:  # truncated or replaced
-                    self._begin()
+                    self._reset()
                 end = self._offset + max_bytes
                 file.seek(self._offset)
                 while self._offset < end and (data := file.read(min(PIECE_BYTES, end - self._offset))):
@@ -51,32 +51,35 @@ class LogSearch:
                     if is_hole(data):
                         self._offset = skip_hole(file, self._offset)
                         break
-                    self._take(data)
+                    self._search_data(data)
         except OSError:
             return False
         return self._offset < size
 
-    def _take(self, data: bytes) -> None:
-        whole, newline, rest = (self._rest + data).rpartition(b"\n")
+    def _search_data(self, data: bytes) -> None:
+        complete, newline, rest = (self._rest + data).rpartition(b"\n")
         if not newline and len(rest) < PIECE_BYTES:
             self._rest = rest
             return
         # Megabytes without a newline are split into lines of that size, to bound the memory.
-        whole, self._rest = (whole, rest) if newline else (rest, b"")
-        text = whole.decode(errors="replace")
-        lines = plain_text(text).split("\n")
+        complete, self._rest = (complete, rest) if newline else (rest, b"")
+        lines = plain_text(complete.decode(errors="replace")).split("\n")
         # One casefold() of the whole text: one per line would take a minute for the log of a long run.
-        for place, folded in enumerate("\n".join(lines).casefold().split("\n")):
-            if self._wanted in folded and self._wanted in (plain := as_shown(lines[place])).casefold():
+        for index, folded in enumerate("\n".join(lines).casefold().split("\n")):
+            if self._folded_text not in folded:
+                continue
+            # The text may be in a part of the line that a progress bar has overwritten.
+            line = render_line(lines[index])
+            if self._folded_text in line.casefold():
                 self.num_matches += 1
-                shown = _around(redact(plain), self._wanted)
-                self.matches.append((self.num_lines + place + 1, shown))
+                excerpt = _crop_around(redact(line), self._folded_text)
+                self.matches.append((self.num_lines + index + 1, excerpt))
         self.num_lines += len(lines)
 
 
-def _around(line: str, wanted: str) -> str:
+def _crop_around(line: str, folded_text: str) -> str:
     """Return ``line``; for a long one, the part around the first match."""
     if len(line) <= MAX_LINE:
         return line
-    start = max(0, line.casefold().find(wanted) - MAX_LINE // 2)
+    start = max(0, line.casefold().find(folded_text) - MAX_LINE // 2)
     return f"… {line[start : start + MAX_LINE]} …"

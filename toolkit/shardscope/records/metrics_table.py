@@ -6,7 +6,6 @@ import csv
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from shardscope.records.files import LineTail, finite_or_special
 from shardscope.records.folder import RunFolder
@@ -20,21 +19,21 @@ MAX_BYTES = 2**30
 FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 
 
-def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]) -> Iterator[None]:
+def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[str], None]) -> Iterator[None]:
     """Write ``metrics.csv`` with a row per logged line and a column per name; no file if nothing was logged.
 
-    For more than :data:`MAX_BYTES` of metrics it has every n-th line of each rank, and ``say`` is called with
-    a message about that.
+    For more than :data:`MAX_BYTES` of metrics it has every n-th line of each rank, and ``report`` is called
+    with a message about that.
 
     The metrics are read twice (column names, then rows), in pieces, so that memory does not grow with the
     run. It yields after each piece, so that the caller can do other work in between. Raises ``OSError``.
     """
-    stride = _stride(folder, world_size)
+    stride = _compute_stride(folder, world_size)
     if stride > 1:
-        say(f"metrics.csv has one of {stride} lines of each rank: all are more than {stride - 1} GiB")
+        report(f"metrics.csv has one of {stride} lines of each rank: all are more than {stride - 1} GiB")
     # First pass: the columns. A dict keeps the order in which names were first logged.
     names: dict[str, None] = {}
-    for records in _pieces(folder, world_size, stride):
+    for records in _read_pieces(folder, world_size, stride):
         for record in records:
             names.update(dict.fromkeys(record))
         yield
@@ -45,44 +44,44 @@ def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]
     partial = folder.csv.with_name(f".{folder.csv.name}.{os.getpid()}")
     with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
-        lines.writerow(map(_cell, columns))
-        for records in _pieces(folder, world_size, stride):
-            lines.writerows([_cell(record.get(name)) for name in columns] for record in records)
+        lines.writerow(map(_to_cell, columns))
+        for records in _read_pieces(folder, world_size, stride):
+            lines.writerows([_to_cell(record.get(name)) for name in columns] for record in records)
             yield
     partial.replace(folder.csv)
 
 
-def curve(records: Iterable[Mapping[str, Any]], name: str) -> dict[int, float]:
+def compute_curve(records: Iterable[Mapping[str, object]], name: str) -> dict[int, float]:
     """Return the values of ``name`` by step, each the mean over the ranks that logged it as a number."""
-    return curves(records, name)[name]
+    return compute_curves(records, name)[name]
 
 
-def curves(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, float]]:
+def compute_curves(records: Iterable[Mapping[str, object]], *names: str) -> dict[str, dict[int, float]]:
     """Return :func:`curve` of each of ``names``, in one pass over ``records``."""
     sums: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     for record in records:
         step = record.get("step")
         if not isinstance(step, int):
             continue
-        for name, found in sums.items():
+        for name, sums_by_step in sums.items():
             value = record.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                total = found.setdefault(step, [0.0, 0.0])
+                total = sums_by_step.setdefault(step, [0.0, 0.0])
                 total[0] += value
                 total[1] += 1
     return {
-        name: {step: total / num_ranks for step, (total, num_ranks) in sorted(found.items())}
-        for name, found in sums.items()
+        name: {step: total / num_ranks for step, (total, num_ranks) in sorted(sums_by_step.items())}
+        for name, sums_by_step in sums.items()
     }
 
 
-def _stride(folder: RunFolder, world_size: int) -> int:
+def _compute_stride(folder: RunFolder, world_size: int) -> int:
     """Return n, where every n-th line fits into the table; 1: all lines."""
     num_bytes = sum(size_of(folder.events(rank)) for rank in range(world_size))
     return max(1, -(-num_bytes // MAX_BYTES))
 
 
-def _pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[dict[str, Any]]]:
+def _read_pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[dict[str, object]]]:
     for rank in range(world_size):
         tail, size = LineTail(folder.events(rank)), size_of(folder.events(rank))
         first = 0
@@ -92,7 +91,7 @@ def _pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[di
             first = (first - len(records)) % stride
 
 
-def _cell(value: Any) -> Any:
+def _to_cell(value: object) -> object:
     """Return a CSV cell. Text that spreadsheets would run as a formula gets an apostrophe; numbers do not.
 
     The list of characters is from OWASP's page on CSV injection, with leading blanks and full-width forms.
@@ -100,5 +99,5 @@ def _cell(value: Any) -> Any:
     value = finite_or_special(value)
     if not isinstance(value, str):
         return value
-    runs = value[:1] in "\t\r\n" or value.lstrip()[:1] in FORMULA_STARTS
-    return f"'{value}" if value and runs else value
+    is_formula = value[:1] in "\t\r\n" or value.lstrip()[:1] in FORMULA_STARTS
+    return f"'{value}" if value and is_formula else value

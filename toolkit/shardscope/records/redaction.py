@@ -37,8 +37,8 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Return the values in ``environment`` whose variable names denote secrets, longest first."""
     # Filter by name before reading: os.environ decodes each value on access.
     values = {environment.get(name, "") for name in environment if is_secret_name(name)}
-    found = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
-    return sorted(found, key=len, reverse=True)
+    secrets = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
+    return sorted(secrets, key=len, reverse=True)
 
 
 _learned: set[str] = set()
@@ -60,10 +60,10 @@ def known_secrets() -> list[str]:
 def redact(text: str) -> str:
     """Return ``text`` with each secret replaced by asterisks of the same length."""
     # Not cached: a notebook may set a token at any time.
-    return text if len(text) < MIN_LENGTH else _redact(text, tuple(known_secrets()))
+    return text if len(text) < MIN_LENGTH else _mask(text, tuple(known_secrets()))
 
 
-def redactor() -> Callable[[str], str]:
+def create_redactor() -> Callable[[str], str]:
     """Return :func:`redact` for several texts: it reads the secrets once and caches short texts."""
     secrets: list[tuple[str, ...]] = []
 
@@ -72,15 +72,15 @@ def redactor() -> Callable[[str], str]:
             return text
         if not secrets:
             secrets.append(tuple(known_secrets()))
-        return _redact_again(text, secrets[0]) if len(text) <= NAME_LENGTH else _redact(text, secrets[0])
+        return _mask_cached(text, secrets[0]) if len(text) <= NAME_LENGTH else _mask(text, secrets[0])
 
     return clean
 
 
-def _redact(text: str, secrets: tuple[str, ...]) -> str:
+def _mask(text: str, secrets: tuple[str, ...]) -> str:
     forms = _text_forms(secrets)
     pieces, done = [], 0
-    for start, end in sorted(found.span(1) for found in _secrets(text, forms)):
+    for start, end in sorted(match.span(1) for match in _find_secrets(text, forms)):
         if end > done:
             start = max(start, done)
             pieces += [text[done:start], MASK * (end - start)]
@@ -88,12 +88,12 @@ def _redact(text: str, secrets: tuple[str, ...]) -> str:
     return "".join([*pieces, text[done:]])
 
 
-_redact_again = functools.lru_cache(maxsize=1024)(_redact)
+_mask_cached = functools.lru_cache(maxsize=1024)(_mask)
 
 
-def _secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
+def _find_secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
     """Return the matches of secrets in ``data``: each secret is group 1; matches may overlap."""
-    return [found for literal, pattern in forms if literal in data for found in pattern.finditer(data)]
+    return [match for literal, pattern in forms if literal in data for match in pattern.finditer(data)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,19 +146,19 @@ class LogCleaner:
                 if not new:  # the file was truncated meanwhile
                     break
                 # Scan the new bytes together with the last ones, for secrets that cross the boundary.
-                data, place = self._seen + new, self.offset - len(self._seen)
+                data, start = self._seen + new, self.offset - len(self._seen)
                 keep = overlap
-                for found in _secrets(data, forms):
-                    first, last = found.span(1)
-                    if place and found.start() < MARGIN_BYTES:
+                for match in _find_secrets(data, forms):
+                    first, last = match.span(1)
+                    if start and match.start() < MARGIN_BYTES:
                         continue  # handled by the last scan, which saw all context to its left
                     if last > len(self._seen):
-                        file.seek(place + first)
+                        file.seek(start + first)
                         file.write(MASK.encode() * (last - first))
                         num_found += 1
                     # A secret at the end may continue: keep it whole for the next scan.
                     if last == len(data):
-                        keep = max(keep, len(data) - found.start() + MARGIN_BYTES)
+                        keep = max(keep, len(data) - match.start() + MARGIN_BYTES)
                 self.offset += len(new)
                 self._seen = data[-min(keep, max(overlap, MAX_SECRET_BYTES)) :]
         return num_found

@@ -48,7 +48,7 @@ def open_descriptor(path: Path, flags: int) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         check_regular(path)
-        raise _refusal(path, "no regular file")  # the file was replaced after the open
+        raise _create_error(path, "not a regular file")  # the file was replaced after the open
     return descriptor
 
 
@@ -92,11 +92,11 @@ def check_regular(path: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refusal(path, "behind a link in a circle") from error
+            raise _create_error(path, "behind a link in a circle") from error
         raise
     if not stat.S_ISREG(status.st_mode):
-        kind = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), "no regular file")
-        raise _refusal(path, kind)
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "not a regular file")
+        raise _create_error(path, kind)
     return status
 
 
@@ -128,5 +128,5 @@ def skip_hole(file: BinaryIO, offset: int) -> int:
         return os.fstat(file.fileno()).st_size if error.errno == errno.ENXIO else offset
 
 
-def _refusal(path: Path, kind: str) -> NotRegularFileError:
-    return NotRegularFileError(f"{path} is damaged: it is {kind}, and a run has a regular file there.")
+def _create_error(path: Path, kind: str) -> NotRegularFileError:
+    return NotRegularFileError(f"{path} is damaged: it is {kind}; allowed: a regular file.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from shardscope.records.files import LineTail
 from shardscope.records.regular_files import size_of
@@ -21,7 +20,7 @@ class SampledLines:
         self.is_behind = False
         """Whether the last call left data unread."""
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, object]]:
         """Return new complete records, oldest first, from at most ``piece_bytes``."""
         size = size_of(self._tail.path)
         if size - self._tail.offset > self._max_behind_bytes:

@@ -23,6 +23,6 @@ def plain_text(text: str) -> str:
     return CONTROLS.sub("", text)
 
 
-def as_shown(line: str) -> str:
+def render_line(line: str) -> str:
     """Return ``line`` as a terminal shows it: the text after the last carriage return (progress bars)."""
     return line.rstrip("\r").rpartition("\r")[2]

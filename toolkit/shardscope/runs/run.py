@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.damage import check_kinds, check_supervisor, check_transition, read_description
+from shardscope.records.damage import check_file_kinds, check_supervisor, check_transition, read_description
 from shardscope.records.files import (
     MAX_LINES_BYTES,
     LineTail,
     append_line,
     finite_or_special,
     read_json,
+    read_json_if_present,
     read_lines,
-    read_present_json,
     read_tail_text,
     write_json,
 )
-from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
+from shardscope.records.folder import FINAL, STATUSES, RunFolder, checked_path, explain_write_error
 from shardscope.records.follow import Follow
 from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.redaction import redact
@@ -69,9 +69,10 @@ class Run:
         self._statuses = LineTail(folder.status)
         self._last: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
         # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
-        self._run_json, description = read_description(folder)
-        self._world_size: int = description["world_size"]
-        self._created: float = description["created"]
+        description = read_description(folder)
+        self._run_json = description.data
+        self._world_size: int = description.world_size
+        self._created: float = description.created
         self._metrics: list[dict[str, object]] = []
         self._heartbeat = (0.0, time.monotonic())
         self._looks_for_stop = False
@@ -88,7 +89,7 @@ class Run:
 
         candidate = RunFolder(checked_path("Run.attach folder", folder))
         if is_run(candidate.path):
-            check_kinds(candidate, inside=True)
+            check_file_kinds(candidate, inside=True)
             check_supervisor(candidate)
             return cls(candidate)
         inside = list_runs(candidate.path)
@@ -241,7 +242,7 @@ class Run:
             plan = self.plan
         except ValueError:
             return None
-        engine = (read_json(self._folder.what_it_was(0)) or {}).get("engine")
+        engine = (read_json(self._folder.engine_report(0)) or {}).get("engine")
         return predict_metrics(plan, self._description, engine)
 
     def cards(self) -> list[dict[str, float]]:
@@ -297,7 +298,7 @@ class Run:
 
     def what_it_was(self) -> dict[int, dict[str, object]]:
         """Return what each rank's engine built (shards, stage, groups), by rank; empty until recorded."""
-        records = {rank: read_json(self._folder.what_it_was(rank)) for rank in range(self._world_size)}
+        records = {rank: read_json(self._folder.engine_report(rank)) for rank in range(self._world_size)}
         return {rank: record for rank, record in records.items() if record is not None}
 
     def logs(self, rank: int = 0, max_bytes: int = 64 * 1024) -> str:
@@ -355,7 +356,7 @@ class Run:
         except NotRegularFileError:
             raise
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise explain_write_error(self.folder, error) from error
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait for the end of the run, at most ``timeout`` seconds (None: no limit). Return the status.
@@ -437,7 +438,7 @@ class Run:
         """
         if not _is_folder(self.folder):
             return "its folder is gone"
-        record = read_present_json(self._folder.supervisor) or {}
+        record = read_json_if_present(self._folder.supervisor) or {}
         pid = record.get("pid")
         # No valid record yet: the supervisor is still starting, or died before it could write one.
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
@@ -446,7 +447,8 @@ class Run:
             return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.
         if record.get("machine") == identify_machine():
-            if is_alive(pid, record["started"]):
+            started = record["started"]
+            if isinstance(started, int | float) and is_alive(pid, started):
                 return None
         elif not self._has_lost_heartbeat():
             return None

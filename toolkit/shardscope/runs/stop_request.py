@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal
 
-from shardscope.records.files import keep_json, read_json
+from shardscope.records.files import read_json, write_json_on_full_disk
 from shardscope.records.folder import RunFolder
 
 Button = Literal["Stop", "Save and stop"]
@@ -44,7 +44,7 @@ def describe_stop_request(command: Mapping[str, object]) -> str:
 
 def record_stop_reader(folder: RunFolder, rank: int) -> None:
     """Note in a rank's record that its task reads stop requests. Raises ``OSError``."""
-    keep_json(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), READS_STOPS: True})
+    write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), READS_STOPS: True})
 
 
 def every_rank_reads_stops(folder: RunFolder, world_size: int) -> bool:

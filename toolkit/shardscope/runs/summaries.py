@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.damage import check_kinds, short_words
+from shardscope.records.damage import check_file_kinds, shorten_message
 from shardscope.records.files import finite_or_special, parse_lines, read_tail
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
@@ -185,13 +185,13 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
     """
     folder = RunFolder(path)
     try:
-        check_kinds(folder)
+        check_file_kinds(folder)
         run = Run(folder) if run is None else run
         return RunSummary(name=path.name, run=run, status=run.status, reason=run.reason, created=run.created)
     except Exception as error:  # One damaged folder must not hide the others.
         if isinstance(error, OSError) and describe_shortage(error):
             raise
-        damage = short_words(folder, error)
+        damage = shorten_message(folder, error)
         return RunSummary(name=path.name, run=None, damage=damage, created=_modified_ns(path) / 1e9)
 
 

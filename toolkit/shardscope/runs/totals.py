@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardscope.core.serialization import replace_fields
 from shardscope.records.files import (
     LineTail,
     finite_or_special,
@@ -25,7 +26,7 @@ from shardscope.records.files import (
 )
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_int, is_number
-from shardscope.records.metrics_table import curve
+from shardscope.records.metrics_table import compute_curve
 from shardscope.records.regular_files import check_regular, size_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def iterate_records(run: Run) -> Iterator[dict[str, object]]:
     folder = RunFolder(run.folder)
     for rank in range(run.world_size):
         check_regular(folder.events(rank))
-        for lines in LineTail(folder.events(rank)).pieces():
+        for lines in LineTail(folder.events(rank)).read_pieces():
             yield from map(_restore_special, parse_lines(lines).records)
 
 
@@ -99,7 +100,7 @@ def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
     ]
-    losses, step = curve(latest, "loss"), median_step(latest)
+    losses, step = compute_curve(latest, "loss"), median_step(latest)
     memory = run.memory()
     error = memory.error if memory.tensor_bytes else None
     return RunTotals(
@@ -118,7 +119,7 @@ def _count_steps(files: list[Path]) -> int | None:
         return None
     steps: set[bytes] = set()
     for file in files:
-        for lines in LineTail(file).pieces():
+        for lines in LineTail(file).read_pieces():
             steps.update(_STEP.findall(lines))
     return len(steps)
 
@@ -143,7 +144,7 @@ def _hash_sources(folder: RunFolder) -> str:
     from shardscope.core.version import __version__
 
     parts = [__version__, _stamp_file(folder.run_json)]
-    for path in (folder.events(0).parent, folder.what_it_was(0).parent):
+    for path in (folder.events(0).parent, folder.engine_report(0).parent):
         try:
             with os.scandir(path) as entries:
                 parts += sorted(f"{entry.name} {_stamp_file(Path(entry.path))}" for entry in entries)
@@ -172,7 +173,7 @@ def _read_cache(folder: RunFolder, source: str) -> RunTotals | None:
             is_right = name in integers and is_int(value) and value >= 0
         if not is_right:
             return None
-    return RunTotals(**record)
+    return replace_fields(RunTotals(plan=""), record)
 
 
 def _write_cache(folder: RunFolder, totals: RunTotals, source: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from shardscope.records.terminal_text import CONTROLS, as_shown
+from shardscope.records.terminal_text import CONTROLS, render_line
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 GREY = "grey"
@@ -27,7 +27,7 @@ def to_html(text: str) -> str:
     style = _Style()
     parts: list[str] = []
     for line in text.split("\n"):
-        shown = as_shown(line)
+        shown = render_line(line)
         end = 0
         for sequence in CONTROLS.finditer(shown):
             parts.append(style.render(shown[end : sequence.start()]))

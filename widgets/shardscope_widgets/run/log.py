@@ -92,9 +92,9 @@ class RunLog(widgets.VBox):
             self._search = None
             self._show_end(path, has_ended)
             return False
-        if self._search is None or (self._search.path, self._search.words) != (path, wanted):
+        if self._search is None or (self._search.path, self._search.text) != (path, wanted):
             self._search = LogSearch(path, wanted)
-        more = self._search.look()
+        more = self._search.search_next()
         self._show_found(self._search, more)
         return more
 
@@ -130,10 +130,10 @@ class RunLog(widgets.VBox):
         self._seen = seen
         width = len(f"{search.matches[-1][0]:,}") if search.matches else 0
         lines = "\n".join(
-            f"<span class='ss-line-number'>{number:>{width},}</span> {mark_matches(line, search.words)}"
+            f"<span class='ss-line-number'>{number:>{width},}</span> {mark_matches(line, search.text)}"
             for number, line in search.matches
         )
-        self._show_lines(search.path, search.words, lines or "<span class='ss-hint'>no such line</span>")
+        self._show_lines(search.path, search.text, lines or "<span class='ss-hint'>no such line</span>")
         count = f"{search.num_matches:,} of {search.num_lines:,} lines"
         last = f", the last {MAX_MATCHES} shown" if search.num_matches > MAX_MATCHES else ""
         self._show_count(f"{count}{last}{' · reading on' if more else ''}")

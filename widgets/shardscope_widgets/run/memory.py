@@ -61,7 +61,7 @@ class RunMemory:
 
 def _find_change_time(folder: RunFolder, rank: int) -> int:
     try:
-        status = check_regular(folder.what_it_was(rank))
+        status = check_regular(folder.engine_report(rank))
     except OSError:
         return 0
     return 0 if status is None else status.st_mtime_ns

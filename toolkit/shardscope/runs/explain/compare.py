@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
-from shardscope.records.damage import short_words
+from shardscope.records.damage import shorten_message
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_values import is_number
-from shardscope.records.metrics_table import FIRST, curve, curves
+from shardscope.records.metrics_table import FIRST, compute_curve, compute_curves
 from shardscope.runs.task_fields import compare_tasks, has_task_fields
 from shardscope.runs.totals import compute_totals, iterate_records
 
@@ -70,7 +70,7 @@ class Runs(list["Run"]):
         """
         import pandas as pd
 
-        values = {run.name: curve(iterate_records(run), metric) for run in self}
+        values = {run.name: compute_curve(iterate_records(run), metric) for run in self}
         if not any(values.values()):
             logged = sorted(
                 {name for run in self for line in iterate_records(run) for name in line} - {*FIRST}
@@ -160,7 +160,7 @@ class Comparison:
 
     def loss_curves(self) -> list[Curve]:
         """Return the loss of each run by step, averaged over its ranks."""
-        return [Curve(run=run.name, points=curve(iterate_records(run), "loss")) for run in self.runs]
+        return [Curve(run=run.name, points=compute_curve(iterate_records(run), "loss")) for run in self.runs]
 
     def pace_curves(self) -> tuple[str, list[Curve]]:
         """Return the label of the speed metric and each run's curve of it.
@@ -168,7 +168,7 @@ class Comparison:
         The metric is tokens per second, which is comparable for any batch size, or the step seconds if no run
         logged tokens.
         """
-        records = [curves(iterate_records(run), TOKENS, "step_seconds") for run in self.runs]
+        records = [compute_curves(iterate_records(run), TOKENS, "step_seconds") for run in self.runs]
         if any(run_curves[TOKENS] for run_curves in records):
             name, label, predict = TOKENS, "tokens/s of all ranks", _predict_tokens_per_second
         else:
@@ -238,7 +238,7 @@ def _make_row(summary: RunSummary) -> dict[str, object]:
     try:
         totals = compute_totals(run)
     except (ValueError, OSError) as error:
-        return _make_damaged_row(run.name, short_words(RunFolder(run.folder), error))
+        return _make_damaged_row(run.name, shorten_message(RunFolder(run.folder), error))
     times = [record["time"] for record in run.history if is_number(record["time"])]
     until = times[-1] if times and summary.status in FINAL else time.time()
     row: dict[str, object] = {

@@ -147,7 +147,7 @@ class Context:
     def record(self, name: str, mapping: Mapping[str, object]) -> None:
         """Write what an engine built (shards, stage, groups), for ``run.what_it_was()``."""
         self._recorded[name] = dict(mapping)
-        write_json(self._folder.what_it_was(self.rank), self._recorded)
+        write_json(self._folder.engine_report(self.rank), self._recorded)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -29,7 +29,7 @@ from shardscope.machine.detection import read_gpu_states
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.files import write_json
-from shardscope.records.folder import FINAL, RunFolder, checked_path, unwritable
+from shardscope.records.folder import FINAL, RunFolder, checked_path, explain_write_error
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.environment import add_toolkit_to_path
@@ -110,7 +110,7 @@ def launch(
         with _delay_interrupt():
             pending.undo()
         if isinstance(error, OSError) and not isinstance(error, _NoRunError):
-            raise unwritable(pending.wanted, error) from error
+            raise explain_write_error(pending.wanted, error) from error
         raise
 
 

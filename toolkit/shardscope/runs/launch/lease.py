@@ -22,7 +22,7 @@ from shardscope.machine.processes import (
     read_start_time,
     wait_for_success,
 )
-from shardscope.records.files import delete_halves, read_lines
+from shardscope.records.files import delete_partial_files, read_lines
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.redaction import LogCleaner
 
@@ -140,7 +140,7 @@ def clean_up_killed_run(folder: RunFolder) -> None:
         time.sleep(0.02)
     with contextlib.suppress(OSError):
         folder.task.unlink(missing_ok=True)
-        delete_halves(folder.path)
+        delete_partial_files(folder.path)
     for log in (*folder.path.glob("*.log"), *folder.launcher_log.parent.glob("*.log")):
         with contextlib.suppress(OSError):
             for _ in LogCleaner(log).finish():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardscope.machine.processes import die_with_parent, move_past_standard_streams, read_start_time
-from shardscope.records.files import keep_json, read_json, write_json
+from shardscope.records.files import read_json, write_json, write_json_on_full_disk
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output, redirect_streams, restore_output
@@ -142,7 +142,7 @@ def _write_marker(folder: RunFolder, rank: int, **more: object) -> None:
     pid = os.getpid()
     try:
         first = {"pid": pid, "started": read_start_time(pid), "port": os.environ.get("MASTER_PORT")}
-        keep_json(folder.rank(rank), {**(marker or first), **more})
+        write_json_on_full_disk(folder.rank(rank), {**(marker or first), **more})
     except OSError as error:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)
 

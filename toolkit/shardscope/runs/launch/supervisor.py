@@ -22,10 +22,10 @@ from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
 from shardscope.records.files import (
     LineTail,
-    delete_halves,
+    delete_partial_files,
     read_json,
+    read_json_if_present,
     read_lines,
-    read_present_json,
     write_json,
 )
 from shardscope.records.folder import RunFolder, Status
@@ -294,7 +294,7 @@ class Supervisor:
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            delete_halves(self.folder.path)
+            delete_partial_files(self.folder.path)
         # The last GPU samples and the redaction of logs get a second before the status, the rest after it.
         pending, until = self._finish_checks(), time.monotonic() + FINISH_SECONDS
         while next(pending, None) and time.monotonic() < until:
@@ -363,7 +363,7 @@ class Supervisor:
         deadline = time.monotonic() + MARKER_PATIENCE_SECONDS
         while len(markers) < self.world_size:
             try:
-                markers.append(read_present_json(self.folder.rank(len(markers))) or {})
+                markers.append(read_json_if_present(self.folder.rank(len(markers))) or {})
             except OSError as error:
                 if time.monotonic() > deadline:
                     self._log(f"the record of rank {len(markers)} cannot be read: {error}")

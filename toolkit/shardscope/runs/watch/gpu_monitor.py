@@ -124,14 +124,14 @@ class GpuSampler:
             return
         self._samples.append(sample)
         if len(self._samples) <= MAX_SAMPLES:
-            append_line(self.folder.cards, sample.to_record())
+            append_line(self.folder.gpu_samples, sample.to_record())
             return
         older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
         self._samples = _thin_out(older, len(older) // 2) + dense
-        partial = self.folder.cards.with_name(f".{self.folder.cards.name}.{os.getpid()}")
+        partial = self.folder.gpu_samples.with_name(f".{self.folder.gpu_samples.name}.{os.getpid()}")
         with open_new(partial) as file:
             file.writelines(encode(one.to_record()) for one in self._samples)
-        partial.replace(self.folder.cards)
+        partial.replace(self.folder.gpu_samples)
 
 
 def _thin_out(samples: list[GpuSample], max_samples: int) -> list[GpuSample]:
@@ -161,7 +161,7 @@ def read_sample(pynvml: ModuleType, handles: list[object]) -> GpuSample:
 def read_gpu_samples(folder: RunFolder, gpus: list[int]) -> list[dict[str, float]]:
     """Return the samples of a run, one record per sample and GPU: time, rank, gpu and the readings."""
     records: list[dict[str, float]] = []
-    for line in read_lines(folder.cards):
+    for line in read_lines(folder.gpu_samples):
         when = line.get("time")
         if not is_number(when):
             continue

@@ -42,9 +42,10 @@ class HostMemoryMonitor:
         free, total = read_free_host_memory()
         for rank in self.pids:
             if self.pids[rank] is None:
-                self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
+                stored = (read_json(self.folder.rank(rank)) or {}).get("pid")
+                self.pids[rank] = stored if isinstance(stored, int) else None
             pid = self.pids[rank]
-            if isinstance(pid, int) and (num_bytes := resident_bytes(pid)):
+            if pid is not None and (num_bytes := resident_bytes(pid)):
                 self.seen[rank] = HostSample(rank_bytes=num_bytes, free_bytes=free, total_bytes=total)
 
     def words(self, rank: int | None) -> str:

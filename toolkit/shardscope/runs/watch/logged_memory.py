@@ -65,7 +65,7 @@ class _RankLines:
 
     def read_new_lines(self) -> None:
         """Process the appended lines; start over if the file was truncated or replaced."""
-        for lines in self._tail.pieces():
+        for lines in self._tail.read_pieces():
             if self._tail.num_restarts != self._num_restarts:
                 self._num_restarts = self._tail.num_restarts
                 self.latest, self.now, self.highest = {}, None, 0

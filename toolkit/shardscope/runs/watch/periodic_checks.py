@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.metrics_table import csv_in_pieces
+from shardscope.records.metrics_table import write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
 from shardscope.records.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
@@ -114,7 +114,7 @@ class PeriodicChecks:
             yield
             if not any(lines.is_behind for lines in self._events):
                 break
-        yield from self._try_each("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._log))
+        yield from self._try_each("metrics.csv", write_csv_in_pieces(self.folder, self.world_size, self._log))
 
     def _write_scalars(self, new: dict[int, list[dict[str, object]]]) -> None:
         for rank, records in new.items():
