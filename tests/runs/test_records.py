@@ -197,10 +197,10 @@ def test_fault_53_a_supervisor_that_cannot_reach_its_folder_goes_on(
     with monkeypatch.context() as patch:
         break_path("run", number, patch)
         patch.setattr(os, "utime", lambda path: Path(path).parent.stat())
-        supervisor._heartbeat()
+        supervisor._send_heartbeat()
     assert supervisor.phase == "run"
     shutil.rmtree(run.folder)
-    supervisor._heartbeat()
+    supervisor._send_heartbeat()
     assert supervisor.phase == "terminate"
 
 
