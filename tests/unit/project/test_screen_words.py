@@ -51,9 +51,9 @@ def test_no_reason_of_a_run_speaks_a_private_language(name: str) -> None:
 
 def test_the_chart_of_a_search_says_how_many_points_it_shows() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
-    said = ranking_figure.counted(ranking, 912)
+    said = ranking_figure.describe_counts(ranking, 912)
     assert all(fact in said for fact in ("12,032 plans", "0.41 s", "3,204 fit", "912 points shown"))
-    assert "shown" not in ranking_figure.counted(ranking, 12_032)
+    assert "shown" not in ranking_figure.describe_counts(ranking, 12_032)
 
 
 def all_in(box: Any) -> Iterator[Any]:

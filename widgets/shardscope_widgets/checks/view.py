@@ -20,7 +20,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.pickers.base import typed_bytes
+from shardscope_widgets.pickers.base import parse_bytes
 
 LOOKING = "looking for one …"
 NOTHING = "No findings: every check of this plan passed."
@@ -78,7 +78,7 @@ class ChecksView(View):
         question = self._find_finding(act).question
         if question is None:
             raise IgnoredError(act)
-        self._apply_plan(question.answer(typed_bytes(f"Cluster.{question.field}", typed)))
+        self._apply_plan(question.answer(parse_bytes(f"Cluster.{question.field}", typed)))
 
     def _find_finding(self, act: str) -> Finding:
         """Return the finding with this name. The list may have changed since the click was sent."""

@@ -18,7 +18,7 @@ from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-CLOSE = 0.8
+MIN_SIMILARITY = 0.8
 """Minimum similarity at which a name counts as misspelt."""
 
 
@@ -60,24 +60,24 @@ class ArchitecturePicker(Picker):
         text = self.name.value.strip()
         self._weights = None
         # "meta-llama/Llama-3.1-8B" may also be a local folder, which takes precedence.
-        if text in ss.models and not ("/" in text and _exists(text)):
+        if text in ss.models and not ("/" in text and _path_exists(text)):
             return ss.models[text]
         if text in self._taken:
             return self._taken[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only local files: for any other Hub id the kernel would wait for the network.
-        path = Path(text).expanduser() if text and _exists(text) else None
+        path = Path(text).expanduser() if text and _path_exists(text) else None
         if path is not None and path.is_dir() and not (path / "config.json").is_file():
             allowed = "a folder with the model's config.json, and model.safetensors to fine-tune it"
             refuse("model", text, allowed, "the folder of a model", f"There is no config.json in {text[:60]}")
         if path is not None:
-            found = ss.Architecture.from_hf(path)
+            architecture = ss.Architecture.from_hf(path)
             self._folders.pop(text, None)
-            self._folders[text] = found
+            self._folders[text] = architecture
             self._weights = path.resolve() if path.is_dir() and _has_weights(path) else None
-            return found
-        near = _near(text)
+            return architecture
+        near = _find_nearest_model(text)
         raise FieldError(
             "model",
             text,
@@ -118,28 +118,28 @@ class ArchitecturePicker(Picker):
                 f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
             )
             self.answer = f"{format_short(arch.num_parameters)}, {arch.num_hidden_layers} layers"
-            kept = " · weights to fine-tune" if self.weights_folder else ""
+            weights = " · weights to fine-tune" if self.weights_folder else ""
             self.hint.value = (
                 f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · "
                 f"{arch.hidden_size:,} wide · "
-                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}{kept}"
+                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}{weights}"
             )
 
 
-def _near(text: str) -> str:
+def _find_nearest_model(text: str) -> str:
     """Return the catalogue model that ``text`` misspells; empty if it is another model.
 
     Different numbers mean another model: "llama-9-8b" is not a misspelt "llama-3-8b".
     """
     if not text:
         return ""
-    near, asked = load_model_names().find_nearest(text), text.lower().rpartition("/")[2]
+    near, name = load_model_names().find_nearest(text), text.lower().rpartition("/")[2]
     if not near:
         return ""
-    if asked.startswith(near):
+    if name.startswith(near):
         return near
-    is_close = SequenceMatcher(None, asked, near).ratio() >= CLOSE
-    return near if is_close and NUMBER.findall(asked) == NUMBER.findall(near) else ""
+    is_close = SequenceMatcher(None, name, near).ratio() >= MIN_SIMILARITY
+    return near if is_close and NUMBER.findall(name) == NUMBER.findall(near) else ""
 
 
 def _has_weights(folder: Path) -> bool:
@@ -147,7 +147,7 @@ def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
-def _exists(text: str) -> bool:
+def _path_exists(text: str) -> bool:
     """Return whether ``text`` is the path of an existing file or folder."""
     try:
         return Path(text).expanduser().exists()

@@ -55,15 +55,17 @@ class Row(widgets.HBox):
             if not message:
                 return
             # Created on demand: most rows never have an error, and a reloaded page has less to load.
-            self._error = Clickable(self._press, "ss-error")
+            self._error = Clickable(self._press_fix, "ss-error")
             self.children = (*self.children, self._error)
         button = f" <button type='button' class='ss-act' data-act='fix'>{escape(fix)}</button>" if fix else ""
-        whole = escape(message, quote=True)
+        tooltip = escape(message, quote=True)
         self._error.value = (
-            f"<span role='alert' title='{whole}'>{escape(short or message)}</span>{button}" if message else ""
+            f"<span role='alert' title='{tooltip}'>{escape(short or message)}</span>{button}"
+            if message
+            else ""
         )
 
-    def _press(self, act: str) -> None:
+    def _press_fix(self, act: str) -> None:
         if act != "fix" or self._fix is None:
             raise IgnoredError(act)
         self._fix()
@@ -150,7 +152,7 @@ class Picker(widgets.VBox):
         row.show_error(
             message,
             short=f"{error.problem or f'Allowed: {error.allowed}'}.",
-            fix=_fix_label(changes),
+            fix=_label_fix(changes),
             on_fix=lambda: self.on_fix(changes),
         )
 
@@ -171,19 +173,19 @@ class Picker(widgets.VBox):
             row.show_error("")
 
 
-def _fix_label(changes: Mapping[str, object]) -> str:
+def _label_fix(changes: Mapping[str, object]) -> str:
     """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
     if len(changes) == 1:
         (value,) = changes.values()
-        return f"Use {_value_words(value)}"
+        return f"Use {_format_value(value)}"
     parts = [
-        f"{name.rpartition('.')[2].replace('_', ' ')} {_value_words(value)}"
+        f"{name.rpartition('.')[2].replace('_', ' ')} {_format_value(value)}"
         for name, value in changes.items()
     ]
     return f"Use {', '.join(parts)}"
 
 
-def _value_words(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(getattr(value, "description", value))
@@ -199,7 +201,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-def typed_number(text: str) -> Any:
+def parse_number(text: str) -> Any:
     """Parse a whole number ("4,096"); return any other text unchanged, for the object to reject."""
     cleaned = text.strip().replace(",", "").replace("_", "").replace(" ", "")
     try:
@@ -208,7 +210,7 @@ def typed_number(text: str) -> Any:
         return text
 
 
-def typed_size(field: str, text: str, unit: str, least: float, most: float) -> float:
+def parse_size(field: str, text: str, unit: str, least: float, most: float) -> float:
     """Parse a number of ``unit`` that the user typed, such as "2,048". Raises ``ValueError`` outside of
     ``least`` to ``most``, and for a comma that is no thousands separator: it may mean a decimal point.
     """
@@ -221,12 +223,12 @@ def typed_size(field: str, text: str, unit: str, least: float, most: float) -> f
     return number
 
 
-def typed_bytes(field: str, text: str) -> int:
+def parse_bytes(field: str, text: str) -> int:
     """Convert GiB that the user typed to bytes. Raises ``ValueError``."""
-    return round(typed_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
+    return round(parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
 
 
-def typed_rate(text: str) -> Any:
+def parse_rate(text: str) -> Any:
     """Parse a number ("3e-4"); return any other text unchanged, for the object to reject."""
     try:
         return float(text)

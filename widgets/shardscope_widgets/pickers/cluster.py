@@ -11,7 +11,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import count_devices, format_name
-from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, typed_bytes, typed_number, typed_size
+from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
 
 GIB = 2**30
 HOST_NOT_KNOWN = (
@@ -103,16 +103,16 @@ class ClusterPicker(Picker):
     def make(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Cluster:
         """Return the cluster given by the inputs, except for ``changes`` by field."""
         values: dict[str, Any] = {
-            "gpus_per_node": typed_number(self.count.value),
-            "num_nodes": typed_number(self.nodes.value),
+            "gpus_per_node": parse_number(self.count.value),
+            "num_nodes": parse_number(self.nodes.value),
             **changes,
         }
         if self._base.gpu.name == "cpu" and values["num_nodes"] != 1:
             return ss.Cluster.parse(f"{values['num_nodes']}x{values['gpus_per_node']}xcpu")
         typed = {
-            name: _typed(name, box.value)
+            name: _parse_input(name, box.value)
             for name, box in self._node.items()
-            if name not in changes and box.value != _shown(name, getattr(self._base, name))
+            if name not in changes and box.value != _format_input(name, getattr(self._base, name))
         }
         return replace(self._base, **{**typed, **values})
 
@@ -147,7 +147,7 @@ class ClusterPicker(Picker):
 
     def _show_node(self) -> None:
         for name, box in self._node.items():
-            box.value = _shown(name, getattr(self._base, name))
+            box.value = _format_input(name, getattr(self._base, name))
 
     def _of_another_type(self, change: object) -> None:
         """Reset the node's resources to those of the new GPU type, whose hosts and links differ."""
@@ -170,22 +170,22 @@ class ClusterPicker(Picker):
         cluster = self.value
         if cluster is None:
             return
-        self.answer = _answer(cluster)
+        self.answer = _summarize_cluster(cluster)
         if cluster.gpu.name == "cpu":
             self.hint.value = (
                 f"{count_devices(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
             )
             return
         inside = cluster.intra_node_link
-        words = f"{format_name(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
+        hint = f"{format_name(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
         if cluster.num_nodes > 1:
             across = cluster.inter_node_link
             speed = f"{across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
-            words += f" · {format_name(across.name)}: {speed}"
-        self.hint.value = words
+            hint += f" · {format_name(across.name)}: {speed}"
+        self.hint.value = hint
 
 
-def _answer(cluster: ss.Cluster) -> str:
+def _summarize_cluster(cluster: ss.Cluster) -> str:
     """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``."""
     if cluster.gpu.name == "cpu":
         return count_devices(cluster)
@@ -195,16 +195,16 @@ def _answer(cluster: ss.Cluster) -> str:
     return f"{cluster.num_gpus} × {name}, {format_name(cluster.intra_node_link.name)}"
 
 
-def _shown(name: str, value: float | None) -> str:
+def _format_input(name: str, value: float | None) -> str:
     """Return ``2,048``, or empty text if the value is unknown."""
     return "" if value is None else f"{value / UNITS[name]:,.10g}"
 
 
-def _typed(name: str, text: str) -> float | None:
+def _parse_input(name: str, text: str) -> float | None:
     """Return the input in bytes, or bytes per second; None if empty. Raises ``ValueError``."""
     if not text.strip():
         return None
     field = f"Cluster.{name}"
     if UNITS[name] == GIB:
-        return typed_bytes(field, text)
-    return typed_size(field, text, "GB/s", 0.001, 10_000) * UNITS[name]
+        return parse_bytes(field, text)
+    return parse_size(field, text, "GB/s", 0.001, 10_000) * UNITS[name]

@@ -32,7 +32,7 @@ LABELS = {
     "sequence_parallel": "Sequence",
     "distributed_optimizer": "Optimizer",
 }
-WORDS: dict[str, dict[Any, str]] = {
+VALUE_LABELS: dict[str, dict[Any, str]] = {
     "reshard_after_forward": {True: "after forward", False: "no"},
     "etp": {None: "as tensor"},
     "offload": {None: "none", "cpu": "CPU"},
@@ -123,7 +123,7 @@ class LayoutPicker(Picker):
                 value = NOTHING if current is None else current
                 if value not in [offered for _, offered in control.options]:
                     # Which choices can run depends on the previous fields: with those of this layout it can.
-                    control.options = [*control.options, *_options(field, [current])]
+                    control.options = [*control.options, *_list_options(field, [current])]
                 control.value = value
         finally:
             self._offering = False
@@ -165,12 +165,12 @@ class LayoutPicker(Picker):
         situation = self._situation
         if self._taken is not None and _change_layout(self._taken, {}, situation) is not None:
             return self._taken
-        own = self._controls[name]
-        shown = {field: None if c.value is NOTHING else c.value for field, c in own.items()}
+        inputs = self._controls[name]
+        shown = {field: None if c.value is NOTHING else c.value for field, c in inputs.items()}
         # A single choice was not made by the user: the field keeps its default, if that can run.
-        chosen = {field: value for field, value in shown.items() if len(own[field].options) > 1}
+        chosen = {field: value for field, value in shown.items() if len(inputs[field].options) > 1}
         last = self._layouts[name]
-        unshown = {field: getattr(last, field) for field in _unshown(last)}
+        unshown = {field: getattr(last, field) for field in _list_hidden_fields(last)}
         for values in (chosen, shown):
             wanted = _change_layout(type(last)(), {**unshown, **values}, situation)
             if wanted is not None:
@@ -197,9 +197,9 @@ class LayoutPicker(Picker):
         layout = self.value
         if layout is not None and layout.framework == name:
             self._layouts[name] = layout
-            self._renew(layout)
+            self._update_choices(layout)
 
-    def _renew(self, layout: ss.Layout) -> None:
+    def _update_choices(self, layout: ss.Layout) -> None:
         if self._situation is None:
             return
         self._offering = True
@@ -216,14 +216,14 @@ class LayoutPicker(Picker):
                     numbers = [value for value in values if isinstance(value, int)]
                     if len(numbers) == len(values):
                         values = [*sorted(numbers)]
-                options = _options(field, values)
+                options = _list_options(field, values)
                 if list(control.options) != options:
                     control.options = options
                 if current in values:
                     control.value = NOTHING if current is None else current
                 self._rows[layout.framework][field].show(len(values) > 1)
-            self.hint.value = _hint(layout, *self._situation)
-            self.answer = _answer(layout, *self._situation)
+            self.hint.value = _describe_ranks(layout, *self._situation)
+            self.answer = _summarize_layout(layout, *self._situation)
         finally:
             self._offering = False
 
@@ -235,7 +235,7 @@ class LayoutPicker(Picker):
 
     def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
         label = LABELS.get(field, field.replace("_", " ").capitalize())
-        options = _options(field, values or (1,))
+        options = _list_options(field, values or (1,))
         control = (
             controls.create_dropdown(options=options, tooltip=f"{label} parallel ranks")
             if values is None
@@ -261,12 +261,12 @@ def _change_layout(
     return changed
 
 
-def _options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    words = WORDS.get(field, {})
-    return [(words.get(value, str(value)), NOTHING if value is None else value) for value in values]
+def _list_options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    labels = VALUE_LABELS.get(field, {})
+    return [(labels.get(value, str(value)), NOTHING if value is None else value) for value in values]
 
 
-def _unshown(layout: ss.Layout) -> list[str]:
+def _list_hidden_fields(layout: ss.Layout) -> list[str]:
     """Return the fields without an input that differ from their defaults."""
     plain = type(layout)()
     return [
@@ -276,7 +276,9 @@ def _unshown(layout: ss.Layout) -> list[str]:
     ]
 
 
-def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
+def _describe_ranks(
+    layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
+) -> str:
     degrees = layout.compute_degrees(architecture, cluster, recipe)
     parts = [
         f"{words} {value:,}"
@@ -290,11 +292,13 @@ def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster,
         if value > 1
     ]
     words = " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"
-    also = [f"{name.replace('_', ' ')} {getattr(layout, name)}" for name in _unshown(layout)]
+    also = [f"{name.replace('_', ' ')} {getattr(layout, name)}" for name in _list_hidden_fields(layout)]
     return f"{words}<br>Also: {escape(', '.join(also))}" if also else words
 
 
-def _answer(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
+def _summarize_layout(
+    layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
+) -> str:
     """Return ``FSDP2, shard 8`` or ``Megatron-core, tp 8, pp 4``."""
     degrees = layout.compute_degrees(architecture, cluster, recipe)
     is_split = max(degrees.tp, degrees.pp, degrees.cp) > 1

@@ -22,7 +22,7 @@ from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.run.export_panel import name_folder
 
 MAX_BYTES = 4 * 2**20
-MAX_WORDS = 100_000
+MAX_ARGUMENT_CHARACTERS = 100_000
 """Maximum characters of a script's arguments; real ones have a few thousand."""
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which does not occur in Megatron-LM's arguments."""
@@ -92,20 +92,25 @@ def read_script_arguments(text: str) -> list[str]:
     }
     commands = ARRAY.sub("", lines).splitlines()
     command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
-    words = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
+    arguments = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
     for _ in range(MAX_NESTED):
-        if len(words) > MAX_WORDS:  # Nested variables may grow without limit.
-            refuse("OpenPlan.path", "a shell script", f"{MAX_WORDS:,} characters of arguments", "fewer")
-        words = VARIABLE.sub(lambda found: values.get(found[1], ""), words)
-    if not command or "--" not in words:
+        if len(arguments) > MAX_ARGUMENT_CHARACTERS:  # Nested variables may grow without limit.
+            refuse(
+                "OpenPlan.path",
+                "a shell script",
+                f"{MAX_ARGUMENT_CHARACTERS:,} characters of arguments",
+                "fewer",
+            )
+        arguments = VARIABLE.sub(lambda found: values.get(found[1], ""), arguments)
+    if not command or "--" not in arguments:
         allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
         refuse(
             "OpenPlan.path", "a shell script", allowed, "a file of the arguments alone", "No arguments in it"
         )
     try:
-        return shlex.split(words)
+        return shlex.split(arguments)
     except ValueError as error:
-        refuse("OpenPlan.path", words[:60], "words of a shell", f"balanced quotes ({error})")
+        refuse("OpenPlan.path", arguments[:60], "words of a shell", f"balanced quotes ({error})")
 
 
 def _read_json(path: Path, text: str, defaults: Defaults) -> ss.Plan:
@@ -120,7 +125,7 @@ def _read_json(path: Path, text: str, defaults: Defaults) -> ss.Plan:
     return ss.Plan.from_accelerate(path, **defaults)
 
 
-def _expanded(text: str) -> Path:
+def _expand_path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -150,12 +155,12 @@ class OpenPlan(widgets.VBox):
         self.add_class("ss-open-plan")
         self.path.observe(self._open_path, "value")
         self.upload.observe(self._open_upload, "value")
-        self.save.on_click(self._save)
+        self.save.on_click(self._save_plan)
 
     def _open_path(self, change: object = None) -> None:
         text = self.path.value.strip()
         if text:
-            self._open(lambda: _expanded(text))
+            self._open_file(lambda: _expand_path(text))
         else:
             self.row.show_error("")
 
@@ -171,10 +176,10 @@ class OpenPlan(widgets.VBox):
                 path = Path(folder) / "uploaded" / (Path(uploaded["name"]).name or "plan")
                 path.parent.mkdir()
                 path.write_bytes(bytes(content))
-                self._open(partial(Path, path))
+                self._open_file(partial(Path, path))
         self.upload.value = ()
 
-    def _save(self, _: object) -> None:
+    def _save_plan(self, _: object) -> None:
         plan = self._current()
         file = Path(f"{name_folder(plan)}.json")
         try:
@@ -185,17 +190,17 @@ class OpenPlan(widgets.VBox):
         self.row.show_error("")
         self.words.value = f"Saved as {escape(str(file))}"
 
-    def _open(self, find: Callable[[], Path]) -> None:
+    def _open_file(self, find_path: Callable[[], Path]) -> None:
         self.words.value = ""
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                plan = read_plan(find(), self._current())
+                plan = read_plan(find_path(), self._current())
         except (ValueError, OSError) as error:
             short = f"{error.problem}." if isinstance(error, FieldError) and error.problem else ""
             self.row.show_error(str(error), short=short)
             return
         self.row.show_error("")
-        ignored = " ".join(str(each.message) for each in caught)
+        ignored = " ".join(str(warning.message) for warning in caught)
         self.words.value = escape(ignored)
         self._on_open(plan)

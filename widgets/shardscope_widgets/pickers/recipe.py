@@ -11,8 +11,8 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets.kit import controls
-from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, typed_number
-from shardscope_widgets.pickers.recipe_choices import Advanced, options
+from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_number
+from shardscope_widgets.pickers.recipe_choices import Advanced, list_options
 
 
 class RecipePicker(Picker):
@@ -22,11 +22,11 @@ class RecipePicker(Picker):
         recipe = recipe or ss.Recipe()
         self._base = recipe
         self._taking = False
-        self.method = controls.create_segments(options("method", None, None), "Method")
+        self.method = controls.create_segments(list_options("method", None, None), "Method")
         self.method.value = recipe.method
         self.lora_rank = controls.create_text_box(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
         self.precision = controls.create_dropdown(
-            options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
+            options=list_options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
         self.seq_len = controls.create_text_box(recipe.seq_len, "Tokens in one sequence")
         self.micro = controls.create_text_box(
@@ -36,7 +36,9 @@ class RecipePicker(Picker):
             recipe.global_batch_size, "Sequences in one optimizer step", "52px"
         )
         self.recompute = controls.create_dropdown(
-            options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
+            options=list_options("recompute", None, None),
+            value=recipe.recompute,
+            tooltip="Recompute activations",
         )
         batch = Row(
             "Batch",
@@ -133,7 +135,7 @@ class RecipePicker(Picker):
                 ("recompute", self.recompute),
             ):
                 value = control.value
-                offered = options(field, layout, value)
+                offered = list_options(field, layout, value)
                 if list(control.options) != offered:
                     control.options = offered
                     control.value = value
@@ -151,7 +153,7 @@ class RecipePicker(Picker):
 
     def _fit(self) -> None:
         """Show the advanced rows that are requested and applicable, or that have a message."""
-        self.advanced.fit(self.method.value != "full", self.recompute.value != "none")
+        self.advanced.fit_rows(self.method.value != "full", self.recompute.value != "none")
 
     def _forget_unshown(self, _: object) -> None:
         """Reset fields without an input to their defaults."""
@@ -177,14 +179,14 @@ class RecipePicker(Picker):
                 base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
             )
         values: dict[str, Any] = {
-            **self.advanced.fields(lora, self.recompute.value != "none"),
+            **self.advanced.read_fields(lora, self.recompute.value != "none"),
             "method": self.method.value,
             "precision": self.precision.value,
-            "seq_len": typed_number(self.seq_len.value),
-            "micro_batch_size": typed_number(self.micro.value),
-            "global_batch_size": typed_number(self.global_batch.value),
+            "seq_len": parse_number(self.seq_len.value),
+            "micro_batch_size": parse_number(self.micro.value),
+            "global_batch_size": parse_number(self.global_batch.value),
             "recompute": self.recompute.value,
-            "lora_rank": typed_number(self.lora_rank.value) if lora else None,
+            "lora_rank": parse_number(self.lora_rank.value) if lora else None,
         }
         return replace(base, **{**values, **changes})
 
@@ -196,10 +198,10 @@ class RecipePicker(Picker):
         super().read(change)
         if self.value is not None:
             self._say_unshown()
-            self.answer = _answer(self.value)
+            self.answer = _summarize_recipe(self.value)
 
 
-def _answer(recipe: ss.Recipe) -> str:
+def _summarize_recipe(recipe: ss.Recipe) -> str:
     """Return ``full, bf16-mixed, 4,096 tokens``."""
     method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[recipe.method]
     return f"{method}, {recipe.precision}, {recipe.seq_len:,} tokens"

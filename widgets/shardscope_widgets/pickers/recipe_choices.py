@@ -12,7 +12,7 @@ from shardscope.prediction.support import list_supported
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
 
-WORDS: dict[str, str] = {
+CHOICE_LABELS: dict[str, str] = {
     "full": "full",
     "lora": "LoRA",
     "qlora": "QLoRA",
@@ -34,15 +34,15 @@ WORDS: dict[str, str] = {
     "sdpa": "PyTorch's fused",
     "flash": "FlashAttention",
 }
-LOSSES = {"full": "all logits at once", "chunked": "in chunks", "fused": "fused with the head"}
-OPEN = {
+LOSS_LABELS = {"full": "all logits at once", "chunked": "in chunks", "fused": "fused with the head"}
+OPEN_LABELS = {
     "quantization": "not quantised",
     "kernels": "the framework's own",
     "attention": "the modules' own",
     "loss": "the kernels' own",
 }
 """The meaning of a field that is left open."""
-ADVANCED = {
+ADVANCED_LABELS = {
     "optimizer": "Optimizer",
     "quantization": "Base weights",
     "kernels": "Kernels",
@@ -52,7 +52,7 @@ ADVANCED = {
 """Fields of the advanced part with their labels."""
 
 
-def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[str, Any]]:
+def list_options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[str, Any]]:
     """Return the options of a dropdown of ``field``: what ``layout`` can run, and the current choice.
 
     A choice that the framework does not support stays in the list, with an error message at the input.
@@ -61,17 +61,17 @@ def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[st
     if layout is not None:
         possible = list_supported(layout, field)
         values = tuple(value for value in values if value in possible or value == current)
-    words = LOSSES if field == "loss" else WORDS
-    found: list[tuple[str, Any]] = [(words.get(value, value), value) for value in values]
-    return [(OPEN[field], NOTHING), *found] if field in OPEN else found
+    labels = LOSS_LABELS if field == "loss" else CHOICE_LABELS
+    choices: list[tuple[str, Any]] = [(labels.get(value, value), value) for value in values]
+    return [(OPEN_LABELS[field], NOTHING), *choices] if field in OPEN_LABELS else choices
 
 
-def chosen(value: Any) -> Any:
+def to_recipe_value(value: Any) -> Any:
     """Return a dropdown's value as a recipe value."""
     return None if isinstance(value, Nothing) else value
 
 
-def typed_real(text: str) -> Any:
+def parse_real(text: str) -> Any:
     """Parse a number; return any other text unchanged, for the recipe to reject."""
     try:
         return float(text.strip())
@@ -84,13 +84,13 @@ class Advanced:
 
     def __init__(self, recipe: ss.Recipe) -> None:
         self.dropdowns: dict[str, widgets.Dropdown] = {
-            field: controls.create_dropdown(options=options(field, None, None), tooltip=label)
-            for field, label in ADVANCED.items()
+            field: controls.create_dropdown(options=list_options(field, None, None), tooltip=label)
+            for field, label in ADVANCED_LABELS.items()
         }
         self.interval = controls.create_text_box(recipe.recompute_interval, "Every how many layers", "44px")
         self.dropout = controls.create_text_box(recipe.dropout, "Probability of dropout", "64px")
         self.rows: dict[str, Row] = {
-            field: Row(label, self.dropdowns[field]) for field, label in ADVANCED.items()
+            field: Row(label, self.dropdowns[field]) for field, label in ADVANCED_LABELS.items()
         }
         self.rows["recompute_interval"] = Row(
             "Every", self.interval, controls.create_label("layers, 1: all of them")
@@ -99,9 +99,9 @@ class Advanced:
         self.button = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.is_open = False
         self._meaningless: set[str] = set()
-        self.button.on_click(lambda _: self.open(not self.is_open))
+        self.button.on_click(lambda _: self.show_rows(not self.is_open))
         self.take(recipe)
-        self.open(False)
+        self.show_rows(False)
 
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
@@ -113,7 +113,7 @@ class Advanced:
         """Every input, for observers."""
         return [*self.dropdowns.values(), self.interval, self.dropout]
 
-    def open(self, is_open: bool) -> None:
+    def show_rows(self, is_open: bool) -> None:
         """Show the applicable rows, or hide them; a row with a message stays."""
         self.is_open = is_open
         self.button.icon = "chevron-down" if is_open else "chevron-right"
@@ -121,14 +121,14 @@ class Advanced:
             wanted = is_open and field not in self._meaningless
             row.show(wanted or bool(row.message))
 
-    def fit(self, has_adapters: bool, recomputes: bool) -> None:
+    def fit_rows(self, has_adapters: bool, recomputes: bool) -> None:
         """Hide rows without effect: the base's type without adapters, the interval without recomputation."""
         self._meaningless = {
             field
             for field, has_meaning in (("quantization", has_adapters), ("recompute_interval", recomputes))
             if not has_meaning
         }
-        self.open(self.is_open)
+        self.show_rows(self.is_open)
 
     def take(self, recipe: ss.Recipe) -> None:
         """Set the inputs to ``recipe``."""
@@ -142,20 +142,20 @@ class Advanced:
         """Offer the choices that ``layout`` can run, and the current one."""
         for field, dropdown in self.dropdowns.items():
             value = dropdown.value
-            offered = options(field, layout, value)
+            offered = list_options(field, layout, value)
             if list(dropdown.options) != offered:
                 dropdown.options = offered
                 dropdown.value = value
 
-    def fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
+    def read_fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
         """Return the recipe fields given by these inputs."""
-        found = {field: chosen(dropdown.value) for field, dropdown in self.dropdowns.items()}
-        found["dropout"] = typed_real(self.dropout.value)
-        found["recompute_interval"] = _number(self.interval.value) if recomputes else 1
+        values = {field: to_recipe_value(dropdown.value) for field, dropdown in self.dropdowns.items()}
+        values["dropout"] = parse_real(self.dropout.value)
+        values["recompute_interval"] = _parse_whole_number(self.interval.value) if recomputes else 1
         if not with_adapters:
-            found["quantization"] = None
-        return found
+            values["quantization"] = None
+        return values
 
 
-def _number(text: str) -> Any:
+def _parse_whole_number(text: str) -> Any:
     return int(text) if text.strip().isdecimal() else text

@@ -17,18 +17,18 @@ from shardscope.planner.checks.usual_rates import rate_near
 from shardscope.training.tasks.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.kit import controls
-from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate
+from shardscope_widgets.pickers.base import Picker, Row, parse_number, parse_rate
 
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
 Kind = Literal["pretrain", "finetune", "own"]
-WORDS: dict[Kind, str] = {
+KIND_LABELS: dict[Kind, str] = {
     "pretrain": "Pretrain from random weights",
     "finetune": "Fine-tune this folder's weights",
     "own": "Run my script or function",
 }
-ANSWERS: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
+KIND_SUMMARIES: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
 CODE, A_SCRIPT = "Task.code", "the path of a .py file"
 NO_WEIGHTS = (
     "Adapters on random weights teach nothing: enter a folder with weights as the model, and fine-tune it."
@@ -46,8 +46,10 @@ class RunOptions(Picker):
         self.rate = controls.create_text_box(
             "", "Peak learning rate; empty: the usual one for this model", "72px"
         )
-        self.profile = _checkbox("Record a trace", "Profile a few steady steps on every rank", value=True)
-        self.outlive = _checkbox(
+        self.profile = _create_checkbox(
+            "Record a trace", "Profile a few steady steps on every rank", value=True
+        )
+        self.outlive = _create_checkbox(
             "Keep running if the kernel stops",
             "Otherwise the run ends with this notebook's kernel. The Runs tab finds a run that goes on.",
         )
@@ -84,13 +86,13 @@ class RunOptions(Picker):
         ]
         self.answer = ", ".join(filter(None, parts))
 
-    def fields(self) -> dict[str, Any]:
+    def read_fields(self) -> dict[str, Any]:
         """Return the fields of a training task."""
         typed = self.rate.value.strip()
         return {
-            "num_steps": typed_number(self.steps.value),
+            "num_steps": parse_number(self.steps.value),
             "profile": self.profile.value,
-            "learning_rate": typed_rate(typed) if typed else None,
+            "learning_rate": parse_rate(typed) if typed else None,
         }
 
     def take(self, task: ss.Pretrain | ss.Finetune, usual_rate: float) -> None:
@@ -107,7 +109,7 @@ class TaskPicker(Picker):
     default until the user chooses something else.
     """
 
-    kind = traitlets.Enum(list(WORDS), "pretrain", help="The kind of task.")
+    kind = traitlets.Enum(list(KIND_LABELS), "pretrain", help="The kind of task.")
 
     def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Create the picker. ``functions`` returns the functions defined in the notebook's cells."""
@@ -118,7 +120,9 @@ class TaskPicker(Picker):
         self._chosen: Kind | None = None
         """The kind that the user chose while fine-tuning was available, or "own" at any time."""
         self._offering = False
-        self.menu = controls.create_dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
+        self.menu = controls.create_dropdown(
+            options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="What to do"
+        )
         self.text = controls.create_text_box("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
         self.code = controls.create_text_box(
             "", "The path of a script, or the name of a function f(ctx) in this notebook"
@@ -131,7 +135,7 @@ class TaskPicker(Picker):
         rows = {"kind": kind_row, "text": self._text_row, "code": self._code_row}
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
         super().__init__({**rows, **others}, self.note)
-        self.menu.observe(self._choose, "value")
+        self.menu.observe(self._choose_kind, "value")
         for control in (self.text, self.code):
             control.observe(self.read, "value")
         self._offer_kinds()
@@ -193,14 +197,14 @@ class TaskPicker(Picker):
         """The folder whose weights are fine-tuned; None for another kind of task."""
         return self._weights if self.kind == "finetune" else None
 
-    def task(self, plan: ss.Plan, *, as_trial: bool = False) -> Callable[[Context], object]:
+    def build_task(self, plan: ss.Plan, *, as_trial: bool = False) -> Callable[[Context], object]:
         """Return the task given by the inputs. Raises ``ValueError`` naming the field.
 
         ``as_trial``: ``plan`` is of a tiny model that replaces the user's and has no weights folder.
         """
         if self.kind == "own":
-            return self._own_code()
-        fields = self.options.fields()
+            return self._read_user_code()
+        fields = self.options.read_fields()
         text = self.text.value.strip()
         if text:
             fields["text"] = Path(text).expanduser()
@@ -221,7 +225,7 @@ class TaskPicker(Picker):
         return {CODE: near} if near else super().changes_of(error)
 
     def make(self) -> tuple[str, str, str]:
-        """Return the inputs as typed; :meth:`task` validates them."""
+        """Return the inputs as typed; :meth:`build_task` validates them."""
         return (self.kind, self.text.value, self.code.value)
 
     def read(self, change: object = None) -> None:
@@ -230,18 +234,18 @@ class TaskPicker(Picker):
         is_own = self.kind == "own"
         (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
         (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
-        self.answer = f"{ANSWERS[self.kind]} {self.subject}".strip()
+        self.answer = f"{KIND_SUMMARIES[self.kind]} {self.subject}".strip()
         self._say_what_trains()
         self.options.has_steps = self.kind != "own"
         self.options.read()
 
     def _offer_kinds(self) -> None:
-        kinds = [kind for kind in WORDS if kind != "finetune" or self._weights is not None]
+        kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None]
         default: Kind = "finetune" if self._weights is not None else "pretrain"
         wanted = self._chosen if self._chosen is not None and self._chosen in kinds else default
         self._offering = True
         try:
-            options = [(WORDS[kind], kind) for kind in kinds]
+            options = [(KIND_LABELS[kind], kind) for kind in kinds]
             if list(self.menu.options) != options:
                 self.menu.options = options
             self.menu.value = wanted
@@ -251,7 +255,7 @@ class TaskPicker(Picker):
             self.kind = wanted
             self.read()
 
-    def _choose(self, change: dict[str, Any]) -> None:
+    def _choose_kind(self, change: dict[str, Any]) -> None:
         if self._offering or change["new"] is None:
             return
         self.kind = change["new"]
@@ -260,7 +264,7 @@ class TaskPicker(Picker):
         self._chosen = self.kind if self.kind == "own" or could_finetune else None
         self.read()
 
-    def _own_code(self) -> Callable[[Context], object]:
+    def _read_user_code(self) -> Callable[[Context], object]:
         name = self.code.value.strip()
         functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
         if name in functions:
@@ -289,7 +293,7 @@ def _takes_context(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _checkbox(words: str, why: str, *, value: bool = False) -> widgets.Checkbox:
+def _create_checkbox(label: str, tooltip: str, *, value: bool = False) -> widgets.Checkbox:
     return widgets.Checkbox(
-        value=value, description=words, indent=False, layout=controls.share_filling_layout(), tooltip=why
+        value=value, description=label, indent=False, layout=controls.share_filling_layout(), tooltip=tooltip
     )

@@ -42,51 +42,56 @@ class Answer:
     alternatives: tuple[Alternative, ...]
 
 
-def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
+def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
     """Return the recommendation and the alternatives of ``advice``, relative to the current plan."""
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
-    others = [
+    candidates = [
         Alternative(index, plan, words)
         for index, (plan, words) in enumerate(advice.alternatives)
         # The advice may have been requested for a previous plan.
         if on_screen is None or not does_the_same(plan, on_screen)
     ]
-    alternatives = tuple(others[:MAX_ALTERNATIVES])
+    alternatives = tuple(candidates[:MAX_ALTERNATIVES])
     if advice.plan is None:
         return Answer(sentence, why, "", "", None, alternatives)
     if on_screen is not None and does_the_same(advice.plan, on_screen):
         return Answer(
-            f"Keep the plan on screen: {named(on_screen)}.", figures(on_screen), "", why, None, alternatives
+            f"Keep the plan on screen: {named(on_screen)}.",
+            describe_figures(on_screen),
+            "",
+            why,
+            None,
+            alternatives,
         )
-    change = "" if on_screen is None else difference(advice.plan, on_screen)
-    return Answer(sentence, figures(advice.plan), change, why, advice.plan, alternatives)
+    change = "" if on_screen is None else describe_difference(advice.plan, on_screen)
+    return Answer(sentence, describe_figures(advice.plan), change, why, advice.plan, alternatives)
 
 
-def figures(plan: ss.Plan) -> str:
+def describe_figures(plan: ss.Plan) -> str:
     """Return ``54.0 of 79.1 GiB, 4.13 s a step, 7.93k tokens/s per GPU``."""
     report = plan.memory()
-    words = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
-    if _seconds(plan) is None:
-        return words
+    memory = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    if _predict_seconds(plan) is None:
+        return memory
     step = plan.step()
     rate = format_short(step.tokens_per_second_per_gpu)
-    return f"{words}, {seconds_words(step.seconds)} a step, {rate} tokens/s per GPU"
+    return f"{memory}, {seconds_words(step.seconds)} a step, {rate} tokens/s per GPU"
 
 
-def difference(plan: ss.Plan, current: ss.Plan) -> str:
+def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:
     """Return ``Compared with the plan on screen: 5.6 GiB less, 13 % slower.``."""
     if not fits(current, current.memory()):
         return "The plan on screen does not fit."
     more = plan.memory().peak_bytes - current.memory().peak_bytes
-    words = "the same memory" if more == 0 else f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
-    mine, its = _seconds(plan), _seconds(current)
+    sentence = "the same memory" if more == 0 else f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
+    mine, its = _predict_seconds(plan), _predict_seconds(current)
     if mine is not None and its is not None:
-        words += f", {_compared(its / mine)}"
-    return f"Compared with the plan on screen: {words}."
+        sentence += f", {_describe_speedup(its / mine)}"
+    return f"Compared with the plan on screen: {sentence}."
 
 
-def _compared(speedup: float) -> str:
+def _describe_speedup(speedup: float) -> str:
     if abs(speedup - 1) < 0.005:
         return "about as fast"
     if speedup > 2 or speedup < 0.5:
@@ -95,7 +100,7 @@ def _compared(speedup: float) -> str:
     return f"{100 * (speedup - 1):.0f} % faster" if speedup > 1 else f"{100 * (1 / speedup - 1):.0f} % slower"
 
 
-def _seconds(plan: ss.Plan) -> float | None:
+def _predict_seconds(plan: ss.Plan) -> float | None:
     try:
         return plan.step().seconds
     except ValueError:  # A GPU whose rates are unknown.

@@ -14,8 +14,13 @@ from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.plans.advice_choice import Answer, answer
-from shardscope_widgets.plans.advice_html import alternatives, matrix, path, recommendation
+from shardscope_widgets.plans.advice_choice import Answer, build_answer
+from shardscope_widgets.plans.advice_html import (
+    render_alternatives,
+    render_matrix,
+    render_path,
+    render_recommendation,
+)
 
 
 class AdviceView(View):
@@ -40,12 +45,12 @@ class AdviceView(View):
         self._on_screen: ss.Plan | None = None
         self._on_apply = on_apply
         self._ask_again: Callable[[], None] | None = None
-        self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press)
-        own = [] if work else [self.work, self.work.words]
-        if own:
+        self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press_again)
+        own_panel = [] if work else [self.work, self.work.words]
+        if own_panel:
             self.work.show_button(False)  # Hidden until advice is requested.
-        self.words = Clickable(self._act)
-        super().__init__([Sheet("plans"), *own, self.words])
+        self.words = Clickable(self._handle_action)
+        super().__init__([Sheet("plans"), *own_panel, self.words])
         for name in ("ss-root", "ss-view", "ss-advice"):
             self.add_class(name)
         if advice is not None:
@@ -67,13 +72,13 @@ class AdviceView(View):
         while a request is running. An error of ``ss.recommend`` is shown next to the button.
         """
 
-        def work(progress: Progress) -> Advice:
+        def recommend(progress: Progress) -> Advice:
             progress("asking", 0.0)
             advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current)
             progress("drawing", 1.0)  # Raises if the user pressed Cancel meanwhile.
             return advice
 
-        def found(advice: Advice) -> None:
+        def show_advice(advice: Advice) -> None:
             self._on_screen = current
             self.show(advice)
             if on_found is not None:
@@ -83,41 +88,41 @@ class AdviceView(View):
             self.ask, arch, cluster, recipe, familiar_with, current=current, on_found=on_found
         )
         self.work.show_button(True)
-        self.work.start(work, found, lambda _, seconds: "")
+        self.work.start(recommend, show_advice, lambda _, seconds: "")
 
     def show(self, advice: Advice) -> None:
         """Draw ``advice``."""
         self.advice = advice
-        self._draw()
+        self._draw_advice()
 
     def mark(self, plan: ss.Plan | None) -> None:
         """Redraw the advice relative to another current plan, or to none."""
         if plan != self._on_screen:
             self._on_screen = plan
             if self.advice is not None:
-                self._draw()
+                self._draw_advice()
 
     def freeze(self, frozen: bool) -> None:
         """Disable the buttons while the advice does not match the current plan."""
         self.words.frozen = frozen
         (self.add_class if frozen else self.remove_class)("ss-old")
 
-    def _draw(self) -> None:
+    def _draw_advice(self) -> None:
         advice = self.advice
         assert advice is not None
-        self.answer = answer(advice, self._on_screen)
+        self.answer = build_answer(advice, self._on_screen)
         self.words.value = (
-            recommendation(self.answer)
-            + alternatives(self.answer.alternatives, nothing_fits=advice.plan is None)
-            + path(advice, self.answer)
-            + _support()
+            render_recommendation(self.answer)
+            + render_alternatives(self.answer.alternatives, nothing_fits=advice.plan is None)
+            + render_path(advice, self.answer)
+            + _render_support()
         )
 
-    def _press(self) -> None:
+    def _press_again(self) -> None:
         if self._ask_again is not None:
             self._ask_again()
 
-    def _act(self, act: str) -> None:
+    def _handle_action(self, act: str) -> None:
         plan = self._plan_of(act)
         if plan is None:
             raise IgnoredError(act)
@@ -135,5 +140,5 @@ class AdviceView(View):
 
 
 @cache
-def _support() -> str:
-    return matrix(abilities())
+def _render_support() -> str:
+    return render_matrix(abilities())

@@ -23,33 +23,33 @@ class FamiliarToggles(Clickable):
         """Create the toggles. ``on_change`` is called after each press."""
         self.names: tuple[str, ...] = ()
         self._on_change = on_change
-        super().__init__(self._toggle)
-        self._write()
+        super().__init__(self._toggle_framework)
+        self._draw_toggles()
 
-    def _toggle(self, name: str) -> None:
+    def _toggle_framework(self, name: str) -> None:
         if name not in TITLES:
             raise IgnoredError(name)
         # A fixed order: the order of presses does not change the question.
-        self.names = tuple(each for each in TITLES if (each in self.names) != (each == name))
-        self._write()
+        self.names = tuple(title for title in TITLES if (title in self.names) != (title == name))
+        self._draw_toggles()
         self._on_change()
 
-    def _write(self) -> None:
-        toggles = "".join(_toggle(name, title, name in self.names) for name, title in TITLES.items())
+    def _draw_toggles(self) -> None:
+        toggles = "".join(_render_toggle(name, title, name in self.names) for name, title in TITLES.items())
         self.value = (
             f"<div class='ss-toggles'><span aria-hidden='true'>{LABEL}</span>"
             f"<div role='group' aria-label='{LABEL}' data-roving>{toggles}</div></div>"
         )
 
 
-def _toggle(name: str, title: str, is_on: bool) -> str:
+def _render_toggle(name: str, title: str, is_on: bool) -> str:
     # Accelerate launches other frameworks and is never recommended itself.
-    words = (
+    tooltip = (
         f"Prefer {title} where another framework would be about as fast"
         if name in frameworks
         else f"Say whether {title} can start the recommended plan"
     )
     return (
         f"<button type='button' class='ss-act' data-act='{name}' aria-pressed='{str(is_on).lower()}'"
-        f" title='{escape(words, quote=True)}'>{escape(title)}</button>"
+        f" title='{escape(tooltip, quote=True)}'>{escape(title)}</button>"
     )

@@ -41,12 +41,12 @@ class Question(NamedTuple):
     """Frameworks that the team knows; empty for a search, which ranks every framework."""
 
     @classmethod
-    def of(cls, plan: ss.Plan, familiar_with: tuple[str, ...] = ()) -> Question:
+    def from_plan(cls, plan: ss.Plan, familiar_with: tuple[str, ...] = ()) -> Question:
         """Return the question to which ``plan`` is a possible answer."""
         recipe = plan.recipe
-        asked = [getattr(recipe, field.name) for field in fields(recipe) if field.name not in CHOSEN]
+        values = [getattr(recipe, field.name) for field in fields(recipe) if field.name not in CHOSEN]
         rank = recipe.adapter_rank if recipe.has_adapters else None
-        return cls(plan.architecture, plan.cluster, (*asked, rank), familiar_with)
+        return cls(plan.architecture, plan.cluster, (*values, rank), familiar_with)
 
     def __str__(self) -> str:
         return f"{format_name(self.architecture.name)} on {count_devices(self.cluster)}"
@@ -70,8 +70,8 @@ class PlansPage(View):
 
     def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
         self._plan: ss.Plan | None = None
-        self._asked: dict[str, Question] = {}
-        self._answered: dict[str, Question] = {}
+        self._requested_questions: dict[str, Question] = {}
+        self._answered_questions: dict[str, Question] = {}
         self._asked_for: ss.Plan | None = None
         self._advised_for: ss.Plan | None = None
         """The current plan of the latest advice request, and that of the advice on display."""
@@ -79,38 +79,40 @@ class PlansPage(View):
         self._is_next = False
         """Whether a toggle was pressed during a request: the next request starts when that one ends."""
         self.mode = controls.create_segments([("Advice", "advice"), ("All layouts", "search")], "Plans")
-        self.mode.observe(self._look, "value")
+        self.mode.observe(self._show_mode, "value")
         self.ask = WorkPanel(
-            "Update the advice", "Ask for advice on the model, GPUs and training on screen", self._ask
+            "Update the advice",
+            "Ask for advice on the model, GPUs and training on screen",
+            self._start_advice,
         )
         self.search = WorkPanel(
             "Search again",
             "Evaluate every layout, micro-batch and recomputation of every framework",
-            self._search,
+            self._start_search,
         )
-        self.familiar = FamiliarToggles(self._ask_at_once)
+        self.familiar = FamiliarToggles(self._request_advice)
         # Its own layout, because this one is hidden.
         self.familiar.layout = widgets.Layout()
         self.advice = AdviceView(on_apply=on_apply, work=self.ask)
         self.ranking = RankingView(on_apply=on_apply, work=self.search)
         self._panels = {"advice": self.ask, "search": self.search}
         self._views: dict[str, AdviceView | RankingView] = {"advice": self.advice, "search": self.ranking}
-        words = [panel.words for panel in self._panels.values()]
+        status_texts = [panel.words for panel in self._panels.values()]
         self.about = controls.create_html("", "ss-hint")
-        bar = widgets.HBox([self.mode, *self._panels.values(), *words], layout=controls.share_layout())
+        bar = widgets.HBox([self.mode, *self._panels.values(), *status_texts], layout=controls.share_layout())
         bar.add_class("ss-toolbar")
         super().__init__([Sheet("plans"), bar, self.familiar, self.about, *self._views.values()])
         for panel in self._panels.values():
             panel.words.layout = widgets.Layout()
-            panel.button.observe(self._begun_or_ended, "disabled")
+            panel.button.observe(self._handle_busy_change, "disabled")
         for name in ("ss-root", "ss-plans"):
             self.add_class(name)
 
-    def offer(self, plan: ss.Plan) -> None:
+    def set_plan(self, plan: ss.Plan) -> None:
         """Set the current plan, and mark results for other inputs as outdated."""
         self._plan = plan
-        self._mark()
-        self._look()
+        self._mark_plan()
+        self._show_mode()
         self._follow_plan()
 
     def freeze(self, frozen: bool) -> None:
@@ -118,7 +120,7 @@ class PlansPage(View):
         self._is_frozen = frozen
         self._show_freshness()
 
-    def _look(self, change: object = None) -> None:
+    def _show_mode(self, change: object = None) -> None:
         """Show the selected mode, and run it if it never ran."""
         mode = self.mode.value
         for name, panel in self._panels.items():
@@ -127,101 +129,105 @@ class PlansPage(View):
         self.familiar.layout.display = "" if mode == "advice" else "none"
         if self._plan is None:
             return
-        if mode not in self._answered and not self._panels[mode].is_busy:
-            (self._ask if mode == "advice" else self._search)()
+        if mode not in self._answered_questions and not self._panels[mode].is_busy:
+            (self._start_advice if mode == "advice" else self._start_search)()
         self._show_freshness()
 
     def _show_freshness(self) -> None:
         """Show whether the result is outdated, with the button to run again only if it is."""
         mode = self.mode.value
-        asked, answered, panel = self._question(mode), self._answered.get(mode), self._panels[mode]
+        current, answered_question, panel = (
+            self._build_question(mode),
+            self._answered_questions.get(mode),
+            self._panels[mode],
+        )
         is_fresh = self._is_fresh(mode)
-        self._views[mode].freeze(self._is_frozen or (answered is not None and not is_fresh))
+        self._views[mode].freeze(self._is_frozen or (answered_question is not None and not is_fresh))
         is_next = self._is_next and mode == "advice"
-        is_on_its_way = panel.button.disabled and (is_next or self._asked.get(mode) == asked)
+        is_on_its_way = panel.button.disabled and (is_next or self._requested_questions.get(mode) == current)
         # Also after an error or Cancel, when there is no result yet.
-        panel.show_button(asked is not None and not is_fresh and not panel.button.disabled)
+        panel.show_button(current is not None and not is_fresh and not panel.button.disabled)
         self.about.value = ""
-        if asked is not None and answered is not None and not is_fresh and not is_on_its_way:
-            self.about.value = f"This was found {answered.outdated_by(asked)}."
+        if current is not None and answered_question is not None and not is_fresh and not is_on_its_way:
+            self.about.value = f"This was found {answered_question.outdated_by(current)}."
 
     def _is_fresh(self, mode: str) -> bool:
         """Return whether the result is for the current inputs."""
-        answered = self._answered.get(mode)
-        if answered is None or answered != self._question(mode):
+        answered_question = self._answered_questions.get(mode)
+        if answered_question is None or answered_question != self._build_question(mode):
             return False
         return mode == "search" or self._is_advised_or_asked(self._advised_for)
 
-    def _is_advised_or_asked(self, asked: ss.Plan | None) -> bool:
+    def _is_advised_or_asked(self, requested: ss.Plan | None) -> bool:
         """Return whether the current plan is the recommended one or the one that advice was requested for."""
         plan, advice = self._plan, self.advice.advice
         assert plan is not None
-        known = [asked, None if advice is None else advice.plan]
+        known = [requested, None if advice is None else advice.plan]
         return any(one is not None and does_the_same(one, plan) for one in known)
 
     def _follow_plan(self) -> None:
         """Update the advice immediately if the current plan changed but the question did not."""
-        is_asked = self._answered.get("advice") == self._question("advice")
+        is_asked = self._answered_questions.get("advice") == self._build_question("advice")
         if self._plan is not None and is_asked and not self._is_advised_or_asked(self._asked_for):
-            self._ask_at_once()
+            self._request_advice()
 
-    def _question(self, mode: str) -> Question | None:
+    def _build_question(self, mode: str) -> Question | None:
         """Return the question that the button would run now."""
         familiar_with = self.familiar.names if mode == "advice" else ()
-        return None if self._plan is None else Question.of(self._plan, familiar_with)
+        return None if self._plan is None else Question.from_plan(self._plan, familiar_with)
 
-    def _ask_at_once(self) -> None:
+    def _request_advice(self) -> None:
         """Request advice now, or when the running request ends."""
         self._is_next = self.ask.is_busy
-        self._ask()
+        self._start_advice()
         self._show_freshness()
 
-    def _begun_or_ended(self, change: dict[str, bool]) -> None:
+    def _handle_busy_change(self, change: dict[str, bool]) -> None:
         if change["new"]:
             self._show_freshness()
         elif self._is_next and not self.ask.is_cancelled:
-            self._ask_at_once()
+            self._request_advice()
         else:
             self._is_next = False
             self._show_freshness()
             if not self.ask.is_cancelled:
                 self._follow_plan()
 
-    def _ask(self) -> None:
-        plan, question = self._plan, self._question("advice")
+    def _start_advice(self) -> None:
+        plan, question = self._plan, self._build_question("advice")
         if plan is None or question is None or self.ask.is_busy:
             return
-        self._asked["advice"], self._asked_for, self._is_next = question, plan, False
+        self._requested_questions["advice"], self._asked_for, self._is_next = question, plan, False
         self.advice.ask(
-            *_nouns(plan),
+            *_get_inputs(plan),
             question.familiar_with,
             current=plan,
-            on_found=lambda: self._got_advice(plan, question),
+            on_found=lambda: self._store_advice(plan, question),
         )
 
-    def _got_advice(self, plan: ss.Plan, question: Question) -> None:
+    def _store_advice(self, plan: ss.Plan, question: Question) -> None:
         self._advised_for = plan
-        self._got("advice", question)
+        self._store_answer("advice", question)
 
-    def _search(self) -> None:
-        plan, question = self._plan, self._question("search")
+    def _start_search(self) -> None:
+        plan, question = self._plan, self._build_question("search")
         if plan is None or question is None or self.search.is_busy:
             return
-        self._asked["search"] = question
-        self.ranking.search(*_nouns(plan), on_found=lambda: self._got("search", question))
+        self._requested_questions["search"] = question
+        self.ranking.search(*_get_inputs(plan), on_found=lambda: self._store_answer("search", question))
 
-    def _mark(self) -> None:
+    def _mark_plan(self) -> None:
         """Mark the current plan in results for its own question."""
         if self._is_fresh("advice"):
             self.advice.mark(self._plan)
-        is_searched = self._answered.get("search") == self._question("search")
+        is_searched = self._answered_questions.get("search") == self._build_question("search")
         self.ranking.mark(self._plan if is_searched else None)
 
-    def _got(self, mode: str, question: Question) -> None:
-        self._answered[mode] = question
-        self._mark()
+    def _store_answer(self, mode: str, question: Question) -> None:
+        self._answered_questions[mode] = question
+        self._mark_plan()
         self._show_freshness()
 
 
-def _nouns(plan: ss.Plan) -> tuple[ss.Architecture, ss.Cluster, ss.Recipe]:
+def _get_inputs(plan: ss.Plan) -> tuple[ss.Architecture, ss.Cluster, ss.Recipe]:
     return plan.architecture, plan.cluster, plan.recipe

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 from shardscope.core.number_format import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import format_short
-from shardscope_widgets.plans.ranking_rows import Sign, marks, signs
-from shardscope_widgets.plans.ranking_table import layout_words
-from shardscope_widgets.plans.standing import Standing, standing
+from shardscope_widgets.plans.feasibility import Feasibility, judge_plan
+from shardscope_widgets.plans.ranking_rows import Sign, build_signs, choose_marks
+from shardscope_widgets.plans.ranking_table import describe_layout
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
@@ -31,13 +31,14 @@ TOOLTIP_CHARACTERS = 46
 """Maximum characters of a tooltip line, for a chart of 390 pixels."""
 
 
-def empty_figure() -> Chart:
+def create_ranking_figure() -> Chart:
     """Return a chart without data: traces for each framework, crosses, the Pareto front, the current plan."""
     # Filled marks are drawn over hollow ones, with their crosses in between.
     hollow = [
-        _marks(f"{sign.title}, cannot be run", f"{sign.symbol}-open", sign) for sign in signs().values()
+        _create_marks(f"{sign.title}, cannot be run", f"{sign.symbol}-open", sign)
+        for sign in build_signs().values()
     ]
-    filled = [_marks(sign.title, sign.symbol, sign) for sign in signs().values()]
+    filled = [_create_marks(sign.title, sign.symbol, sign) for sign in build_signs().values()]
     # No symbols with a cross: plotly has them for circles, squares and diamonds, but not for triangles.
     crosses = go.Scatter(
         name="cannot be launched here",
@@ -59,12 +60,12 @@ def empty_figure() -> Chart:
         hoverinfo="skip",
         cliponaxis=False,
     )
-    figure = Chart([*hollow, crosses, *filled, front, on_screen], layout=_layout())
+    figure = Chart([*hollow, crosses, *filled, front, on_screen], layout=_build_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 
 
-def _marks(name: str, symbol: str, sign: Sign) -> Any:
+def _create_marks(name: str, symbol: str, sign: Sign) -> Any:
     return go.Scatter(
         name=name,
         mode="markers",
@@ -79,7 +80,7 @@ def _marks(name: str, symbol: str, sign: Sign) -> Any:
     )
 
 
-def _layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, Any]:
     # No grid lines: they would cross the labels at marks and at the memory line.
     axis = {"zeroline": False, "fixedrange": True, "showgrid": False, "ticks": "outside", "ticklen": 4}
     line = {"showline": True, "linecolor": INK, "tickcolor": INK, "linewidth": 1}
@@ -105,14 +106,14 @@ def _layout() -> dict[str, Any]:
 def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
     """Call ``callback`` with the row of the plan whose mark was clicked."""
 
-    def clicked(trace_index: int, point_index: int, customdata: object) -> None:
+    def handle_click(trace_index: int, point_index: int, customdata: object) -> None:
         if isinstance(customdata, int):
             callback(customdata)
 
-    figure.on_click(clicked)
+    figure.on_click(handle_click)
 
 
-def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
+def mark_current_plan(figure: Chart, chosen: tuple[float, float] | None) -> None:
     """Mark the current plan, given as peak bytes and tokens per second per GPU; None removes the mark."""
     place: dict[str, Any] = {"x": [], "y": [], "text": []}
     if chosen is not None:
@@ -132,7 +133,7 @@ def _label_side(figure: Chart, x: float) -> str:
     return "top center"
 
 
-def draw(figure: Chart, ranking: Ranking) -> int:
+def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     """Draw a mark for every chart cell that contains a plan. Return the number of marks."""
     memory = ranking.peak_bytes.astype(float)
     speed = ranking.tokens_per_second_per_gpu
@@ -143,23 +144,31 @@ def draw(figure: Chart, ranking: Ranking) -> int:
     near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
-    shown = marks(ranking, near, (0.0, widest), (0.0, highest))
-    found = {int(index): standing(ranking, int(index)) for index in shown}
+    shown = choose_marks(ranking, near, (0.0, widest), (0.0, highest))
+    feasibility_by_row = {int(index): judge_plan(ranking, int(index)) for index in shown}
     names = ranking.framework
 
-    def place(rows: Iterable[int]) -> dict[str, Any]:
-        own = np.array(list(rows), np.int64)
-        return {"x": (memory[own] / GIB).tolist(), "y": speed[own].tolist()}
+    def build_points(rows: Iterable[int]) -> dict[str, Any]:
+        mark_rows = np.array(list(rows), np.int64)
+        return {"x": (memory[mark_rows] / GIB).tolist(), "y": speed[mark_rows].tolist()}
 
-    def marked(name: str, *, fits: bool) -> dict[str, Any]:
-        own = [int(row) for row in shown[names[shown] == name] if (found[int(row)].kind == "fits") == fits]
-        return {**place(own), "customdata": own, "text": [_tooltip(ranking, row, found[row]) for row in own]}
+    def build_marks(name: str, *, fits: bool) -> dict[str, Any]:
+        mark_rows = [
+            int(row)
+            for row in shown[names[shown] == name]
+            if (feasibility_by_row[int(row)].kind == "fits") == fits
+        ]
+        return {
+            **build_points(mark_rows),
+            "customdata": mark_rows,
+            "text": [_write_tooltip(ranking, row, feasibility_by_row[row]) for row in mark_rows],
+        }
 
-    crossed = (row for row, one in found.items() if one.kind == "cannot be launched here")
-    traces = [marked(name, fits=False) for name in signs()]
-    traces += [place(crossed), *(marked(name, fits=True) for name in signs())]
+    crossed = (row for row, one in feasibility_by_row.items() if one.kind == "cannot be launched here")
+    traces = [build_marks(name, fits=False) for name in build_signs()]
+    traces += [build_points(crossed), *(build_marks(name, fits=True) for name in build_signs())]
     front = ranking.pareto()[::-1]
-    traces += [place(front), {"x": [], "y": [], "text": []}]
+    traces += [build_points(front), {"x": [], "y": [], "text": []}]
     end = capacity / GIB
     figure.redraw(
         traces,
@@ -181,31 +190,31 @@ def draw(figure: Chart, ranking: Ranking) -> int:
     return len(shown)
 
 
-def _tooltip(ranking: Ranking, index: int, found: Standing) -> str:
+def _write_tooltip(ranking: Ranking, index: int, feasibility: Feasibility) -> str:
     """Return the tooltip of a mark: layout, memory, rate, and why the plan cannot be run."""
     plan = ranking.plan(index)
     rate = format_short(float(ranking.tokens_per_second_per_gpu[index]))
     lines = [
-        *_wrapped(layout_words(plan.layout), bold=True),
+        *_wrap_lines(describe_layout(plan.layout), bold=True),
         f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}",
         f"{gib(int(ranking.peak_bytes[index]))} GiB, {rate} tokens/s per GPU",
     ]
-    for reason in found.reasons:
-        lines += _wrapped(reason)
+    for reason in feasibility.reasons:
+        lines += _wrap_lines(reason)
     return "<br>".join([*lines, "Click to apply"])
 
 
-def _wrapped(text: str, *, bold: bool = False) -> list[str]:
+def _wrap_lines(text: str, *, bold: bool = False) -> list[str]:
     lines = [escape(line, quote=False) for line in wrap(text, TOOLTIP_CHARACTERS)]
     return [f"<b>{line}</b>" for line in lines] if bold else lines
 
 
-def key(ranking: Ranking) -> str:
+def render_legend(ranking: Ranking) -> str:
     """Return the chart's legend as HTML."""
     drawn = set(np.unique(ranking.framework).tolist())
     parts = [
         f"<span><b class='ss-sign' style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
-        for name, sign in signs().items()
+        for name, sign in build_signs().items()
         if name in drawn
     ]
     parts += [
@@ -216,10 +225,10 @@ def key(ranking: Ranking) -> str:
     return f"<div class='ss-key'>{''.join(parts)}</div>"
 
 
-def counted(ranking: Ranking, num_marks: int) -> str:
+def describe_counts(ranking: Ranking, num_marks: int) -> str:
     """Return ``12,032 plans evaluated in 0.41 s, 3,204 fit`` and how many of them the chart shows."""
     num, fits = ranking.num_evaluated, ranking.num_feasible
-    words = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
+    text = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:
-        words += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times a GPU's memory"
-    return words
+        text += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times a GPU's memory"
+    return text

@@ -39,7 +39,7 @@ class Sign(NamedTuple):
     text: str
 
 
-def signs() -> dict[str, Sign]:
+def build_signs() -> dict[str, Sign]:
     """Return the sign of each framework by name, in registry order."""
     return {
         name: Sign(
@@ -52,7 +52,7 @@ def signs() -> dict[str, Sign]:
     }
 
 
-def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
+def sort_rows(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
     """Return feasible rows sorted by a column, with ties in ranking order; None: in ranking order."""
     rows = ranking.order
     # A cluster without a price has no costs.
@@ -66,20 +66,20 @@ def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
     return rows[np.argsort(values, kind="stable")]
 
 
-def marks(
+def choose_marks(
     ranking: Ranking, rows: Indices, x_range: tuple[float, float], y_range: tuple[float, float]
 ) -> Indices:
     """Return the first of ``rows`` in each cell of the chart, for each framework."""
     memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
     speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
     _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
-    across = _place(memory, x_range, GRID[0])
-    upwards = _place(speed, y_range, GRID[1])
+    across = _find_cells(memory, x_range, GRID[0])
+    upwards = _find_cells(speed, y_range, GRID[1])
     _, first = np.unique((codes * GRID[1] + upwards) * GRID[0] + across, return_index=True)
     return rows[np.sort(np.asarray(first, dtype=np.int64))]
 
 
-def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:
+def _find_cells(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:
     low, high = bounds
     share = (values - low) / max(high - low, 1e-300)
     return np.clip((share * number).astype(np.int64), 0, number - 1)

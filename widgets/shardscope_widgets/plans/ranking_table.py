@@ -12,9 +12,9 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.planner.search.misses import instead_words
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
-from shardscope_widgets.pickers.layout import LABELS, WORDS
-from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
-from shardscope_widgets.plans.standing import why_not_launched, why_unknown
+from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
+from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
+from shardscope_widgets.plans.ranking_rows import Indices, build_signs, is_row
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
@@ -32,7 +32,7 @@ Chosen = tuple[ss.Plan, int]
 """The current plan and its peak bytes."""
 
 
-def page_of(
+def render_page(
     ranking: Ranking,
     order: Indices,
     first: int,
@@ -44,45 +44,46 @@ def page_of(
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     scale = Scale.for_seconds(float(steps[order[0]]))
-    head = _heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
+    head = _render_heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"
     head += "".join(
-        _heading(name, words.format(unit=scale.unit), column, ascending) for name, words in HEADINGS.items()
+        _render_heading(name, label.format(unit=scale.unit), column, ascending)
+        for name, label in HEADINGS.items()
     )
     cost = "$ per M tokens"
     known = ranking.cost_per_token is not None
-    head += _heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
-    rows = "".join(_row(ranking, int(index), scale, chosen) for index in shown)
+    head += _render_heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
+    rows = "".join(_render_row(ranking, int(index), scale, chosen) for index in shown)
     return (
         "<div class='ss-scroll' tabindex='0' role='region' aria-label='Plans'>"
         f"<table class='ss-table ss-ranked'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
+        f"<tbody>{rows}</tbody></table></div>{_render_pager(first, len(order))}"
     )
 
 
-def _heading(name: str, words: str, column: str | None, ascending: bool) -> str:
+def _render_heading(name: str, label: str, column: str | None, ascending: bool) -> str:
     sorts, arrow = "", ""
     if name == column:
         sorts = f" aria-sort='{'ascending' if ascending else 'descending'}'"
         arrow = " ▴" if ascending else " ▾"
     kind = " class='ss-text'" if name == "framework" else ""
-    button = f"<button type='button' data-act='sort:{name}'>{words}{arrow}</button>"
+    button = f"<button type='button' data-act='sort:{name}'>{label}{arrow}</button>"
     return f"<th scope='col'{kind}{sorts}>{button}</th>"
 
 
-def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
+def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
     plan = ranking.plan(index)
-    sign = signs()[plan.layout.framework]
+    sign = build_signs()[plan.layout.framework]
     rate = float(ranking.tokens_per_second_per_gpu[index])
     costs = ranking.cost_per_token
     cost = "–" if costs is None else format_dollars(1e6 * float(costs[index]))
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
-    name = escape(layout_words(plan.layout))
+    name = escape(describe_layout(plan.layout))
     notes = ["this plan"] if current else []
     notes += [
-        f"<span title='{escape(reason, quote=True)}'>{words}</span>"
-        for words, reason in (
+        f"<span title='{escape(reason, quote=True)}'>{label}</span>"
+        for label, reason in (
             ("may not fit", why_unknown(ranking, index)),
             ("cannot be launched here", why_not_launched(ranking, index)),
         )
@@ -100,7 +101,7 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     )
 
 
-def layout_words(layout: ss.Layout) -> str:
+def describe_layout(layout: ss.Layout) -> str:
     """Return ``Megatron-core tp 4 pp 4, sequence whole``: the framework and its non-default options."""
     plain = type(layout)()
     numbers, switches = [], []
@@ -114,7 +115,9 @@ def layout_words(layout: ss.Layout) -> str:
         if is_number:
             numbers.append(f"{name} {value}")
         elif not (name == "sequence_parallel" and value == plain_sequence(layout)):
-            switches.append(f"{LABELS.get(name, name).lower()} {WORDS.get(name, {}).get(value, value)}")
+            switches.append(
+                f"{LABELS.get(name, name).lower()} {VALUE_LABELS.get(name, {}).get(value, value)}"
+            )
     return ", ".join([" ".join([layout.title, *numbers]), *switches])
 
 
@@ -123,7 +126,7 @@ def plain_sequence(layout: ss.Layout) -> bool:
     return bool(replace(layout, sequence_parallel=None).splits_sequence)  # type: ignore[call-arg]
 
 
-def _pager(first: int, number: int) -> str:
+def _render_pager(first: int, number: int) -> str:
     if number <= ROWS_ON_A_PAGE:
         return ""
     last = min(first + ROWS_ON_A_PAGE, number)
@@ -136,7 +139,7 @@ def _pager(first: int, number: int) -> str:
     )
 
 
-def misses(ranking: Ranking) -> str:
+def render_misses(ranking: Ranking) -> str:
     """Return the nearest misses of a search in which nothing fits, with what each lacks."""
     rows = "".join(
         f"<li><div>{escape(keep_units(miss.words))}</div><button type='button' class='ss-act'"
@@ -155,9 +158,9 @@ def misses(ranking: Ranking) -> str:
     return f"{head}<ul class='ss-offers'>{rows}</ul>"
 
 
-def refusals(ranking: Ranking) -> str:
+def render_refusals(ranking: Ranking) -> str:
     """Return why frameworks are absent from the chart and why plans come last in the table."""
-    titles = signs()
+    titles = build_signs()
     rows = f"<div>{escape(ranking.unsaid)}</div>" if ranking.unsaid else ""
     rows += "".join(
         f"<div><b>{titles[name].title}</b>: {escape(why)}</div>" for name, why in ranking.refused.items()

@@ -18,9 +18,16 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.plans.ranking_figure import counted, draw, empty_figure, key, on_plan_click, ring
-from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, ordered
-from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
+from shardscope_widgets.plans.ranking_figure import (
+    create_ranking_figure,
+    describe_counts,
+    draw_ranking,
+    mark_current_plan,
+    on_plan_click,
+    render_legend,
+)
+from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, sort_rows
+from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, render_misses, render_page, render_refusals
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
@@ -54,20 +61,20 @@ class RankingView(View):
         self._order: Indices | None = None
         self._ask_again: Callable[[], None] | None = None
         self.figure: Chart | None = None
-        self.work = work or WorkPanel("Search again", "Ask the same once more", self._press)
-        own = [] if work else [self.work, self.work.words]
-        if own:
+        self.work = work or WorkPanel("Search again", "Ask the same once more", self._press_again)
+        own_panel = [] if work else [self.work, self.work.words]
+        if own_panel:
             self.work.show_button(False)  # Hidden until a search is requested.
         self._place = widgets.VBox(layout=controls.share_layout())
         self.key, self.caption = controls.create_html(), controls.create_html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
         self.room = controls.create_segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
-        self.room.observe(self._sort, "value")
+        self.room.observe(self._sort_rows, "value")
         # Hidden until a search has ended.
         self._bar = widgets.HBox([self.room, self.caption], layout=widgets.Layout(display="none"))
         self._bar.add_class("ss-toolbar")
-        self.table = Clickable(self._act)
-        super().__init__([Sheet("plans"), *own, self.key, self._place, self._bar, self.table])
+        self.table = Clickable(self._handle_action)
+        super().__init__([Sheet("plans"), *own_panel, self.key, self._place, self._bar, self.table])
         for name in ("ss-root", "ss-view", "ss-ranking"):
             self.add_class(name)
         if ranking is not None:
@@ -88,31 +95,31 @@ class RankingView(View):
         the button.
         """
 
-        def work(progress: Progress) -> Ranking:
+        def run_search(progress: Progress) -> Ranking:
             return ss.search(arch, cluster, recipe, frameworks=frameworks, progress=progress)
 
-        def found(ranking: Ranking) -> None:
+        def show_ranking(ranking: Ranking) -> None:
             self.show(ranking)
             if on_found is not None:
                 on_found()
 
         self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
         self.work.show_button(True)
-        self.work.start(work, found, lambda _, seconds: "")
+        self.work.start(run_search, show_ranking, lambda _, seconds: "")
 
     def show(self, ranking: Ranking) -> None:
         """Draw a ranking, best plans first."""
         with self._lock:
             self.ranking = ranking
             self._column, self._ascending, self._first = None, True, 0
-            self._order = self._ordered(ranking)
+            self._order = self._select_rows(ranking)
             if self.figure is None:
-                self.figure = empty_figure()
+                self.figure = create_ranking_figure()
                 on_plan_click(self.figure, lambda index: self.table.press_button(f"apply:{index}"))
                 self._place.children = [self.figure]
                 self._bar.layout.display = ""
-            num_marks = draw(self.figure, ranking)
-            self.key.value, self.caption.value = key(ranking), counted(ranking, num_marks)
+            num_marks = draw_ranking(self.figure, ranking)
+            self.key.value, self.caption.value = render_legend(ranking), describe_counts(ranking, num_marks)
             self._mark_again()
 
     def freeze(self, frozen: bool) -> None:
@@ -130,10 +137,10 @@ class RankingView(View):
 
     def _mark_again(self) -> None:
         if self.figure is not None:
-            ring(self.figure, self._chosen())
-            self._write()
+            mark_current_plan(self.figure, self._find_current_point())
+            self._draw_table()
 
-    def _chosen(self) -> tuple[float, float] | None:
+    def _find_current_point(self) -> tuple[float, float] | None:
         """Return peak bytes and tokens per second per GPU of the current plan; None without a time."""
         if self._current is None:
             return None
@@ -143,35 +150,35 @@ class RankingView(View):
         except ValueError:
             return None
 
-    def _write(self) -> None:
+    def _draw_table(self) -> None:
         ranking, order = self.ranking, self._order
         if ranking is None or order is None:
             return
         if not len(order):
-            self.table.value = misses(ranking) + refusals(ranking)
+            self.table.value = render_misses(ranking) + render_refusals(ranking)
             return
-        page = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
-        self.table.value = page + refusals(ranking)
+        page = render_page(ranking, order, self._first, self._column, self._ascending, self._current)
+        self.table.value = page + render_refusals(ranking)
 
-    def _sort(self, change: object = None) -> None:
+    def _sort_rows(self, change: object = None) -> None:
         with self._lock:
             if self.ranking is not None:
                 self._first = 0
-                self._order = self._ordered(self.ranking)
-                self._write()
+                self._order = self._select_rows(self.ranking)
+                self._draw_table()
 
-    def _ordered(self, ranking: Ranking) -> Indices:
+    def _select_rows(self, ranking: Ranking) -> Indices:
         """Return the rows that leave enough free memory, or all rows that fit if none does."""
         least = ranking.cluster.usable_bytes_per_gpu * self.room.value // 100
-        rows = ordered(ranking, self._column, self._ascending)
+        rows = sort_rows(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]
         return roomy if len(roomy) else rows
 
-    def _press(self) -> None:
+    def _press_again(self) -> None:
         if self._ask_again is not None:
             self._ask_again()
 
-    def _act(self, act: str) -> None:
+    def _handle_action(self, act: str) -> None:
         kind, _, what = act.partition(":")
         with self._lock:
             ranking, order = self.ranking, self._order
@@ -180,12 +187,12 @@ class RankingView(View):
             if kind == "sort" and what in ASCENDING:
                 self._ascending = not self._ascending if what == self._column else ASCENDING[what]
                 self._column = what
-                self._sort()
+                self._sort_rows()
                 return
             if kind == "page" and what in ("1", "-1"):
                 first = self._first + int(what) * ROWS_ON_A_PAGE
                 self._first = first if 0 <= first < len(order) else self._first
-                self._write()
+                self._draw_table()
                 return
             # Use the plan's own number: the table may have been sorted since the click was sent.
             plan = self._plan_of(kind, what, ranking)
@@ -200,5 +207,5 @@ class RankingView(View):
     def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
         if kind == "instead" and ranking.instead is not None and ranking.instead.num_feasible:
             return ranking.instead.best
-        found = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
-        return ranking.plan(int(what)) if found else None
+        is_row = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
+        return ranking.plan(int(what)) if is_row else None

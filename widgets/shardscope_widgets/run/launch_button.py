@@ -74,7 +74,7 @@ class LaunchButton:
         """The task that the button would launch. Raises ``ValueError``."""
         plan = self.current.plan or self._plan
         assert plan is not None  # Nothing can be launched before a plan was offered.
-        return self._task.task(plan, as_trial=self.current.is_trial)
+        return self._task.build_task(plan, as_trial=self.current.is_trial)
 
     @property
     def busy(self) -> bool:

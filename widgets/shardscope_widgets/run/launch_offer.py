@@ -82,7 +82,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
     is_here = _is_on_machine(plan, machine)
     label = label if is_here else _label_on_ranks(task)
     try:
-        code = task.task(plan)
+        code = task.build_task(plan)
     except ValueError:  # The error is shown at its input.
         return LaunchOffer(label=label)
     if is_here:

@@ -161,7 +161,7 @@ class Studio(View):
         self._drawers: dict[str, Callable[[], None]] = {
             "Memory": lambda: self.memory.show(self.plan, self._report),
             "Time": lambda: self.time.show(self.plan),
-            "Plans": lambda: self.plans.offer(self.plan),
+            "Plans": lambda: self.plans.set_plan(self.plan),
             "Checks": self._draw_checks,
         }
         panel = widgets.VBox(list(self._pages.values()), layout=controls.share_layout())
@@ -460,7 +460,7 @@ class Studio(View):
         """The findings about :attr:`plan`, its task and the earlier runs."""
         if self._findings is None or self._findings[0] is not self.plan:
             try:
-                task = self.task.task(self.plan)
+                task = self.task.build_task(self.plan)
             except ValueError:  # The error is shown at its input, and launching is disabled.
                 task = None
             self._findings = (self.plan, list(self.plan.findings(task, self._earlier_runs)))

@@ -33,7 +33,7 @@ class RefusedError(traitlets.TraitError, ValueError):
     """A ``ValueError`` that is also a traitlets error, so that traitlets restores the old value."""
 
 
-class Stretch(traitlets.TraitType[tuple[float, float], Any]):
+class Interval(traitlets.TraitType[tuple[float, float], Any]):
     """An interval of two times in seconds, the first earlier."""
 
     default_value = (0.0, 1.0)
@@ -52,7 +52,7 @@ class Stretch(traitlets.TraitType[tuple[float, float], Any]):
         return start, end
 
 
-def _trace_of(source: Any) -> Trace:
+def _load_trace(source: Any) -> Trace:
     """Return the trace given by ``source``: itself, a run's trace (or why there is none), or a path's."""
     if isinstance(source, Trace):
         return source
@@ -72,7 +72,7 @@ class TraceView(anywidget.AnyWidget):
     )
     _css = front_end_text("trace/front_end", "style.css")
 
-    viewport_seconds = Stretch().tag(
+    viewport_seconds = Interval().tag(
         sync=True,
         # A list, as in JSON: otherwise the front end's values would be echoed back to it while it pans.
         to_json=lambda value, widget: list(value),
@@ -92,16 +92,16 @@ class TraceView(anywidget.AnyWidget):
     _scene = traitlets.Dict().tag(sync=True)
 
     def __init__(self, trace: Any, *, height: int = 480) -> None:
-        self.trace = _trace_of(trace)
+        self.trace = _load_trace(trace)
         self._tiler = Tiler(self.trace)
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         super().__init__(
             height=check_integer("TraceView.height", height, low=160, high=4000),
             viewport_seconds=(0.0, self._span_ns / 1e9),
-            _scene=self._describe(),
+            _scene=self._describe_trace(),
         )
-        self.on_msg(self._answer)
+        self.on_msg(self._handle_message)
 
     @cached_property
     def _picture(self) -> str:
@@ -115,7 +115,7 @@ class TraceView(anywidget.AnyWidget):
             bundle["text/html"] = self._picture
         return shown
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe_trace(self) -> dict[str, Any]:
         first_row = self._tiler.first_row_of_track
         return {
             "span_ns": self._span_ns,
@@ -162,7 +162,7 @@ class TraceView(anywidget.AnyWidget):
         except (traitlets.TraitError, ValueError, TypeError) as refusal:
             self.error = str(refusal)[:400]
 
-    def _answer(self, widget: Any, content: Any, buffers: Any) -> None:
+    def _handle_message(self, widget: Any, content: Any, buffers: Any) -> None:
         try:
             request = read_request(content, self.trace, self._span_ns)
         except RequestError as refusal:
@@ -195,33 +195,35 @@ class TraceView(anywidget.AnyWidget):
         self.send({"type": "totals", "id": request.id, "rows": shown})
 
     def _answer_select(self, request: Request) -> None:
-        self._select(request.index)
+        self._select_slice(request.index)
 
     def _answer_find(self, request: Request) -> None:
         """Select the match after (or before) the selected slice in time, and bring it into view."""
-        found = np.flatnonzero(self._match)
-        if not len(found):
+        matches = np.flatnonzero(self._match)
+        if not len(matches):
             return
-        found = found[np.argsort(self.trace.start_ns[found], kind="stable")]
-        here = np.flatnonzero(found == self.selected["index"]) if self.selected else np.zeros(0, dtype=int)
-        if len(here):
-            position = (int(here[0]) + request.direction) % len(found)
+        matches = matches[np.argsort(self.trace.start_ns[matches], kind="stable")]
+        selected = (
+            np.flatnonzero(matches == self.selected["index"]) if self.selected else np.zeros(0, dtype=int)
+        )
+        if len(selected):
+            position = (int(selected[0]) + request.direction) % len(matches)
         else:
-            after = int(np.searchsorted(self.trace.start_ns[found], self.viewport_seconds[0] * 1e9))
-            position = (after if request.direction > 0 else after - 1) % len(found)
-        self._select(int(found[position]))
+            after = int(np.searchsorted(self.trace.start_ns[matches], self.viewport_seconds[0] * 1e9))
+            position = (after if request.direction > 0 else after - 1) % len(matches)
+        self._select_slice(int(matches[position]))
         self.send({"type": "found", "id": request.id, "position": position + 1})
 
-    def _select(self, index: int | None) -> None:
+    def _select_slice(self, index: int | None) -> None:
         if index is None:
             self.selected = None
             return
         slice_ = self.trace.slice(index)
         args = dict(list(slice_["args"].items())[:MAX_ARGS])
         row = int(self._tiler.row[index])
-        self.selected = {**slice_, "args": {key: _short(value) for key, value in args.items()}, "row": row}
+        self.selected = {**slice_, "args": {key: _shorten(value) for key, value in args.items()}, "row": row}
 
 
-def _short(value: Any) -> Any:
+def _shorten(value: Any) -> Any:
     text = str(value)
     return value if len(text) <= 200 else text[:197] + "..."

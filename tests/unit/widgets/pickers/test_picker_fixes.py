@@ -235,9 +235,9 @@ def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
     studio.recipe.seq_len.value = "32"
     for folder in (first, second):
         studio.architecture.name.value = str(folder)
-        assert studio.task.task(studio.plan).weights == folder
+        assert studio.task.build_task(studio.plan).weights == folder
     studio.apply(studio.plan)
-    assert studio.task.task(studio.plan).weights == second
+    assert studio.task.build_task(studio.plan).weights == second
     studio.close()
 
 

@@ -10,7 +10,12 @@ import shardscope as ss
 from shardscope.prediction.support import SUPPORT, list_supported
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import RecipePicker
-from shardscope_widgets.pickers.recipe_choices import ADVANCED, OPEN, chosen, options
+from shardscope_widgets.pickers.recipe_choices import (
+    ADVANCED_LABELS,
+    OPEN_LABELS,
+    list_options,
+    to_recipe_value,
+)
 
 LAYOUTS = {
     "ddp": ss.Layout.ddp(),
@@ -32,7 +37,7 @@ def test_the_advanced_part_waits_behind_its_button() -> None:
     assert shown(picker) == {"optimizer", "kernels", "attention", "loss", "dropout"}
     picker.recompute.value = "full"
     picker.method.value = "lora"
-    assert shown(picker) == {*ADVANCED, "recompute_interval", "dropout"}
+    assert shown(picker) == {*ADVANCED_LABELS, "recompute_interval", "dropout"}
     picker.advanced.button.click()
     assert not shown(picker)
 
@@ -79,17 +84,17 @@ def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
         "precision": picker.precision,
         "recompute": picker.recompute,
     }.items():
-        offered = {chosen(value) for _, value in control.options}
+        offered = {to_recipe_value(value) for _, value in control.options}
         assert offered - {None} == set(list_supported(LAYOUTS[name], field))
-        assert (None in offered) == (field in OPEN)
+        assert (None in offered) == (field in OPEN_LABELS)
     assert picker.value == ss.Recipe(), "offering changes nothing that is chosen"
 
 
 def test_every_choice_has_words() -> None:
-    for field in {*ADVANCED, "method"}:
-        for words, value in options(field, None, None):
+    for field in {*ADVANCED_LABELS, "method"}:
+        for words, value in list_options(field, None, None):
             assert words != value or value in ("full", "transformers", "compiled", "megatron")
-    assert set(ADVANCED) <= set(SUPPORT)
+    assert set(ADVANCED_LABELS) <= set(SUPPORT)
 
 
 def test_a_choice_that_a_framework_lost_says_so() -> None:

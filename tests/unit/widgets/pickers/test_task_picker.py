@@ -59,14 +59,14 @@ def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
 ) -> None:
     plan = plan_of(folder)
     picker.offer(plan, None)
-    assert isinstance(picker.task(plan), ss.Pretrain) and picker.answer == "Pretrain"
+    assert isinstance(picker.build_task(plan), ss.Pretrain) and picker.answer == "Pretrain"
     picker.offer(plan, folder)
-    task = picker.task(plan)
+    task = picker.build_task(plan)
     assert isinstance(task, ss.Finetune) and task.weights == folder and picker.answer == "Fine-tune smollm"
     assert offered(picker, plan).label == "Fine-tune smollm on 2 CPU ranks"
     picker.menu.value = "pretrain"
     picker.offer(plan, folder)
-    assert isinstance(picker.task(plan), ss.Pretrain)
+    assert isinstance(picker.build_task(plan), ss.Pretrain)
     assert "random weights" in picker.note.value, "it is said that the folder's are not used"
     picker.offer(SMALL, None)
     picker.menu.value = "own"
@@ -107,7 +107,7 @@ def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Pa
     for words in (picker.note.value, offered(picker, lora).note):
         assert "teach nothing" in words and "folder" in words
     picker.offer(plan_of(folder, method="lora", lora_rank=4), folder)
-    assert "teach nothing" not in picker.note.value and isinstance(picker.task(lora), ss.Finetune)
+    assert "teach nothing" not in picker.note.value and isinstance(picker.build_task(lora), ss.Finetune)
 
 
 def test_a_trial_of_a_fine_tune_trains_what_it_says(
@@ -120,7 +120,7 @@ def test_a_trial_of_a_fine_tune_trains_what_it_says(
     offer = offered(picker, plan)
     assert offer.label == "Try a tiny model on 2 CPU ranks" and offer.is_trial
     assert "random weights" in offer.note
-    task = picker.task(offer.plan, as_trial=True)
+    task = picker.build_task(offer.plan, as_trial=True)
     assert isinstance(task, ss.Pretrain)
     task.check(offer.plan)
 
@@ -135,10 +135,10 @@ def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Pa
     assert "Moby-Dick" not in picker.note.value and options.answer == "1,000 steps"
     for weights in (None, folder):
         picker.offer(plan_of(folder), weights)
-        task = picker.task(plan_of(folder))
+        task = picker.build_task(plan_of(folder))
         assert (task.num_steps, task.learning_rate, task.profile, task.text) == (1000, 3e-5, False, text)
     options.rate.value = ""
-    assert picker.task(plan_of(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
+    assert picker.build_task(plan_of(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
 
 
 def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
@@ -161,25 +161,25 @@ def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
     picker.menu.value = "own"
     assert picker.missing, "nothing to run yet"
     picker.code.value = str(script)
-    task = picker.task(LARGE)
+    task = picker.build_task(LARGE)
     assert isinstance(task, ss.Script) and task.source == script
     offer = offered(picker, LARGE)
     assert offer.label == "Run train.py on 2 CPU ranks" and offer.plan is not None
     task.check(offer.plan)
     assert picker.options.answer == "as the code says" and picker.answer == "My code train.py"
     picker.code.value = "trains"
-    assert picker.task(LARGE) is trains and offered(picker, LARGE).plan is not None
+    assert picker.build_task(LARGE) is trains and offered(picker, LARGE).plan is not None
     picker.code.value = "main"
-    assert isinstance(picker.task(LARGE), ss.Script), "a function without a context is a script's"
+    assert isinstance(picker.build_task(LARGE), ss.Script), "a function without a context is a script's"
     for name in ("trian", "number", "/nowhere/train.py", "~nobody/x.py", "\0"):
         picker.code.value = name
         with pytest.raises(ValueError) as refused:
-            picker.task(LARGE)
+            picker.build_task(LARGE)
         assert getattr(refused.value, "field", "") == "Task.code", name
         assert offered(picker, LARGE).plan is None
     picker.code.value = "trian"
     with pytest.raises(ValueError, match="Nearest fix: trains"):
-        picker.task(LARGE)
+        picker.build_task(LARGE)
 
 
 def test_a_script_that_is_no_python_is_said_so(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def is_answered(page: PlansPage) -> bool:
 def page() -> Iterator[PlansPage]:
     """A page whose first question is answered."""
     made = PlansPage(on_apply=lambda _: None)
-    made.offer(plan_of())
+    made.set_plan(plan_of())
     assert until(lambda: is_answered(made))
     yield made
     assert until(lambda: not made.ask.is_busy)
@@ -114,7 +114,7 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
 ) -> None:
     applied: list[ss.Plan] = []
     page = PlansPage(on_apply=applied.append)
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     assert page.ask.is_busy
     page.familiar.press_button("deepspeed")
     page.familiar.press_button("ddp")
@@ -135,7 +135,7 @@ def test_an_answer_to_another_question_says_so_beside_one_button(
     assert not page.about.value, "it is on its way: there is nothing to press"
     assert page.ask.button.layout.display == "none"
     assert "ss-old" in page.advice._dom_classes, "and what is there answers another question"
-    page.offer(plan_of(seq_len=2048))
+    page.set_plan(plan_of(seq_len=2048))
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
     held()
     assert until(lambda: is_answered(page))
@@ -149,7 +149,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
     asked: list[tuple[str, ...]], held: Callable[[], None]
 ) -> None:
     page = PlansPage(on_apply=lambda _: None)
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     page.familiar.press_button("deepspeed")
     page.ask.cancel.click()
     held()
@@ -162,7 +162,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
 
 def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:
     page = PlansPage(on_apply=lambda _: None)
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     page.familiar.press_button("deepspeed")
     page.close()
     page.ask.close()
@@ -232,13 +232,13 @@ def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
     """The plan on screen is kept if it is the advised one; else a button applies that."""
     advised = page.advice.advice.plan  # type: ignore[union-attr]
     assert advised is not None and asked == [()]
-    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     assert not page.about.value, "the next answer is on its way"
     assert until(lambda: is_answered(page) and len(asked) == 2)
     assert page.advice.answer is not None and page.advice.answer.plan is not None
     assert "Keep the plan on screen" not in page.advice.words.value
     assert page.advice.words.value.count("data-act='plan'") == 1
-    page.offer(page.advice.answer.plan)
+    page.set_plan(page.advice.answer.plan)
     assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.words.value
     assert len(asked) == 2 and not page.ask.is_busy, "the advice was for this plan: nothing is asked"
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
@@ -248,8 +248,8 @@ def test_another_plan_on_screen_during_a_question_is_asked_about_when_that_has_e
     asked: list[tuple[str, ...]], held: Callable[[], None]
 ) -> None:
     page = PlansPage(on_apply=lambda _: None)
-    page.offer(plan_of())
-    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    page.set_plan(plan_of())
+    page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     held()
     assert until(lambda: len(asked) == 2 and is_answered(page))
     assert "ss-old" not in page.advice._dom_classes and not page.about.value
@@ -265,7 +265,7 @@ def test_an_error_about_another_plan_on_screen_is_not_asked_for_ever(
         raise ValueError("a figure is not known")
 
     monkeypatch.setattr(ss, "recommend", refused)
-    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    page.set_plan(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
     assert until(lambda: not page.ask.is_busy and bool(tries))
     assert len(tries) == 1 and "for another plan on screen" in page.about.value
     assert "ss-old" in page.advice._dom_classes and page.ask.button.layout.display == ""

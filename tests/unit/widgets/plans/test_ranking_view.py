@@ -31,9 +31,9 @@ from shardscope_widgets.kit.theme import (
     RANK_COLOURS,
 )
 from shardscope_widgets.plans.page import PlansPage
-from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY, ring
-from shardscope_widgets.plans.ranking_rows import GRID, marks, ordered, signs
-from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, layout_words
+from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY, mark_current_plan
+from shardscope_widgets.plans.ranking_rows import GRID, build_signs, choose_marks, sort_rows
+from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, describe_layout
 
 GIB = 2**30
 MODEL, GPUS, RECIPE = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe()
@@ -70,7 +70,7 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> bool:
 
 
 def test_every_framework_has_its_own_colour_and_its_own_shape() -> None:
-    found = list(signs().values())
+    found = list(build_signs().values())
     for field in ("title", "colour", "symbol", "text"):
         assert len({getattr(sign, field) for sign in found}) == len(found)
 
@@ -82,7 +82,7 @@ def test_marks_stand_where_the_plans_are(found: Any) -> None:
     for trace in view.figure.data:
         shown[trace.name.partition(",")[0]] |= set(zip(trace.x, trace.y, strict=True))
     usable = found.cluster.usable_bytes_per_gpu
-    for name, sign in signs().items():
+    for name, sign in build_signs().items():
         own = found.framework == name
         memory, speed = found.peak_bytes[own] / GIB, found.tokens_per_second_per_gpu[own]
         places = set(zip(memory.tolist(), speed.tolist(), strict=True))
@@ -112,7 +112,7 @@ def test_a_chart_of_many_plans_stays_small_and_keeps_their_outline() -> None:
     )
     rows = np.argsort(-many.tokens_per_second_per_gpu, kind="stable")
     started = time.perf_counter()
-    kept = marks(many, rows, (0.0, 100.0 * GIB), (0.0, 1000.0))
+    kept = choose_marks(many, rows, (0.0, 100.0 * GIB), (0.0, 1000.0))
     assert time.perf_counter() - started < 5
     assert len(kept) <= 2 * GRID[0] * GRID[1]
     assert rows[0] in kept
@@ -186,7 +186,7 @@ def test_plans_that_need_host_memory_of_unknown_size_are_not_shown_as_if_they_fi
 def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
     for mark in marks_of(RankingView(found))[::97]:
         plan, told = found.plan(mark.row), words(mark.tooltip)
-        assert layout_words(plan.layout) in told
+        assert describe_layout(plan.layout) in told
         assert f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}" in told
         assert f"{gib(plan.memory().peak_bytes)} GiB" in told
         assert f"{format_short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in told
@@ -221,7 +221,7 @@ def test_no_line_crosses_the_label_of_the_plan_on_screen(found: Any, share: floa
     assert not figure.layout.xaxis.showgrid and not figure.layout.yaxis.showgrid
     end, line = figure.layout.xaxis.range[1], figure.layout.shapes[0].x0
     x = share * end
-    ring(figure, (x * GIB, 5000.0))
+    mark_current_plan(figure, (x * GIB, 5000.0))
     label = next(trace for trace in figure.data if trace.name == "this plan")
     assert label.text == ("this plan",)
     width = 0.2 * end
@@ -241,7 +241,7 @@ def click(view: RankingView, trace: int, point: int, customdata: object) -> None
 
 def test_frameworks_have_colours_of_their_own_that_can_be_told_apart() -> None:
     """From each other and from the nine components, also under deuteranopia (Machado et al. 2009)."""
-    own = [sign.colour for sign in signs().values()]
+    own = [sign.colour for sign in build_signs().values()]
     assert not set(own) & {*COMPONENT_COLOURS.values(), *RANK_COLOURS, *PART_COLOURS.values()}
     for seen in (lambda rgb: rgb, deuteranopic):
         for one, other in itertools.combinations(own, 2):
@@ -290,7 +290,7 @@ def test_the_best_come_first_with_their_numbers(found: Any) -> None:
     view = showing_all(found)
     assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist()
     best, first = found.best, words(view.table.value.partition("<tbody>")[2].partition("</tr>")[0])
-    assert layout_words(best.layout) in first
+    assert describe_layout(best.layout) in first
     assert format_short(best.step().tokens_per_second_per_gpu) in first
     assert gib(best.memory().peak_bytes) in first
     assert f"{found.num_evaluated:,} plans evaluated" in words(view.caption.value)
@@ -305,7 +305,7 @@ def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> Non
     for _ in range(2):
         view.table.press_button(f"sort:{column}")
         upwards = "aria-sort='ascending'" in view.table.value
-        everything = ordered(found, column, upwards)
+        everything = sort_rows(found, column, upwards)
         told = values[everything].tolist()
         assert told == sorted(told, reverse=not upwards)
         assert sorted(everything.tolist()) == sorted(found.order.tolist())
@@ -328,7 +328,7 @@ def test_plans_that_barely_fit_are_left_out_until_they_are_asked_for(found: Any)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.booleans())
 def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -> None:
     some: Any = SimpleNamespace(order=np.arange(len(values))[::-1], key=np.array(values))
-    found = ordered(some, "key", ascending).tolist()
+    found = sort_rows(some, "key", ascending).tolist()
     keys = [(values[row] if ascending else -values[row], -row) for row in found]
     assert keys == sorted(keys)
 
@@ -401,7 +401,7 @@ def test_a_framework_that_has_no_part_says_why() -> None:
     found = ss.search(ss.models["gpt2"], GPUS, ss.Recipe(seq_len=1024, optimizer="paged_adamw_8bit"))
     view = showing_all(found)
     for name, why in found.refused.items():
-        assert f"{signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
+        assert f"{build_signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
 
 
 def test_a_row_says_that_launch_does_not_train_it_and_why() -> None:
@@ -440,9 +440,9 @@ def test_every_row_goes_through_the_inputs_as_it_is(found: Any) -> None:
         for index in ranking.order[:: max(1, len(ranking.order) // 40)].tolist():
             plan = ranking.plan(index)
             studio.apply(plan)
-            assert studio.plan.degrees == plan.degrees, layout_words(plan.layout)
-            assert studio.plan.recipe == plan.recipe, layout_words(plan.layout)
-            assert studio.plan.memory().peak_bytes == plan.memory().peak_bytes, layout_words(plan.layout)
+            assert studio.plan.degrees == plan.degrees, describe_layout(plan.layout)
+            assert studio.plan.recipe == plan.recipe, describe_layout(plan.layout)
+            assert studio.plan.memory().peak_bytes == plan.memory().peak_bytes, describe_layout(plan.layout)
 
 
 def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled(
@@ -460,7 +460,7 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     monkeypatch.setattr(ss, "search", endless)
     page = PlansPage(on_apply=lambda _: None)
     page.mode.value = "search"
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     assert until(lambda: page.search.progress.value == 0.5)
     assert threads[0] is not threading.main_thread()
     assert "1,234 of 9,999 plans" in page.search.words.value and page.search.button.disabled
@@ -526,13 +526,13 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     page = PlansPage(on_apply=applied.append)
     page.mode.value = "search"
     assert not asked, "nothing is known yet to ask about"
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     assert until(lambda: page.ranking.ranking is found and not page.search.is_busy)
     assert len(asked) == 1 and "ss-old" not in page.ranking._dom_classes
     assert marked(page.ranking)
-    page.offer(plan_of(micro_batch_size=2, recompute="full"))
+    page.set_plan(plan_of(micro_batch_size=2, recompute="full"))
     assert "ss-old" not in page.ranking._dom_classes, "what a search chooses is no other question"
-    page.offer(plan_of(seq_len=2048))
+    page.set_plan(plan_of(seq_len=2048))
     assert len(asked) == 1 and "ss-old" in page.ranking._dom_classes
     assert not marked(page.ranking), "another question's plan has no place in this chart"
     assert "Llama 3.1 8B on 8 GPUs" in page.about.value
@@ -555,14 +555,14 @@ def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.Mo
     monkeypatch.setattr(ss, "search", refused)
     page = PlansPage(on_apply=lambda _: None)
     page.mode.value = "search"
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     assert until(lambda: "ss.calibrate()" in page.search.words.value)
     assert "&lt;none&gt;" in page.search.words.value and "role='alert'" in page.search.words.value
 
 
 def test_advice_is_asked_in_the_background_too() -> None:
     page = PlansPage(on_apply=lambda _: None)
-    page.offer(plan_of())
+    page.set_plan(plan_of())
     assert until(lambda: page.advice.advice is not None and not page.ask.is_busy)
     advice = page.advice.advice
     assert advice is not None and advice.plan is not None

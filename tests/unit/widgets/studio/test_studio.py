@@ -524,7 +524,7 @@ def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio
     assert "6.5e+02 times" in words(studio.checks.list.value)
     assert studio.tabs.badges["Checks"][2] == "danger"
     studio.checks.list.press_button("learning-rate-against-batch")
-    assert studio.task.task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
+    assert studio.task.build_task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
     assert names(studio) == ["text-read-many-times"]
     studio.checks.list.press_button("text-read-many-times")
     assert panel.steps.value == "5" and not names(studio) and "Checks" not in studio.tabs.badges
@@ -555,9 +555,9 @@ def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: 
 def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> None:
     """Pretrain's own 1e-3 is for a few million weights, which a rehearsal has."""
     offer = studio.launch.current
-    assert studio.task.task(studio.plan).learning_rate == 8e-5
+    assert studio.task.build_task(studio.plan).learning_rate == 8e-5
     assert offer.is_trial and offer.plan is not None
-    assert studio.task.task(offer.plan).learning_rate == 1e-3
+    assert studio.task.build_task(offer.plan).learning_rate == 1e-3
     assert studio.options.rate.placeholder == "0.001"
 
 

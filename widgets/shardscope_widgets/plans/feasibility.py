@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 Kind = Literal["fits", "may not fit", "does not fit", "cannot be launched here"]
 
 
-class Standing(NamedTuple):
+class Feasibility(NamedTuple):
     """The state of one plan, with the reasons (none for a plan that fits and can be launched)."""
 
     kind: Kind
     reasons: tuple[str, ...] = ()
 
 
-def standing(ranking: Ranking, index: int) -> Standing:
+def judge_plan(ranking: Ranking, index: int) -> Feasibility:
     """Return the state of plan ``index``: memory first, then whether an engine supports it."""
     refused = why_not_launched(ranking, index)
     if not ranking.is_feasible[index]:
         lacks = ranking.why_not(index)
-        return Standing("does not fit", (f"Does not fit: {lacks}.", *filter(None, [refused])))
+        return Feasibility("does not fit", (f"Does not fit: {lacks}.", *filter(None, [refused])))
     unknown = why_unknown(ranking, index)
     reasons = tuple(filter(None, [unknown, refused]))
     if unknown:
-        return Standing("may not fit", reasons)
-    return Standing("cannot be launched here" if refused else "fits", reasons)
+        return Feasibility("may not fit", reasons)
+    return Feasibility("cannot be launched here" if refused else "fits", reasons)
 
 
 def why_not_launched(ranking: Ranking, index: int) -> str:
