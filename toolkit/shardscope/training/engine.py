@@ -38,8 +38,8 @@ class Context(Protocol):
     def plan(self) -> Any: ...
     @property
     def folder(self) -> Path: ...
-    def log(self, step: int | None = None, **metrics: Any) -> None: ...
-    def record(self, name: str, mapping: Mapping[str, Any]) -> None: ...
+    def log(self, step: int | None = None, **metrics: object) -> None: ...
+    def record(self, name: str, mapping: Mapping[str, object]) -> None: ...
 
 
 def _nothing() -> None:
@@ -84,7 +84,7 @@ class Engine(ABC):
     A rank reads only what it keeps (its pipeline stage's layers, or its shards): no rank holds the full
     model. Adapters are initialized from ``seed``.
     """
-    frozen_base: Mapping[str, Any] | None = None
+    frozen_base: Mapping[str, object] | None = None
     """Identification of the frozen base of adapters, saved with each checkpoint, which does not contain the
     base. Set it before ``setup``."""
     max_grad_norm: float | None = 1.0

@@ -27,7 +27,7 @@ class TorchEngine(MicroBatchEngine):
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self._scaler: torch.amp.GradScaler | None = None
-        self._saving_group: Any = None
+        self._saving_group: dist.ProcessGroup | None = None
 
     # ---- implemented by each framework
 
@@ -37,7 +37,7 @@ class TorchEngine(MicroBatchEngine):
 
     @property
     @abstractmethod
-    def shard_group(self) -> Any | None:
+    def shard_group(self) -> dist.ProcessGroup | None:
         """Process group over which parameters are sharded; None if they are replicated."""
 
     @property

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from shardscope.records.folder import RunFolder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.census import Census
-from shardscope.training.engine import Engine, LiveTensors
+from shardscope.training.engine import Context, Engine, LiveTensors
 
 WATCHED_STEPS = (0, 2)
 """Measured steps, from 0. The third is representative (in the second DDP still rebuilds its buckets); the
@@ -74,8 +73,8 @@ class MemoryWatch:
             self._peaks[phase] = max(self._peaks.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
             tensors.reset_peak(self._device)
 
-    def _describe_peaks(self, census: Census | None) -> dict[str, Any]:
-        record: dict[str, Any] = {
+    def _describe_peaks(self, census: Census | None) -> dict[str, object]:
+        record: dict[str, object] = {
             "device": self._device.type,
             "step": self._engine.num_steps_done - 1,
             "phases": census.phases if census else {},
@@ -109,7 +108,7 @@ def _vocab_sizes(engine: Engine) -> set[int]:
 class Snapshot:
     """Snapshot of the next steps for ``torch.cuda.memory``'s viewer, written into the run folder."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._steps_left = 0
 

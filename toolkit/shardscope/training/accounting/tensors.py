@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.training.optimizers.gradients import local_shard
+
+if TYPE_CHECKING:
+    import psutil
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -79,7 +82,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 @lru_cache(maxsize=1)
-def _open_process(pid: int) -> Any:
+def _open_process(pid: int) -> psutil.Process:
     """Return this process, cached by id, which a fork changes: creating it reads several files of /proc."""
     import psutil
 

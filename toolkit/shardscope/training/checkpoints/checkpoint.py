@@ -6,7 +6,7 @@ format's metadata and non-tensor items are pickles, which ``pickles.py`` checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ def save(
     path: Path,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    position: dict[str, Any],
+    position: Mapping[str, object],
     only_trained: bool,
 ) -> None:
     """Write the folder ``path``, all ranks together; ``position`` is stored as JSON.
@@ -58,9 +58,9 @@ def begin_save(
     path: Path,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    position: dict[str, Any],
+    position: Mapping[str, object],
     only_trained: bool,
-    group: Any,
+    group: dist.ProcessGroup,
 ) -> Callable[[], None]:
     """Save like :func:`save`, but return once the state is copied to host memory; a thread writes it.
 
@@ -74,7 +74,7 @@ def begin_save(
     future: Any = dcp.async_save(state, checkpoint_id=str(temporary), process_group=group)
     completed: Future[None] = Future()
 
-    def finish(_: Any) -> None:
+    def finish(_: object) -> None:
         # On rank 0 async_save finishes last: it writes the metadata after all ranks have written their parts.
         try:
             future.result()

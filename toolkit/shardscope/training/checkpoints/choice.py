@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints.folders import is_complete, list_checkpoints
@@ -85,7 +84,7 @@ def choose_by_name(parent: Path, name: str) -> Choice:
     return _choose_newest(runs_by_name(parent, name))
 
 
-def choose_for_resume(folder: Path, description: Mapping[str, Any]) -> Choice:
+def choose_for_resume(folder: Path, description: Mapping[str, object]) -> Choice:
     """Choose for an ended run with ``description``: its own checkpoint, or the one that it started from."""
     own_choice = _choose_newest([folder])
     if own_choice.checkpoint is not None:

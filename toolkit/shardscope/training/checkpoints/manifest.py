@@ -139,7 +139,7 @@ def sign_checkpoint(
     read.
     """
     key = read_or_create_key()
-    files: dict[str, Any] = {
+    files: dict[str, object] = {
         name: {"bytes": len(content), "ranges": [[0, len(content)]], "sha256": _compute_sha256(content)}
         for name, content in added_files.items()
     }
@@ -200,7 +200,7 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _compute_hmac(key: bytes, record: Any) -> str:
+def _compute_hmac(key: bytes, record: object) -> str:
     content = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
     return hmac.new(key, _PURPOSE + content, hashlib.sha256).hexdigest()
 

@@ -32,7 +32,7 @@ def describe_position(engine: Engine) -> dict[str, Any]:
 
 
 def write_position(
-    folder: Path, position: dict[str, Any], pickled: Mapping[str, Ranges] | None = None
+    folder: Path, position: Mapping[str, object], pickled: Mapping[str, Ranges] | None = None
 ) -> None:
     """Complete the checkpoint in ``folder``, which has all other files: sign it, then write its position.
 

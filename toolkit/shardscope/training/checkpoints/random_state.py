@@ -18,7 +18,7 @@ def write_states(folder: Path) -> None:
     numpy_state: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numpy_state
     version, python_state, gauss = random.getstate()
-    states: dict[str, Any] = {
+    states: dict[str, object] = {
         "world_size": dist.get_world_size(),
         "python": [version, list(python_state), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ def compile_layers(model: torch.nn.Module, device_type: str) -> None:
         layer.forward = torch.compile(forward, dynamic=False)
 
 
-def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, Any]:
+def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, object]:
     """Return the number of compiled decoder layers of ``model``, for the run's record.
 
     Raises ``RuntimeError`` if ``planned`` and some layers are not compiled: with TORCHDYNAMO_DISABLE set,

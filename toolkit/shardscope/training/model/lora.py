@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardscope.core.number_format import count
 from shardscope.memory.state.lora import find_adapter_targets
 
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.recipe import Recipe
+
 
 def add_adapters(
-    model: torch.nn.Module, architecture: Any, recipe: Any, *, in_fp32: bool = False
+    model: torch.nn.Module, architecture: Architecture, recipe: Recipe, *, in_fp32: bool = False
 ) -> torch.nn.Module:
     """Return ``model`` in peft's wrapper, with only its adapters trainable.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter],
     device: torch.device,
-    shard_group: Any | None,
+    shard_group: dist.ProcessGroup | None,
     max_norm: float | None,
     copies: Callable[[torch.nn.Parameter], int] | None = None,
 ) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         super().load_state_dict(state_dict)
         self._share_state()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Run a step of both optimizers."""
         loss = None
         if closure is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -79,7 +79,7 @@ def _build_quantized(
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     # Reset it: it stores overrides by id(tensor), and ids are reused.
     manager.initialize()
-    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    embeddings = getattr(model, "get_input_embeddings", None)
     if embeddings is not None and name.endswith("8bit"):
         # 32-bit state for embeddings, as recommended (Dettmers et al. 2022, section 2.3) and in transformers'
         # Trainer.
@@ -112,7 +112,7 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every weight that has a gradient."""
         loss = None
         if closure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.frameworks.registry import check_config
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.engine import Engine
 
 FULL_RATE = 2e-5
 """Learning rate of Llama 2's supervised fine-tuning (Touvron et al. 2023, arXiv:2307.09288, section 3.1)."""
@@ -61,7 +62,7 @@ class Finetune(TextTask):
         """The weights folder; its files are read again on each access."""
         return WeightsFolder(self.weights, self._field("weights"))
 
-    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+    def begin(self, engine: Engine, plan: Plan) -> Callable[[], torch.nn.Module]:
         """See :class:`TextTask`."""
         from shardscope.training.model.model import build_from_config
         from shardscope.training.weights.stored_weights import StoredWeights
@@ -92,7 +93,7 @@ class Finetune(TextTask):
         if not plan.recipe.has_adapters:
             self.folder.write_config(folder)
 
-    def frozen_base(self) -> dict[str, Any]:
+    def frozen_base(self) -> dict[str, object]:
         """See :class:`TextTask`."""
         return {"weights": str(self.weights), "sample": hash_base(self.folder)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_number, refuse
 from shardscope.training.data.tokenizer import VOCAB_SIZE, write_tokenizer
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Pretrain(TextTask):
         super().__post_init__()
         check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
 
-    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+    def begin(self, engine: Engine, plan: Plan) -> Callable[[], torch.nn.Module]:
         """See :class:`TextTask`."""
         from shardscope.training.model.model import build_model
 
@@ -50,7 +51,7 @@ class Pretrain(TextTask):
         """See :class:`TextTask`."""
         write_tokenizer(folder, plan.recipe.seq_len)
 
-    def frozen_base(self) -> dict[str, Any]:
+    def frozen_base(self) -> dict[str, object]:
         """See :class:`TextTask`."""
         return {"seed": self.seed}
 

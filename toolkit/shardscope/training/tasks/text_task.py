@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardscope.core.plan import Plan
+    from shardscope.training.engine import Engine
 
 
 EXPORT = "export"
@@ -118,7 +119,7 @@ class TextTask(ABC):
     # ---- implemented by each task
 
     @abstractmethod
-    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+    def begin(self, engine: Engine, plan: Plan) -> Callable[[], torch.nn.Module]:
         """Set the source of the initial weights in ``engine``. Return the function that builds the model."""
 
     @abstractmethod
@@ -134,7 +135,7 @@ class TextTask(ABC):
         """Add the tokenizer to a folder of exported weights."""
 
     @abstractmethod
-    def frozen_base(self) -> dict[str, Any]:
+    def frozen_base(self) -> dict[str, object]:
         """Identify the adapters' base: the ``seed`` of a random one, or ``weights`` and their ``sample``."""
 
     @abstractmethod
@@ -292,11 +293,11 @@ class TextTask(ABC):
 class _ResumingTask:
     resume_from: Path
     seed: int
-    frozen_base: Mapping[str, Any] | None
+    frozen_base: Mapping[str, object] | None
 
 
 def check_loads(
-    checkpoint: Path, plan: Plan, field: str, *, seed: int, frozen_base: Mapping[str, Any] | None
+    checkpoint: Path, plan: Plan, field: str, *, seed: int, frozen_base: Mapping[str, object] | None
 ) -> list[str]:
     """Raise ``ValueError`` naming ``field`` if ``checkpoint`` cannot be loaded under ``plan``.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeGuard
 
 from shardscope.core.errors import refuse
 from shardscope.core.json_text import parse_json
@@ -74,7 +74,7 @@ def _read_header_length(file: BinaryIO, size: int, field: str) -> int:
     return length
 
 
-def _parse_entries(header: bytes, field: str) -> dict[str, Any]:
+def _parse_entries(header: bytes, field: str) -> dict[str, object]:
     """Parse the header's JSON and return its entries by tensor name, without ``__metadata__``."""
     try:
         entries = parse_json("header", header.decode("utf-8"))
@@ -87,7 +87,7 @@ def _parse_entries(header: bytes, field: str) -> dict[str, Any]:
     return entries
 
 
-def _check_tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict[str, StoredTensor]:
+def _check_tensors(entries: dict[str, object], data_bytes: int, field: str) -> dict[str, StoredTensor]:
     """Return the tensors. Raises ``ValueError`` unless they fill the data contiguously to the last byte."""
     sorted_entries = sorted(
         (_check_entry(name, entry, field) for name, entry in entries.items()), key=lambda entry: entry[2:]
@@ -109,7 +109,7 @@ def _check_tensors(entries: dict[str, Any], data_bytes: int, field: str) -> dict
     return {name: tensor for name, tensor, _, _ in sorted_entries}
 
 
-def _check_entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, int]:
+def _check_entry(name: str, entry: object, field: str) -> tuple[str, StoredTensor, int, int]:
     """Return name, tensor, begin and end offset of one validated entry."""
     where = f"{field}: {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
@@ -124,5 +124,5 @@ def _check_entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, 
     return name, StoredTensor(dtype, tuple(shape), offsets[0]), offsets[0], offsets[1]
 
 
-def _is_size_list(value: Any) -> bool:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

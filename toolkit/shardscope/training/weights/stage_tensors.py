@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardscope.training.weights.pretrained import FullTensors
+
+Spec = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and type of a tensor."""
 
 
 class StageTensor(NamedTuple):
@@ -31,7 +34,7 @@ def send_stages_to_rank_0(
     """
     own_tensors = list(tensors)
     rank, ranks_per_stage = dist.get_rank(), dist.get_world_size() // num_stages
-    specs: list[Any] = [None] * dist.get_world_size()
+    specs: list[list[Spec]] = [[]] * dist.get_world_size()
     dist.all_gather_object(specs, [(tensor.name, tensor.shape, tensor.dtype) for tensor in own_tensors])
     for number in range(num_stages):
         first = number * ranks_per_stage
