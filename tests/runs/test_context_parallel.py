@@ -17,7 +17,7 @@ from test_fsdp2_parts import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trai
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 from shardscope import Cluster, Plan  # noqa: E402
-from shardscope.frameworks.fsdp2.limits import RING_FAMILIES  # noqa: E402
+from shardscope.frameworks.fsdp2.limits import CONTEXT_PARALLEL_FAMILIES  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 CASES: dict[str, Plan] = {
@@ -249,7 +249,7 @@ def other_families(ctx: StandInContext) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    return {family: compare(family, mesh) for family in RING_FAMILIES}
+    return {family: compare(family, mesh) for family in CONTEXT_PARALLEL_FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @thorough()
-@pytest.mark.parametrize("family", few(RING_FAMILIES, KEPT_FAMILIES))
+@pytest.mark.parametrize("family", few(CONTEXT_PARALLEL_FAMILIES, KEPT_FAMILIES))
 def test_parts_of_a_family_compute_what_the_whole_does(
     family: str, two: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -341,9 +341,12 @@ def on_old_gpus(plan: Plan) -> Plan:
     [
         (plan_of(4, cp=2, tp=2), "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
         (plan_of(4, cp=2, pp=2), "Layout.pp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
-        (plan_of(2, architecture("gpt_neox", 2), cp=2), "others' attention was never seen in torch's ring"),
+        (plan_of(2, architecture("gpt_neox", 2), cp=2), "was not tested with other families"),
         (plan_of(2, architecture("mistral with a window", 2), cp=2), "sliding_window=16 with cp > 1"),
-        (on_old_gpus(plan_of(2, cp=2, precision="bf16-mixed")), "whose fused attention takes no bf16"),
+        (
+            on_old_gpus(plan_of(2, cp=2, precision="bf16-mixed")),
+            "whose fused attention does not support bf16",
+        ),
         (plan_of(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
         (plan_of(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
         (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 to train"),

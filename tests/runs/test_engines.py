@@ -291,7 +291,7 @@ def test_fsdp2_refuses_what_it_does_not_run(tmp_path: Path) -> None:
     """In the words that were there before any rank."""
     plan = tiny_plan("fsdp2", 2, layout={"cp": 2}, recompute="offload")
     words = why_not_trained(plan)
-    assert words is not None and "what the ring saves are DTensors" in words
+    assert words is not None and "ring attention saves DTensors" in words
     assert on_ranks(2, plan, refusal, tmp_path) == [f"FieldError: {words}"] * 2
 
 

@@ -101,4 +101,4 @@ def test_ranks_other_than_the_plan_s_are_refused(tmp_path: Path) -> None:
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"},
     )
     assert done.returncode == 1
-    assert "the plan is for 2 ranks, and these are 3" in done.stderr
+    assert "the plan has 2 ranks, and 3 were started" in done.stderr

@@ -14,7 +14,7 @@ needs("transformers")
 from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES  # noqa: E402
+from shardscope.frameworks.fsdp2.limits import TENSOR_PARALLEL_FAMILIES  # noqa: E402
 
 pytestmark = thorough()
 
@@ -87,7 +87,7 @@ def compare(family: str) -> dict[str, Any]:
 
 
 def compared(ctx: StandInContext) -> dict[str, dict[str, Any]]:
-    return {family: compare(family) for family in CUT_FAMILIES}
+    return {family: compare(family) for family in TENSOR_PARALLEL_FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return ranks[0]
 
 
-@pytest.mark.parametrize("family", CUT_FAMILIES)
+@pytest.mark.parametrize("family", TENSOR_PARALLEL_FAMILIES)
 def test_two_ranks_compute_what_the_whole_model_does(found: dict[str, dict[str, Any]], family: str) -> None:
     one = found[family]
     assert one["parts"] == pytest.approx(one["whole"], rel=1e-6)

@@ -105,7 +105,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
         (ss.Layout.megatron(cp=2), "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: "),
         (
             ss.Layout.fsdp2(cp=2, tp=2),
-            "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2: the two were never run together",
+            "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2: the two were never tested together",
         ),
     ],
     ids=repr,

@@ -223,8 +223,12 @@ class Fsdp2Layout(Layout):
     @property
     def description(self) -> str:
         """Display name: "FSDP2", with a note for HSDP and for CPU offloading."""
-        told = ["HSDP"] * (self.replicate > 1) + ["training state on CPU"] * (self.offload == "cpu")
-        return "FSDP2" + (f" ({', '.join(told)})" if told else "")
+        notes = []
+        if self.replicate > 1:
+            notes.append("HSDP")
+        if self.offload == "cpu":
+            notes.append("training state on CPU")
+        return f"FSDP2 ({', '.join(notes)})" if notes else "FSDP2"
 
 
 def get_layout(plan: Plan) -> Fsdp2Layout:

@@ -39,11 +39,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).parent
 MAX_GRAD_NORM = 1.0
 MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-"""The type of matrix products in mixed precision; otherwise it is that of the parameters."""
+"""Types of matmuls in mixed precision; otherwise they have the type of the parameters."""
 
 
 def read_json(name: str) -> dict[str, Any]:
-    """Read one of the files beside this one."""
+    """Read a JSON file in the folder of this script."""
     values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
     return values
 
@@ -67,20 +67,20 @@ def read_config(source: str | None) -> Any:
     planned = AutoConfig.for_model(**values)
     if source is None:
         return planned
-    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
-    forced = ("drop", "router", "attn_implementation")
-    kept = {name: value for name, value in values.items() if any(word in name for word in forced)}
-    config = AutoConfig.from_pretrained(source, **kept)
-    own, wanted = list_sizes(config), list_sizes(planned)
-    for name in {**wanted, **own}:
-        if own.get(name) != wanted.get(name):
-            why = f"its {name} is {own.get(name)}, and the plan's {wanted.get(name)}"
+    # These options are the plan's; a checkpoint keeps its own epsilons, activation and rotary base.
+    planned_options = ("drop", "router", "attn_implementation")
+    changes = {name: value for name, value in values.items() if any(part in name for part in planned_options)}
+    config = AutoConfig.from_pretrained(source, **changes)
+    sizes, planned_sizes = list_sizes(config), list_sizes(planned)
+    for name in {**planned_sizes, **sizes}:
+        if sizes.get(name) != planned_sizes.get(name):
+            why = f"its {name} is {sizes.get(name)}, and the plan's {planned_sizes.get(name)}"
             raise SystemExit(f"--model: {why}: export a plan for this model (ss.Architecture.from_hf)")
     return config
 
 
 def list_sizes(config: Any) -> dict[str, Any]:
-    """Return the shapes of a config's parameters by name, and how many experts a token has."""
+    """Return the shapes of a config's parameters by name, and the number of experts per token."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -102,19 +102,19 @@ def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
     if recipe["method"] == "lora":
         model = add_adapters(model, recipe, seeded_by_name=source is not None)
     if recipe["recompute"] == "full":
-        # Keep only the input of a layer, and run its forward again in the backward pass.
+        # Save only the input of a layer, and run its forward again in the backward pass.
         for layer in find_layers(model)[:: recipe["recompute_interval"]]:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return model
 
 
 def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers: transformers names their class as one that devices do not share."""
+    """Return the decoder layers, whose class transformers lists as one not to split over devices."""
     return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
 
 
 def add_adapters(model: torch.nn.Module, recipe: dict[str, Any], *, seeded_by_name: bool) -> torch.nn.Module:
-    """Freeze ``model`` under LoRA adapters; in mixed precision the base, which never changes, is in half."""
+    """Freeze ``model`` and add LoRA adapters; in mixed precision the frozen base is in half precision."""
     from peft import LoraConfig, get_peft_model
 
     trained_kind = next(model.parameters()).dtype
@@ -138,7 +138,7 @@ def add_adapters(model: torch.nn.Module, recipe: dict[str, Any], *, seeded_by_na
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trained_kind)
         if seeded_by_name and "lora_A" in name:
-            # The same whatever was read before: kaiming_uniform_(a=sqrt(5)), as peft's own.
+            # peft's own kaiming_uniform_(a=sqrt(5)), with a seed that depends on the name only.
             bound, generator = parameter.shape[-1] ** -0.5, torch.Generator()
             parameter.data.uniform_(-bound, bound, generator=generator.manual_seed(zlib.crc32(name.encode())))
     return model
@@ -163,8 +163,8 @@ def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int)
     if not tokenizer:
         ids = list(data)
     elif tokenizer.endswith(".json"):
-        own = Tokenizer.from_file(tokenizer)
-        ids, end = own.encode(data.decode("utf-8")).ids, own.token_to_id("<|endoftext|>")
+        file = Tokenizer.from_file(tokenizer)
+        ids, end = file.encode(data.decode("utf-8")).ids, file.token_to_id("<|endoftext|>")
     else:
         hub = AutoTokenizer.from_pretrained(tokenizer)
         ids, end = hub(data.decode("utf-8"), add_special_tokens=False)["input_ids"], hub.eos_token_id
@@ -208,15 +208,15 @@ def train_step(
     """Train on one batch, [micro-batch, sequence, token]. Return the mean loss over all ranks."""
     total = torch.zeros((), device=micro_batches.device)
     for index, micro in enumerate(micro_batches):
-        # Gradients of all micro-batches add up on the rank; only the last backward all-reduces them.
+        # Gradients of all micro-batches accumulate on the rank; only the last backward all-reduces them.
         is_last = index == len(micro_batches) - 1
         with nullcontext() if is_last else ddp.no_sync():
-            # Mixed precision: matrices are multiplied in half, parameters and gradients are fp32.
+            # Mixed precision: matmuls run in half precision, parameters and gradients are fp32.
             with torch.autocast(micro.device.type, dtype=compute) if compute else nullcontext():
                 loss = ddp(input_ids=micro, labels=micro).loss / len(micro_batches)
             scaler.scale(loss).backward()
         total += loss.detach().float()
-    # The scaler does nothing but in fp16, where small gradients would be rounded to zero.
+    # The scaler is active in fp16 only, where small gradients would underflow to zero.
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_GRAD_NORM)
     scaler.step(optimizer)
@@ -232,17 +232,17 @@ def main() -> None:
     recipe, cluster = plan["recipe"], plan["cluster"]
     planned = cluster["gpus_per_node"] * cluster["num_nodes"]
 
-    # Meet the other ranks. torchrun and accelerate launch tell each process its number by variables.
+    # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
-        raise SystemExit(f"the plan is for {planned} ranks, and these are {world_size}")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
     on_gpu = cluster["gpu"]["vendor"] != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    # The same seed on every rank: DDP starts from equal replicas. Gradients are views of the buckets.
+    # The same seed on every rank, so that replicas start equal. Gradients are views of DDP's buckets.
     torch.manual_seed(0)
     model = build_model(recipe, options.model).to(device).train()
     ddp = DistributedDataParallel(
@@ -252,7 +252,7 @@ def main() -> None:
     compute = MIXED.get(recipe["precision"])
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=compute == torch.float16)
 
-    # Each rank takes its own share of every batch; dropout differs from rank to rank too.
+    # Each rank trains on its own part of every batch, and has its own dropout masks.
     seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
     tokenizer = options.tokenizer or options.model
     tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)

@@ -237,7 +237,7 @@ def main() -> None:
     # Meet the other ranks. torchrun and accelerate launch tell each process its number by variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
-        raise SystemExit(f"the plan is for {planned} ranks, and these are {world_size}")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
     on_gpu = cluster["gpu"]["vendor"] != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
+from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
 from shardscope.training.engine import Context
 
 

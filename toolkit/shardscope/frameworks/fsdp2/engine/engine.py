@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -50,14 +50,14 @@ class Fsdp2Engine(TorchEngine):
 
     framework = "fsdp2"
     shards_parameters = True
-    mesh: Any = None
+    mesh: DeviceMesh | None = None
     """Device mesh of replicas and shards; created in :meth:`wrap` unless it is already set."""
-    tp_mesh: Any = None
+    tp_mesh: DeviceMesh | None = None
     """This rank's tensor-parallel group; None with tp = 1."""
-    stage_mesh: Any = None
+    stage_mesh: DeviceMesh | None = None
     """This rank's pipeline group, one rank per stage; None with pp = 1."""
 
-    def make_mesh(self) -> Any:
+    def make_mesh(self) -> DeviceMesh:
         """Create the plan's device mesh with tensor-parallel ranks innermost; all ranks must call it.
 
         Returns the replicate and shard axes; the other axes become ``tp_mesh`` and ``stage_mesh``.
@@ -65,11 +65,15 @@ class Fsdp2Engine(TorchEngine):
         sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
         sizes["shard"] = self.num_shards
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        whole = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        self.tp_mesh = whole["tp"] if "tp" in axes else None
-        self.stage_mesh = whole["pp"] if "pp" in axes else None
-        ours = tuple(name for name in axes if name in ("replicate", "shard"))
-        return whole if ours == tuple(axes) else whole[ours]
+        mesh = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.tp_mesh = mesh["tp"] if "tp" in axes else None
+        self.stage_mesh = mesh["pp"] if "pp" in axes else None
+        data_axes = tuple(name for name in axes if name in ("replicate", "shard"))
+        return mesh if data_axes == tuple(axes) else mesh[data_axes]
+
+    def _get_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None, "wrap() creates the mesh"
+        return self.mesh
 
     @property
     def data_rank(self) -> int:
@@ -111,7 +115,7 @@ class Fsdp2Engine(TorchEngine):
     def _fill(self, model: torch.nn.Module) -> None:
         """Allocate the shards of ``model`` and write their initial weights."""
         weights, device = self.initial_weights_of(model, self.ctx.device), self.ctx.device
-        materialise(model, weights, device=self._home, compute=device)
+        materialize(model, weights, device=self._home, compute=device)
         fill_buffers(model, weights)
 
     def _shard(self, model: torch.nn.Module) -> None:
@@ -119,7 +123,7 @@ class Fsdp2Engine(TorchEngine):
         kind = MIXED_TYPES.get(self.recipe.precision)
         offload = self.plan.layout.offload == "cpu"
         pinned = self.ctx.device.type == "cuda"
-        options: dict[str, Any] = {
+        options = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if kind else None),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
@@ -146,52 +150,52 @@ class Fsdp2Engine(TorchEngine):
         """Modules with a root group: the model."""
         return (self.model,)
 
-    def read_back(self) -> dict[str, Any]:
-        degrees, device = self.plan.degrees, self.ctx.device
+    def read_back(self) -> dict[str, object]:
+        degrees, device, mesh = self.plan.degrees, self.ctx.device, self._get_mesh()
         parameters = dict(self.model.named_parameters())
         inspection.check_sharded(parameters, self._planned_mesh, degrees.tp)
         holders = dist.get_world_size(self.shard_group) // (self.num_shards * degrees.pp)
-        held, total = inspection.count_weights(
+        num_local, num_parameters = inspection.count_weights(
             parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
         layers = [layer for unit in self.called for layer in decoder_layers(unit)]
-        record: dict[str, Any] = {
-            "mesh_shape": list(self.mesh.shape),
-            "mesh_axes": list(self.mesh.mesh_dim_names),
-            "shard": int(self.mesh.shape[-1]),
-            "replicate": int(self.mesh.shape[0]) if len(self._planned_mesh) == 2 else 1,
-            "num_parameters": total,
+        record: dict[str, object] = {
+            "mesh_shape": list(mesh.shape),
+            "mesh_axes": list(mesh.mesh_dim_names or ()),
+            "shard": int(mesh.shape[-1]),
+            "replicate": int(mesh.shape[0]) if len(self._planned_mesh) == 2 else 1,
+            "num_parameters": num_parameters,
             "num_sharded_tensors": len(parameters),
-            "num_weights_here": held,
+            "num_weights_here": num_local,
             "num_groups": self._num_groups,
-            "placements": inspection.placements_of(parameters),
+            "placements": inspection.count_placements(parameters),
             "sharded_names": sorted(parameters),
             "reshard_after_forward": inspection.check_resharding(
                 layers, get_reshard_after_forward(self.plan)
             ),
-            "offload": inspection.check_home(
+            "offload": inspection.check_shard_device(
                 self.called, parameters.values(), self.plan.layout.offload, device
             ),
-            "prefetch": inspection.prefetch_of(self.called),
+            "prefetch": inspection.describe_prefetch(self.called),
             "parameters_on": " and ".join(sorted({local_shard(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
         if self.tp_mesh is not None:
             record["tp"] = int(self.tp_mesh.size())
             record["num_tensors_cut_by_tp"] = sum(
-                inspection.is_tp_cut(parameter, degrees.tp) for parameter in parameters.values()
+                inspection.is_tensor_parallel(parameter, degrees.tp) for parameter in parameters.values()
             )
         return record
 
-    def describe_built(self, found: Mapping[str, Any], where: str) -> str:
-        copies = f" in each of {found['replicate']} copies" if found["replicate"] > 1 else ""
-        home = " and kept in host memory" if found["parameters_on"] != self.ctx.device.type else ""
+    def describe_built(self, record: Mapping[str, object], where: str) -> str:
+        copies = f" in each of {record['replicate']} copies" if self.plan.degrees.replicate > 1 else ""
+        home = " and kept in host memory" if record["parameters_on"] != self.ctx.device.type else ""
         cut = ""
-        if "tp" in found:
-            cut = f", {found['num_tensors_cut_by_tp']} of them cut over {found['tp']} tensor-parallel ranks"
+        if "tp" in record:
+            cut = f", {record['num_tensors_cut_by_tp']} of them cut over {record['tp']} tensor-parallel ranks"
         return (
-            f"{Fsdp2Layout.title}: all {found['num_sharded_tensors']} parameter tensors are DTensors, "
-            f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}{cut}"
+            f"{Fsdp2Layout.title}: all {record['num_sharded_tensors']} parameter tensors are DTensors, "
+            f"sharded over {count(self.num_shards, 'rank')}{copies} {where}{home}{cut}"
         )
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
@@ -204,8 +208,7 @@ class Fsdp2Engine(TorchEngine):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the all-gathered parameters, from the root module's mixed precision policy."""
-        root: Any = self.called[0]
-        policy: MixedPrecisionPolicy = root._get_fsdp_state()._mp_policy
+        policy: MixedPrecisionPolicy = self.called[0]._get_fsdp_state()._mp_policy
         return policy.param_dtype or super().compute_dtype
 
     @property
@@ -227,10 +230,10 @@ class Fsdp2Engine(TorchEngine):
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     @property
-    def shard_group(self) -> Any:
+    def shard_group(self) -> ProcessGroup:
         """Ranks that one replica is sharded over; with tp or pp, all ranks."""
         if self.tp_mesh is None and self.stage_mesh is None:
-            return self.mesh.get_group("shard")
+            return self._get_mesh().get_group("shard")
         return dist.group.WORLD
 
     def part_copies(self, parameter: torch.nn.Parameter) -> int:
@@ -238,8 +241,8 @@ class Fsdp2Engine(TorchEngine):
         degrees = self.plan.degrees
         if self.tp_mesh is None and self.stage_mesh is None:
             return 1
-        whole: int = degrees.replicate * degrees.tp
-        return whole // degrees.tp if inspection.is_tp_cut(parameter, degrees.tp) else whole
+        num_ranks: int = degrees.replicate * degrees.tp
+        return num_ranks // degrees.tp if inspection.is_tensor_parallel(parameter, degrees.tp) else num_ranks
 
     def clip_gradients(self) -> torch.Tensor:
         return gradients.clip_gradients(
@@ -269,7 +272,7 @@ def check_has_weights(model: torch.nn.Module) -> None:
         )
 
 
-def materialise(
+def materialize(
     model: torch.nn.Module, weights: InitialWeights, *, device: torch.device, compute: torch.device
 ) -> None:
     """Allocate every sharded parameter on ``device`` and write this rank's shard of ``weights`` to it.
@@ -280,11 +283,11 @@ def materialise(
     allocate_parameters(model, device, buffers_on=compute)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            weights.write(name, parameter.shape, own_region(parameter), own)
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            weights.write(name, parameter.shape, compute_shard_region(parameter), shard)
 
 
-def own_region(parameter: torch.Tensor) -> Region:
+def compute_shard_region(parameter: torch.Tensor) -> Region:
     """Return the index ranges of this rank's shard of ``parameter``, one range per dimension.
 
     ``Shard`` makes equal chunks, of which the last ones may be shorter or empty. A tensor that is not a
@@ -295,8 +298,8 @@ def own_region(parameter: torch.Tensor) -> Region:
         # The last mesh axis first: FSDP2 shards the tensor-parallel shard further (_StridedShard).
         for axis, placement in reversed(list(enumerate(parameter.placements))):
             if isinstance(placement, Shard | _StridedShard):
-                run = ranges[placement.dim]
-                each = ceil_div(len(run), parameter.device_mesh.size(axis))
-                first = each * parameter.device_mesh.get_local_rank(axis)
-                ranges[placement.dim] = run[first : first + each]
+                full_range = ranges[placement.dim]
+                chunk_size = ceil_div(len(full_range), parameter.device_mesh.size(axis))
+                first = chunk_size * parameter.device_mesh.get_local_rank(axis)
+                ranges[placement.dim] = full_range[first : first + chunk_size]
     return ranges

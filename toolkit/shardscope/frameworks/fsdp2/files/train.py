@@ -1,4 +1,4 @@
-"""Train a language model with PyTorch's FSDP2: parameters, gradients and optimizer state in shards.
+"""Train a language model with PyTorch's FSDP2: every rank has one shard of parameters, gradients and AdamW.
 
     torchrun --nproc-per-node 8 train.py --text corpus.txt
 
@@ -6,10 +6,10 @@ Shardscope's ``plan.export(folder)`` wrote this file and the two that it reads: 
 precision, recomputation, shards) and ``config.json`` (the model's transformers config). It imports torch,
 transformers and tokenizers, and nothing of Shardscope.
 
-Each rank keeps one shard of every parameter. Before a decoder layer runs its shards are all-gathered, while
-the layer before it computes; then the whole parameters are freed, and gathered again for backward. A layer's
-gradients are reduce-scattered, and the optimizer updates shards alone. With replicas (HSDP) the same
-shards exist several times, and their gradients are all-reduced once a step.
+Before a decoder layer runs, its parameters are all-gathered from the shards, while the previous layer still
+computes. After the layer they are freed, and all-gathered again for backward. Gradients are reduce-scattered,
+and the optimizer updates only shards. With replicas (HSDP) several ranks have the same shard; they all-reduce
+its gradient once a step.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
@@ -42,11 +42,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).parent
 MAX_GRAD_NORM = 1.0
 WHOLE_BYTES = 2**30
-"""Up to this size in fp32 every rank builds random weights whole, as DDP does; beyond, only its shards."""
+"""Models up to this size in fp32 get their random weights whole on every rank, larger ones shard by shard."""
 
 
 def read_json(name: str) -> dict[str, Any]:
-    """Read one of the files beside this one."""
+    """Read a JSON file in the folder of this script."""
     values: dict[str, Any] = json.loads((HERE / name).read_text(encoding="utf-8"))
     return values
 
@@ -70,20 +70,20 @@ def read_config(source: str | None) -> Any:
     planned = AutoConfig.for_model(**values)
     if source is None:
         return planned
-    # A checkpoint keeps its own epsilons, activation and rotary base; these are the plan's.
-    forced = ("drop", "router", "attn_implementation")
-    kept = {name: value for name, value in values.items() if any(word in name for word in forced)}
-    config = AutoConfig.from_pretrained(source, **kept)
-    own, wanted = list_sizes(config), list_sizes(planned)
-    for name in {**wanted, **own}:
-        if own.get(name) != wanted.get(name):
-            why = f"its {name} is {own.get(name)}, and the plan's {wanted.get(name)}"
+    # These options are the plan's; a checkpoint keeps its own epsilons, activation and rotary base.
+    planned_options = ("drop", "router", "attn_implementation")
+    changes = {name: value for name, value in values.items() if any(part in name for part in planned_options)}
+    config = AutoConfig.from_pretrained(source, **changes)
+    sizes, planned_sizes = list_sizes(config), list_sizes(planned)
+    for name in {**planned_sizes, **sizes}:
+        if sizes.get(name) != planned_sizes.get(name):
+            why = f"its {name} is {sizes.get(name)}, and the plan's {planned_sizes.get(name)}"
             raise SystemExit(f"--model: {why}: export a plan for this model (ss.Architecture.from_hf)")
     return config
 
 
 def list_sizes(config: Any) -> dict[str, Any]:
-    """Return the shapes of a config's parameters by name, and how many experts a token has."""
+    """Return the shapes of a config's parameters by name, and the number of experts per token."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -103,23 +103,23 @@ def build_model(recipe: dict[str, Any], source: str | None) -> torch.nn.Module:
             parameter.data = parameter.data.to(kind)
     model.config.use_cache = False
     if recipe["recompute"] == "full":
-        # Keep only the input of a layer, and run its forward again in the backward pass.
+        # Save only the input of a layer, and run its forward again in the backward pass.
         for layer in find_layers(model)[:: recipe["recompute_interval"]]:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return model
 
 
 def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers: transformers names their class as one that devices do not share."""
+    """Return the decoder layers, whose class transformers lists as one not to split over devices."""
     return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
 
 
-def build_without_memory(recipe: dict[str, Any]) -> torch.nn.Module:
+def build_on_meta(recipe: dict[str, Any]) -> torch.nn.Module:
     """Build the model with parameters on the meta device; buffers, such as rotary tables, have values."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta:  # a tied parameter is registered twice
             parameter = torch.nn.Parameter(parameter.to("meta"))
         register(module, name, parameter)
 
@@ -130,27 +130,26 @@ def build_without_memory(recipe: dict[str, Any]) -> torch.nn.Module:
 def build_sharded(plan: dict[str, Any], source: str | None, device: torch.device) -> torch.nn.Module:
     """Build the model in shards, from the checkpoint ``source`` or from random weights."""
     recipe, layout = plan["recipe"], plan["layout"]
-    model = build_without_memory(recipe) if source is None else build_model(recipe, source)
+    model = build_on_meta(recipe)
     is_whole = source is not None or 4 * model.num_parameters() <= WHOLE_BYTES
-    if source is None and is_whole:
-        torch.manual_seed(0)
-        model = build_model(recipe, None)
+    if is_whole:
+        torch.manual_seed(0)  # the same random weights on every rank
+        model = build_model(recipe, source)
 
-    # Replicas of shards; without replicas there is one axis.
-    replicas = layout["replicate"]
-    shards = dist.get_world_size() // replicas
+    # One axis of shards, and one of replicas if there are several.
+    replicas, shards = layout["replicate"], dist.get_world_size() // layout["replicate"]
     mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     mesh = mesh if replicas > 1 else mesh["shard"]
-    # In mixed precision parameters are gathered in bf16, and gradients are reduced in fp32.
+    # Mixed precision: parameters are all-gathered in bf16, and gradients are reduced in fp32.
     half, full = (torch.bfloat16, torch.float32) if recipe["precision"] == "bf16-mixed" else (None, None)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
-    # Shards can live in host memory, where the optimizer then runs.
+    # CPU offloading: the shards are in host memory, and the optimizer runs there.
     offload = CPUOffloadPolicy(device.type == "cuda") if layout["offload"] else OffloadPolicy()
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    # Between forward and backward True keeps shards, False whole parameters, a number larger shards.
-    reshard = layout["reshard_after_forward"]
-    reshard = True if reshard == shards else reshard  # fully_shard takes no number of all ranks
-    # Each decoder layer is one group of collectives; embedding, last norm and head are another.
+    # Between forward and backward a layer keeps its shard (True), its full parameters (False), or a larger
+    # shard of that many ranks (a number); fully_shard expects True for the number of all ranks.
+    reshard = layout["reshard_after_forward"] if layout["reshard_after_forward"] != shards else True
+    # Each call makes one group of collectives: a decoder layer, and last the embedding, norm and head.
     for layer in find_layers(model):
         fully_shard(layer, reshard_after_forward=reshard, **options)
     fully_shard(model, **options)
@@ -160,15 +159,16 @@ def build_sharded(plan: dict[str, Any], source: str | None, device: torch.device
 
 
 def initialize_shards(model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
-    """Allocate this rank's shards on ``home``, and fill them with random numbers drawn on ``device``."""
+    """Allocate this rank's shards on ``home``, and fill them with random numbers generated on ``device``."""
+    # to_empty allocates parameters, but discards the values of buffers and the tie of embedding and head.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=home)
     model.tie_weights()
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name].to(device)
     for name, parameter in model.named_parameters():
-        # Every rank draws the same numbers and keeps its rows; of a stack of experts one matrix at a time.
-        own, mesh = parameter.to_local().detach(), parameter.device_mesh
+        # Every rank generates the full tensor (of stacked experts one matrix at a time) and copies its rows.
+        shard, mesh = parameter.to_local().detach(), parameter.device_mesh
         first = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
         generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
         is_stack = parameter.ndim == 3
@@ -177,13 +177,13 @@ def initialize_shards(model: torch.nn.Module, home: torch.device, device: torch.
             if name.endswith("bias"):
                 numbers.zero_()
             elif parameter.ndim < 2:
-                numbers.fill_(1.0)  # of a norm
+                numbers.fill_(1.0)  # a norm's weight
             else:
                 numbers.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
             if not is_stack:
-                own.copy_(numbers[first : first + len(own)])
-            elif first <= row < first + len(own):
-                own[row - first].copy_(numbers)
+                shard.copy_(numbers[first : first + len(shard)])
+            elif first <= row < first + len(shard):
+                shard[row - first].copy_(numbers)
 
 
 def build_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
@@ -205,8 +205,8 @@ def read_tokens(text: str, tokenizer: str | None, seq_len: int, vocab_size: int)
     if not tokenizer:
         ids = list(data)
     elif tokenizer.endswith(".json"):
-        own = Tokenizer.from_file(tokenizer)
-        ids, end = own.encode(data.decode("utf-8")).ids, own.token_to_id("<|endoftext|>")
+        file = Tokenizer.from_file(tokenizer)
+        ids, end = file.encode(data.decode("utf-8")).ids, file.token_to_id("<|endoftext|>")
     else:
         hub = AutoTokenizer.from_pretrained(tokenizer)
         ids, end = hub(data.decode("utf-8"), add_special_tokens=False)["input_ids"], hub.eos_token_id
@@ -227,9 +227,7 @@ def take_sequences(tokens: torch.Tensor, first: int, rows: int, seq_len: int) ->
 
 def choose_peak_rate(num_parameters: int, source: str | None) -> float:
     """Return a usual peak learning rate: of pretraining, or of training the checkpoint ``source`` further."""
-    if source:
-        return 2e-5
-    return 1e-3 if num_parameters < 1e9 else 1e-4
+    return 2e-5 if source else 1e-3 if num_parameters < 1e9 else 1e-4
 
 
 def compute_rate(step: int, peak: float, steps: int, warmup: int) -> float:
@@ -244,7 +242,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
     """Train on [micro-batch, sequence, token]. Return the mean loss over all ranks."""
     total = torch.zeros((), device=batch.device)
     for index, micro in enumerate(batch):
-        # Each backward reduce-scatters gradients; replicas all-reduce them in the last one only.
+        # Every backward reduce-scatters gradients; replicas all-reduce them in the last one only.
         model.set_is_last_backward(index == len(batch) - 1)
         model.set_requires_all_reduce(index == len(batch) - 1)
         loss = model(input_ids=micro, labels=micro).loss / len(batch)
@@ -274,22 +272,22 @@ def main() -> None:
     recipe, cluster = plan["recipe"], plan["cluster"]
     planned = cluster["gpus_per_node"] * cluster["num_nodes"]
 
-    # Meet the other ranks. torchrun and accelerate launch tell each process its number by variables.
+    # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
-        raise SystemExit(f"the plan is for {planned} ranks, and these are {world_size}")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
     on_gpu = cluster["gpu"]["vendor"] != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # gloo carries what lies in host memory.
+    # gloo communicates tensors in host memory (offloaded shards), NCCL those on GPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    # Build the model, cut it into shards, and build the optimizer over these.
+    # Build the model, shard it, and create the optimizer, whose state is sharded like the parameters.
     model = build_sharded(plan, options.model, device)
     optimizer = build_optimizer(model, recipe["optimizer"])
 
-    # Each rank takes its own share of every batch; dropout differs from rank to rank too.
+    # Each rank trains on its own part of every batch, and has its own dropout masks.
     seq_len, micro_batch_size = recipe["seq_len"], recipe["micro_batch_size"]
     tokenizer = options.tokenizer or options.model
     tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)
@@ -311,7 +309,7 @@ def main() -> None:
             speed = recipe["global_batch_size"] * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
 
-    # Save, all ranks together.
+    # Save: all ranks take part in the all-gather.
     if options.save:
         save(model, options.save)
     dist.barrier()

@@ -20,7 +20,7 @@ from shardscope.rehearsal.torch_step import finish_step, set_up_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
+    from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
@@ -30,9 +30,9 @@ def check_staged(plan: Plan) -> None:
     """Raise ``ValueError`` for pipeline plans that can be trained but not rehearsed one stage at a time."""
     degrees = plan.degrees
     if degrees.vpp > 1:
-        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", {"vpp": 1})
+        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are rehearsed one at a time", {"vpp": 1})
     if degrees.tp > 1:
-        why = "1 with pp > 1 in a rehearsal: what passes between stages is whole"
+        why = "1 with pp > 1 in a rehearsal: tensors between stages are not sharded"
         refuse("Layout.tp", degrees.tp, why, {"tp": 1})
 
 
@@ -113,7 +113,7 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
         engine.ctx.device,
         input_args=ids if engine.stage == 0 else hidden,
         output_args=logits if engine.stage == plan.degrees.pp - 1 else hidden,
-        group=engine.stage_mesh.get_group(),
+        group=engine.stage_group,
         tracker=tracker,
         num_planned=plan.num_micro_batches,
     )
@@ -121,13 +121,13 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with tracker.phase("forward"):
-            found: torch.Tensor = model.loss_function(
+            mean_loss: torch.Tensor = model.loss_function(
                 logits=output, labels=target, vocab_size=plan.architecture.vocab_size
             )
-        return found
+        return mean_loss
 
-    made: Any = get_schedule_class(engine.schedule_name)
-    schedule = made(stage, num_micro_batches, loss_fn=loss)
+    schedule_class = get_schedule_class(engine.schedule_name)
+    schedule = schedule_class(stage, num_micro_batches, loss_fn=loss)
     schedule._warmup_p2p = _shapes_are_known
     return schedule, stage
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine.choice import create_engine
-from shardscope.frameworks.fsdp2.engine.pipeline_engine import PipelinedEngine
-from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.engine.pipeline import PipelinedEngine
+from shardscope.frameworks.fsdp2.limits import SPLIT_TRAINED, check_pipeline, check_tensor_parallel
 from shardscope.frameworks.fsdp2.rehearsal.pipeline import check_staged, play_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
@@ -94,12 +94,12 @@ def check_rehearsed(plan: Plan) -> None:
         check_pipeline(plan)
         check_staged(plan)
     if layout.tp > 1:
-        check_parallel(plan)
+        check_tensor_parallel(plan)
     if layout.pp == layout.tp == 1:
         check_rehearsed_recipe(plan.recipe, "torchao")
     else:
         # Pipeline schedules and sharded vocabularies compute their own loss.
-        check_recipe(plan.recipe, PART_TRAINED)
+        check_recipe(plan.recipe, SPLIT_TRAINED)
 
 
 def _build_on_host(engine: Any, tracker: Tracker) -> None:

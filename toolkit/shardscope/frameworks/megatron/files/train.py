@@ -219,7 +219,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, planned = int(os.environ["LOCAL_RANK"]), cluster.gpus_per_node * cluster.num_nodes
     if world_size != planned:
-        raise SystemExit(f"the plan is for {planned} ranks, and these are {world_size}")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
     on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{local_rank}" if on_gpu else "cpu")
     if on_gpu:

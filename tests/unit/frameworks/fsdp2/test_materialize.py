@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardscope.frameworks.fsdp2.engine.engine import materialise
+from shardscope.frameworks.fsdp2.engine.engine import materialize
 from shardscope.rehearsal.fake_world import fake_ranks
 from shardscope.training.weights.initial_weights import FreshWeights
 
@@ -21,7 +21,7 @@ def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
         mesh = init_device_mesh("cpu", (ranks,))
         whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
         model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
-        materialise(model, FreshWeights(model, seed=7, device=CPU), device=CPU, compute=CPU)
+        materialize(model, FreshWeights(model, seed=7, device=CPU), device=CPU, compute=CPU)
         return model.weight.to_local().detach()
 
 

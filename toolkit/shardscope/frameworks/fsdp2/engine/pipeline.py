@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -48,8 +49,15 @@ class PipelinedEngine(Fsdp2Engine):
     @property
     def stage(self) -> int:
         """Index of this rank's pipeline stage, from 0."""
-        found: int = self.stage_mesh.get_local_rank()
-        return found
+        assert self.stage_mesh is not None, "make_mesh() creates it with pp > 1"
+        index: int = self.stage_mesh.get_local_rank()
+        return index
+
+    @property
+    def stage_group(self) -> ProcessGroup:
+        """Ranks of all stages, one each, that have this rank's position in its stage."""
+        assert self.stage_mesh is not None, "make_mesh() creates it with pp > 1"
+        return self.stage_mesh.get_group()
 
     @property
     def chunk_numbers(self) -> tuple[int, ...]:
@@ -109,34 +117,34 @@ class PipelinedEngine(Fsdp2Engine):
             # Initial weights are seeded by parameter name, so the two copies would differ.
             dist.broadcast(local_shard(tied.detach()), group=self._tied_group, group_src=0)
         if self._scaler is not None:
-            self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device)
+            self._scaler = _StagesScaler(self.stage_group, self.ctx.device)
         return trained
 
-    def _make_tied_group(self) -> Any:
+    def _make_tied_group(self) -> ProcessGroup | None:
         """Return this rank's group of first-stage and last-stage rank with the same embedding shard.
 
         None on the stages between them. Creates the groups of all pairs, so every rank must call it.
         """
-        pp, each = self.plan.degrees.pp, self.ctx.world_size // self.plan.degrees.pp
-        pairs = [[place, (pp - 1) * each + place] for place in range(each)]
+        pp, ranks_per_stage = self.plan.degrees.pp, self.ctx.world_size // self.plan.degrees.pp
+        pairs = [[rank, (pp - 1) * ranks_per_stage + rank] for rank in range(ranks_per_stage)]
         groups = [dist.new_group(pair) for pair in pairs]
-        return groups[self.ctx.rank % each] if self.stage in (0, pp - 1) else None
+        return groups[self.ctx.rank % ranks_per_stage] if self.stage in (0, pp - 1) else None
 
     # ---- a step
 
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         micros = micro_batches.split_batch(_only_text(batch), self.plan.num_micro_batches)
-        counted = micro_batches.LossWeights(micros)
+        loss_weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
-        weights = [counted[index] for index in range(len(micros))]
+        weights = [loss_weights[index] for index in range(len(micros))]
         device = self.ctx.device
         losses = _Losses(weights, self._scaler, device)
         schedule = self._schedule(micros[0]["input_ids"].shape, losses, watch)
-        there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        device_batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with loss_parallel() if self.tp_mesh is not None else nullcontext():
             schedule.step(
-                *((there["input_ids"],) if self.stage == 0 else ()),
-                **({"target": there["labels"]} if self._has_last else {}),
+                *((device_batch["input_ids"],) if self.stage == 0 else ()),
+                **({"target": device_batch["labels"]} if self._has_last else {}),
                 return_outputs=False,
             )
         # Ranks of other stages add zero.
@@ -169,12 +177,12 @@ class PipelinedEngine(Fsdp2Engine):
             options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
             count = self.plan.num_micro_batches
             self._stages = stages
-            made = get_schedule_class(self.schedule_name)
-            self._made_schedule = made(stages if len(stages) > 1 else stages[0], count, **options)
+            schedule_class = get_schedule_class(self.schedule_name)
+            self._torch_schedule = schedule_class(stages if len(stages) > 1 else stages[0], count, **options)
         self._losses = losses
         for stage in self._stages:
             stage.watch = watch
-        return self._made_schedule
+        return self._torch_schedule
 
     def _loss_of(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         model: Any = self.chunks[-1].model
@@ -226,26 +234,27 @@ class PipelinedEngine(Fsdp2Engine):
     def called(self) -> tuple[torch.nn.Module, ...]:
         return self.chunks
 
-    def read_back(self) -> dict[str, Any]:
-        found = super().read_back()
+    def read_back(self) -> dict[str, object]:
+        record = super().read_back()
         pp, vpp = self.plan.degrees.pp, self.plan.degrees.vpp
-        group = self.stage_mesh.get_group()
-        if dist.get_world_size(group) != pp:
+        if dist.get_world_size(self.stage_group) != pp:
             raise RuntimeError(
-                f"the plan says pp={pp}, and the group of stages has {dist.get_world_size(group)}"
+                f"the plan says pp={pp}, and the group of stages has {dist.get_world_size(self.stage_group)}"
             )
-        layers = sorted({int(name.split(".")[2]) for name in found["sharded_names"] if ".layers." in name})
+        names = [name for name, _ in self.model.named_parameters()]
+        layers = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
         planned = self.plan.stage_layers[self.stage]
         if len(layers) != planned:
             raise RuntimeError(f"stage {self.stage} should have {planned} layers, and has {len(layers)}")
-        twice = self._is_tied * self.plan.architecture.vocab_size * self.plan.architecture.hidden_size
-        expected = self.plan.architecture.num_parameters + twice
-        if found["num_parameters"] != expected:
+        expected = self.plan.architecture.num_parameters
+        if self._is_tied:  # The first and the last stage have a copy each.
+            expected += self.plan.architecture.vocab_size * self.plan.architecture.hidden_size
+        if record["num_parameters"] != expected:
             raise RuntimeError(
-                f"the stages hold {found['num_parameters']:,} weights, and the plan has {expected:,}"
+                f"the stages have {record['num_parameters']:,} weights, and the plan has {expected:,}"
             )
         return {
-            **found,
+            **record,
             "pp": pp,
             "vpp": vpp,
             "stage": self.stage,
@@ -299,7 +308,7 @@ class _Stage(PipelineStage):  # type: ignore[misc]
             engine.ctx.device,
             input_args=ids if chunk.is_first else hidden,
             output_args=logits if chunk.is_last else hidden,
-            group=engine.stage_mesh.get_group(),
+            group=engine.stage_group,
         )
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +331,7 @@ class _Stage(PipelineStage):  # type: ignore[misc]
 class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
     """fp16 gradient scaler shared by all stages: an overflow on one stage skips the step on all."""
 
-    def __init__(self, stages: Any, device: torch.device) -> None:
+    def __init__(self, stages: ProcessGroup, device: torch.device) -> None:
         super().__init__(device.type, init_scale=2.0**12)
         self._stages_group = stages
         # torch creates the scale at the first loss, which only the last stage computes.
@@ -330,8 +339,8 @@ class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
-        for found in self._found_inf_per_device(optimizer).values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._stages_group)
+        for found_inf in self._found_inf_per_device(optimizer).values():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._stages_group)
 
 
 def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -369,10 +378,10 @@ class StageModule(torch.nn.Module):  # type: ignore[misc]
         """Run the stage: (batch, sequence[, hidden]) in, (batch, sequence, hidden or vocabulary) out."""
         if self._tp_mesh is not None and not self.is_first:
             x = DTensor.from_local(x, self._tp_mesh, [Shard(1)], run_check=False)
-        given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         # The last stage runs the causal language model's own forward, which may scale its logits.
-        found = (self.model if self.is_last else self.model.model)(**given, use_cache=False)
-        states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
+        output = (self.model if self.is_last else self.model.model)(**inputs, use_cache=False)
+        states: torch.Tensor = output.logits if self.is_last else output.last_hidden_state
         if isinstance(states, DTensor) and not self.is_last:
             return states.redistribute(placements=[Shard(1)]).to_local()
         return states
