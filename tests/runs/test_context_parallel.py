@@ -349,7 +349,7 @@ def on_old_gpus(plan: Plan) -> Plan:
         ),
         (plan_of(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
         (plan_of(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
-        (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 to train"),
+        (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 for this engine"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -248,7 +248,7 @@ def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
     [
         (plan_of(4, architecture("mixtral", 2), tp=2), "cannot shard fused projections and experts"),
         (plan_of(4, architecture("gpt2", 2), pp=2), "cannot be split into stages"),
-        (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor multiplies equal parts"),
+        (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor needs shards of equal size"),
     ],
 )
 def test_what_has_no_parts_is_refused(plan: Plan, words: str) -> None:
