@@ -339,7 +339,7 @@ def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
     ("fields", "words"),
     [
         ({"layout": {"stage": 3}, "loss": "chunked"}, "fsdp2 runs it"),
-        ({"layout": {"stage": 2}, "optimizer": "adamw_8bit"}, "'adamw', 'sgd', 'adafactor' to train"),
+        ({"layout": {"stage": 2}, "optimizer": "adamw_8bit"}, "'adamw', 'sgd', 'adafactor' for this engine"),
     ],
 )
 def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
