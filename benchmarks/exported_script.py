@@ -12,6 +12,7 @@ import json
 import runpy
 import sys
 import time
+from pathlib import Path
 
 
 class StepEnds(io.TextIOBase):
@@ -32,10 +33,12 @@ class StepEnds(io.TextIOBase):
 def main() -> None:
     """Run the script that the first argument names, with the others."""
     del sys.argv[0]
+    # As ``python train.py`` does: the script imports the files beside it.
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     on_device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     with open(sys.argv[0], encoding="utf-8") as script:  # noqa: PTH123
         if "from megatron" in script.read():
-            from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+            from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
 
             on_device = cpu_ranks()
     with on_device, contextlib.redirect_stdout(StepEnds()):

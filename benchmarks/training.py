@@ -21,6 +21,7 @@ from pathlib import Path
 import shardscope as ss
 from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
 from shardscope.frameworks.formats.train_file import MODEL_FILE, SCRIPT_FILE, build_config
+from shardscope.frameworks.megatron.files.export import MODEL_SCRIPT
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import find_free_port
 from shardscope.records.files import read_json, read_lines
@@ -158,7 +159,8 @@ def export_script(plan: ss.Plan, folder: Path) -> Path:
     if not script.exists():
         (folder / MODEL_FILE).write_text(json.dumps(build_config(plan)), encoding="utf-8")
         files = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
-        script.write_text((files / SCRIPT_FILE).read_text(encoding="utf-8"), encoding="utf-8")
+        for name in (SCRIPT_FILE, MODEL_SCRIPT):
+            (folder / name).write_text((files / name).read_text(encoding="utf-8"), encoding="utf-8")
     return script
 
 

@@ -14,13 +14,13 @@ def held_by_stage(ctx: Any) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import shardscope as ss
-    from shardscope.frameworks.deepspeed.engine.launching import connect
+    from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed
     from shardscope.frameworks.deepspeed.files.config import deepspeed_config
     from shardscope.training.model.model import build_model
 
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
     get_accelerator().create_op_builder = lambda name: None
-    connect(deepspeed, "gloo", ctx.rank)
+    connect_deepspeed("gloo", ctx.rank)
     found: dict[str, Any] = {}
     plan = ctx.plan
     for stage in (1, 2, 3):

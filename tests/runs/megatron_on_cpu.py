@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -124,7 +124,7 @@ def test_a_run_says_so(name: str, found: list[dict[str, Any]]) -> None:
 
 
 def test_a_type_that_is_not_the_plan_s_fails_the_run(found: list[dict[str, Any]]) -> None:
-    words = "the plan's bytes of a gradient on its way: 4; DeepSpeed made: 2"
+    words = "the plan's bytes of a reduced gradient: 4; DeepSpeed built: 2"
     assert [rank["contradiction"] for rank in found] == [words] * 2
 
 

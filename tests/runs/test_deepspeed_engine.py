@@ -276,15 +276,15 @@ def test_an_update_works_with_what_was_predicted(found: list[dict[str, Any]]) ->
             "DeepSpeed ZeRO-0: every rank has all weights, gradients and optimizer state, 2 ranks "
             "(gloo, cpu), fp32 compute",
         ),
-        ("zero-1", "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu), fp32 compute"),
+        ("zero-1", "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu), fp32 compute"),
         (
             "zero-3 bf16",
-            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are shared out over 2 ranks "
+            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are partitioned over 2 ranks "
             "(gloo, cpu), bf16 compute",
         ),
         (
             "zero-3 on the host",
-            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are shared out over 2 ranks "
+            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are partitioned over 2 ranks "
             "(gloo, cpu), optimizer state in host memory, weights in host memory, fp32 compute",
         ),
     ],
@@ -332,7 +332,7 @@ def test_parts_are_of_the_plans_type_whatever_the_processor_has(found: list[dict
 
 
 def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
-    assert found[0]["contradiction"] == "the plan's stage: 2; DeepSpeed made: 1"
+    assert found[0]["contradiction"] == "the plan's stage: 2; DeepSpeed built: 1"
 
 
 @pytest.mark.parametrize(

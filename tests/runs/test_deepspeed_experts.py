@@ -182,7 +182,7 @@ def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]
     first, second = (rank["engine"] for rank in found["zero-1"])
     assert (first["experts"], second["experts"]) == ([0, 1], [2, 3])
     assert first["sentence"] == (
-        "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu); experts 0, 1 of each "
+        "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu); experts 0, 1 of each "
         "layer on this rank, over 2 ranks, fp32 compute"
     )
     for name in OVER_FOUR:

@@ -204,12 +204,12 @@ def test_a_family_trains_as_one_process_does(family: str, request: pytest.Fixtur
 def test_a_run_says_what_was_cut(found: dict[str, Any]) -> None:
     record = found["zero-1 over four"][3]["engine"]
     assert record["sentence"] == (
-        "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu); AutoTP has cut 15 of 21 "
+        "DeepSpeed ZeRO-1: optimizer state is partitioned over 2 ranks (gloo, cpu); AutoTP shards 15 of 21 "
         "tensors over 2 ranks, fp32 compute"
     )
     assert (record["tp"], record["tp_ranks"]) == (2, [2, 3])
     assert record["num_parameters"] == LLAMA.num_parameters
-    assert "DeepSpeed left 14 whole" in found["left whole"][0]
+    assert "DeepSpeed did not shard 14: " in found["left whole"][0]
 
 
 @thorough()

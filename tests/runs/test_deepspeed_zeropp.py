@@ -112,4 +112,6 @@ def tiny_report(method: str) -> Any:
 def test_a_run_says_so(found: list[dict[str, Any]]) -> None:
     record = found[0]["full"]["engine"]
     assert record["zero_hpz_partition_size"] == 2
-    assert record["sentence"].endswith("weights a second time over 2 ranks (hpZ), fp32 compute")
+    assert record["sentence"].endswith(
+        "a secondary partition of the weights over 2 ranks (hpZ), fp32 compute"
+    )

@@ -100,7 +100,7 @@ def test_what_ranks_draw_in_parts_is_one_model(name: str, losses: list[dict[str,
 
 def most_held(ctx: StandInContext) -> dict[str, float]:
     """Of the whole model in fp32, what a rank held at most while its own part was made."""
-    from shardscope.frameworks.deepspeed.engine import engine, pipeline_engine
+    from shardscope.frameworks.deepspeed.engine import engine, pipeline
 
     found: dict[str, float] = {}
 
@@ -118,8 +118,8 @@ def most_held(ctx: StandInContext) -> dict[str, float]:
     set_up(ctx, plan_of(3))  # What is imported and made once, is.
     building.HOST_BUILD_BYTES = 0
     for name, module, made, layout in (
-        ("zero-3", engine, "cut_as_made", {"stage": 3}),
-        ("pp", pipeline_engine, "build_initialized", {"stage": 1, "pp": 2}),
+        ("zero-3", engine, "partition_one_by_one", {"stage": 3}),
+        ("pp", pipeline, "build_initialized", {"stage": 1, "pp": 2}),
     ):
         plan = replace(plan_of(**layout), architecture=wide)
         own = getattr(module, made)

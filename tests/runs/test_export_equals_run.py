@@ -27,10 +27,10 @@ from finetuned_models import small_model  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
-from shardscope.frameworks.deepspeed.engine.launching import connect  # noqa: E402
+from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed  # noqa: E402
 from shardscope.frameworks.engines import get_engine_class  # noqa: E402
+from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks  # noqa: E402
 from shardscope.frameworks.megatron.engine.model import leave_model_parallel  # noqa: E402
-from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks  # noqa: E402
 from shardscope.memory.overheads import building  # noqa: E402
 from shardscope.memory.state.lora import count_adapter_parameters  # noqa: E402
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
@@ -137,7 +137,7 @@ def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
     for name in found:
         framework = plan_of(name).layout.framework
         if framework == "deepspeed":
-            connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
+            connect_deepspeed("gloo", ctx.rank)
         if framework == "megatron":
             leave_model_parallel()
         with made_so(name):

@@ -155,14 +155,14 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
     from shardscope.frameworks.deepspeed.engine import engine
 
     begun(ctx, small, plan_of(small, Layout.zero(stage=3)))
-    cut, found = engine.cut_as_made, [0]
+    cut, found = engine.partition_one_by_one, [0]
 
     def watched(*args: Any, **options: Any) -> None:
         with most_anonymous() as most:
             cut(*args, **options)
         found[0] = most[0]
 
-    engine.cut_as_made = watched
+    engine.partition_one_by_one = watched
     plan = plan_of(wide, Layout.zero(stage=3))
     begun(ctx, wide, plan)
     return found[0] / (4 * plan.architecture.num_parameters)

@@ -144,19 +144,19 @@ def attention_of_another(ctx: StandInContext) -> str:
         def __init__(self, config: Any, **fields: Any) -> None:
             super().__init__(replace(config, context_parallel_size=1), **fields)
 
-    before = engine_model.attention_of
-    engine_model.attention_of = lambda plan: Own
+    before = engine_model.choose_attention
+    engine_model.choose_attention = lambda plan: Own
     try:
         return told(ctx, TWO["cp2"])
     finally:
-        engine_model.attention_of = before
+        engine_model.choose_attention = before
 
 
 def positions_here() -> list[int]:
     """Of a sequence of eight tokens."""
-    from shardscope.frameworks.megatron.engine.context_parallel import own_pieces
+    from shardscope.frameworks.megatron.engine.context_parallel import shard_sequences
 
-    own: list[int] = own_pieces({"positions": torch.arange(8)[None]})["positions"][0].tolist()
+    own: list[int] = shard_sequences({"positions": torch.arange(8)[None]})["positions"][0].tolist()
     return own
 
 
@@ -255,7 +255,7 @@ def test_it_says_what_it_made(name: str, ranks: list[dict[str, Any]]) -> None:
         assert record["core_attention"] == ["GatheredAttention"]
         assert 0 < record["attention_off_by"] < LOOSE.get(name, 1e-4)
         assert f"cp {degrees.cp}" in record["sentence"]
-        assert "sequences in parts under GatheredAttention" in record["sentence"]
+        assert "sharded sequences with GatheredAttention" in record["sentence"]
     readers = degrees.tp * degrees.cp
     assert [rank["record"]["data_rank"] for rank in ranks] == [
         number // readers % degrees.data_parallel for number in range(len(ranks))

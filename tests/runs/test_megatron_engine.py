@@ -175,8 +175,8 @@ def contradictions(ctx: StandInContext) -> dict[str, str]:
 
     found = {}
     planned = plan(llama(num_hidden_layers=2), layout={"tp": 2})
-    groups, buffers = model.model_parallel, model.in_buffers
-    model.model_parallel = lambda plan: groups(
+    groups, buffers = model.init_model_parallel, model.wrap_chunks
+    model.init_model_parallel = lambda plan: groups(
         replace(plan, layout=Layout.megatron(pp=2), recipe=replace(plan.recipe))
     )
     try:
@@ -184,18 +184,18 @@ def contradictions(ctx: StandInContext) -> dict[str, str]:
     except RuntimeError as error:
         found["groups"] = str(error)
     finally:
-        model.model_parallel = groups
+        model.init_model_parallel = groups
     data = plan(llama(num_hidden_layers=2), layout={})
     whole = replace(data, layout=Layout.megatron(distributed_optimizer=False))
     optimizer = model.build_optimizer
-    model.in_buffers = lambda plan, *rest: buffers(whole, *rest)
+    model.wrap_chunks = lambda plan, *rest: buffers(whole, *rest)
     model.build_optimizer = lambda plan, *rest: optimizer(whole, *rest)
     try:
         fresh(ctx, data).engine.setup(lambda: build(data))
     except RuntimeError as error:
         found["optimizer"] = str(error)
     finally:
-        model.in_buffers, model.build_optimizer = buffers, optimizer
+        model.wrap_chunks, model.build_optimizer = buffers, optimizer
     return found
 
 
@@ -304,7 +304,7 @@ def test_it_says_what_it_made(ranks: list[dict[str, Any]]) -> None:
     split = records["tensor and sequence parallel"][0]
     assert split["sentence"] == (
         "Megatron-core: GPTModel in 1 chunk a rank, tp 2 with sequence parallelism (gloo, cpu), "
-        "DistributedOptimizer, its state in shares, fp32 compute"
+        "DistributedOptimizer, its state sharded, fp32 compute"
     )
     assert split["qkv_shape_here"] == [64, 64] and split["num_attention_heads_here"] == 2
     assert [each["layers_here"] for each in records["interleaved stages"]] == [[0, 2], [1, 3]]

@@ -112,7 +112,7 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from shardscope.frameworks.megatron.engine import model
-    from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+    from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
     from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
     from shardscope.training.model.model import build_model
 
@@ -124,12 +124,12 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     with cpu_ranks():
         degrees = {**vars(plan.layout), "etp": plan.layout.expert_tp}
         if degrees != _GROUPS_ARE_FOR:
-            model.model_parallel(plan)
+            model.init_model_parallel(plan)
             _GROUPS_ARE_FOR.clear()
             _GROUPS_ARE_FOR.update(degrees)
         model_parallel_cuda_manual_seed(7)
-        config = model.training_config(plan, source.config)
-        chunks = model.model_chunks(plan, config, source.config)
+        config = model.build_config(plan, source.config)
+        chunks = model.build_chunks(plan, config, source.config)
         load_hf(chunks, source.state_dict(), plan.architecture)
         mute_padding(chunks, plan.architecture)
         yield source, [chunk.eval() for chunk in chunks], config
@@ -176,7 +176,7 @@ def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
     from shardscope.frameworks.megatron.weights.load import load_hf
 
     with model_of(plan) as (source, models, config):
-        chunks = model.in_buffers(plan, config, models)
+        chunks = model.wrap_chunks(plan, config, models)
         numbers = OptimizerNumbers(learning_rate=0.01, weight_decay=0.1)
         optimizer = model.build_optimizer(plan, config, chunks, numbers, None)
         load_hf(chunks, source.state_dict(), plan.architecture, optimizer)
@@ -199,17 +199,17 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
             stepped(chunks, optimizer)
         position = {"num_steps_done": 2}
         if beside:
-            writing = checkpointing.Writing(path, chunks, optimizer, position)
+            saving = checkpointing.AsyncSave(path, chunks, optimizer, position)
             stepped(chunks, optimizer)
-            writing.look()
-            writing.wait()
+            saving.look()
+            saving.wait()
         else:
-            checkpointing.save(path, chunks, optimizer, position)
+            checkpointing.save_checkpoint(path, chunks, optimizer, position)
             stepped(chunks, optimizer)
         straight = to_hf(chunks, arch, optimizer)
         found["moved"] = farthest(source, straight) if rank == 0 else 1.0
     with training(after) as (chunks, optimizer, _):
-        found["position"] = checkpointing.load(path, after, chunks, optimizer)
+        found["num_steps"] = checkpointing.load_checkpoint(path, after, chunks, optimizer)
         stepped(chunks, optimizer)
         again = to_hf(chunks, arch, optimizer)
     found["apart"] = max((float((straight[name] - again[name]).abs().max()) for name in straight), default=0)
@@ -301,7 +301,7 @@ def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
     assert case["loaded"] == 0.0  # fp32 copies of 16-bit weights have every bit of what was built
     assert case["moved"] > 1e-3
     assert case["apart"] == 0.0
-    assert all(rank[name]["position"] == {"num_steps_done": 2} for rank in found)
+    assert all(rank[name]["num_steps"] == 2 for rank in found)
 
 
 @thorough()
@@ -337,7 +337,7 @@ def test_rotary_angles_are_taken_over_or_refused() -> None:
     needs("transformers")
     from transformers import LlamaConfig
 
-    from shardscope.frameworks.megatron.weights.config import model_numbers
+    from shardscope.frameworks.megatron.weights.config import convert_rope
 
     llama3 = {
         "rope_type": "llama3",
@@ -347,10 +347,10 @@ def test_rotary_angles_are_taken_over_or_refused() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    numbers = model_numbers(LlamaConfig(rope_parameters=llama3))
+    numbers = convert_rope(LlamaConfig(rope_parameters=llama3))
     assert numbers["rotary_base"] == 500_000.0
     assert numbers["rope_scaling"] and numbers["rope_scaling_factor"] == 8.0
     with pytest.raises(ValueError, match="rope_parameters"):
-        model_numbers(LlamaConfig(rope_parameters={**llama3, "high_freq_factor": 2.0}))
+        convert_rope(LlamaConfig(rope_parameters={**llama3, "high_freq_factor": 2.0}))
     with pytest.raises(ValueError, match="rope_parameters"):
-        model_numbers(LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}))
+        convert_rope(LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}))

@@ -16,7 +16,7 @@ from tests.needs import few
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron.rehearsal import cpu_stand_in
+from shardscope.frameworks.megatron.rehearsal import fake_device
 from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
 from shardscope.memory.report import PHASES, PhaseMemory
 from shardscope.prediction.support import list_supported
@@ -171,14 +171,14 @@ def test_only_the_rehearsal_imports_the_cpu_stand_in() -> None:
                 [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             )
             module = getattr(node, "module", None) or ""
-            if any("cpu_stand_in" in name for name in (*names, module)):
+            if any("fake_device" in name for name in (*names, module)):
                 importing.add(file.relative_to(PACKAGE).as_posix())
     assert importing == {"frameworks/megatron/rehearsal/rehearse.py"}
 
 
 def test_the_cpu_stand_in_refuses_a_process_that_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="uses CUDA"), cpu_stand_in.cpu_stand_in():
+    with pytest.raises(RuntimeError, match="uses CUDA"), fake_device.fake_device():
         pass
 
 
@@ -187,7 +187,7 @@ def test_the_cpu_stand_in_leaves_nothing_behind() -> None:
 
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "synchronize")}
     adam, available = torch.optim.AdamW, layers._grad_accum_fusion_available
-    with cpu_stand_in.cpu_stand_in():
+    with fake_device.fake_device():
         assert torch.empty(1, device="cuda").device.type == "cpu"
         assert torch.optim.AdamW is not adam
     assert all(getattr(torch.cuda, name) is was for name, was in before.items())

@@ -66,7 +66,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "recipe", "words"),
     [
-        ({"stage": 1, "pp": 2, "tp": 2}, {}, "AutoTP cuts whole models"),
+        ({"stage": 1, "pp": 2, "tp": 2}, {}, "AutoTP shards complete transformers models"),
         ({"stage": 1, "pp": 2}, {"method": "lora"}, "peft wraps the whole model"),
         ({"stage": 1, "pp": 2}, {"loss": "chunked"}, "the loss is the schedule's"),
     ],

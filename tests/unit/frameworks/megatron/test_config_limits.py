@@ -186,8 +186,8 @@ def test_scores_noise_and_routers_of_another_kind_are_refused_twice(
     needs("transformers")
     from transformers import AutoConfig
 
-    from shardscope.frameworks.megatron.weights.config import core_numbers
+    from shardscope.frameworks.megatron.weights.config import convert_config
 
     with pytest.raises(ValueError, match=words):
-        core_numbers(AutoConfig.for_model(family, **said))
-    assert core_numbers(AutoConfig.for_model(family))["layernorm_epsilon"] == 1e-5
+        convert_config(AutoConfig.for_model(family, **said))
+    assert convert_config(AutoConfig.for_model(family))["layernorm_epsilon"] == 1e-5

@@ -244,7 +244,7 @@ def test_only_the_engine_calls_the_cpu_ranks() -> None:
     importing = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if "real_cpu" in (getattr(node, "module", None) or ""):
+            if "cpu_ranks" in (getattr(node, "module", None) or ""):
                 importing.add(file.relative_to(PACKAGE).as_posix())
     assert importing == {"frameworks/megatron/engine/engine.py"}
 
@@ -256,7 +256,7 @@ class TestOnCpuRanks:
     def test_a_process_that_uses_cuda_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
-        from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+        from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
 
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="uses CUDA"), cpu_ranks():
@@ -281,7 +281,7 @@ class TestOnCpuRanks:
         from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.tensor_parallel import random
 
-        from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+        from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
 
         names = ("current_device", "Stream", "synchronize", "manual_seed", "get_rng_state")
         before = {name: getattr(torch.cuda, name) for name in names}

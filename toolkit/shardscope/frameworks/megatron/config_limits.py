@@ -18,9 +18,9 @@ ROPES = ("default", "linear", "llama3")
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")
 ACTIVATIONS = ("silu", *TANH_GELUS)
 
-OTHERWISE: Mapping[str, tuple[object, str]] = {
+SUPPORTED_VALUES: Mapping[str, tuple[object, str]] = {
     "scale_attn_weights": (True, "megatron-core always divides scores by the root of a head's width"),
-    "scale_attn_by_inverse_layer_idx": (False, "its scores here are divided by no layer's number"),
+    "scale_attn_by_inverse_layer_idx": (False, "megatron-core does not divide scores by the layer's index"),
 }
 """Config option -> the only value that the engine supports, and why."""
 
@@ -33,24 +33,24 @@ def check_computed(config: Mapping[str, Any]) -> None:
     ``config`` is a config.json, or ``to_dict()`` of a transformers config. A missing option has its family's
     default, which is supported for every family that trains.
     """
-    for name, (computed, why) in OTHERWISE.items():
+    for name, (computed, why) in SUPPORTED_VALUES.items():
         if config.get(name, computed) != computed:
             refuse(f"config.{name}", config[name], f"{computed!r} with Megatron: {why}", OTHER_ENGINE)
-    said = activation_name(config)
-    if said is not None and said not in ACTIVATIONS:
+    activation = get_activation_name(config)
+    if activation is not None and activation not in ACTIVATIONS:
         refuse(
             "config.hidden_act",
-            said,
-            f"{', '.join(map(repr, ACTIVATIONS))} with Megatron-core, whose activations these are here",
+            activation,
+            f"{', '.join(map(repr, ACTIVATIONS))} with Megatron-core",
             OTHER_ENGINE,
         )
     _check_routing(config)
-    _check_rope(rope_of(config))
+    _check_rope(read_rope(config))
 
 
 def _check_routing(config: Mapping[str, Any]) -> None:
-    normalised = config.get("norm_topk_prob", family_named(config.get("model_type")).normalizes_top_k)
-    if normalised and config.get("num_experts_per_tok") == 1:
+    normalizes = config.get("norm_topk_prob", family_named(config.get("model_type")).normalizes_top_k)
+    if normalizes and config.get("num_experts_per_tok") == 1:
         refuse(
             "config.num_experts_per_tok",
             1,
@@ -60,42 +60,44 @@ def _check_routing(config: Mapping[str, Any]) -> None:
         )
 
 
-def activation_name(config: Mapping[str, Any]) -> Any:
+def get_activation_name(config: Mapping[str, Any]) -> Any:
     """Return the name of the MLP's activation function, or None if the config does not set it."""
     return config.get(family_named(config.get("model_type")).activation_key)
 
 
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary embedding options, normalized as transformers 5 does for configs of all versions.
 
     Source: ``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`` of transformers 5.
     """
-    said = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    said["rope_type"] = said.get("rope_type", said.get("type", "default"))
-    if said.get("partial_rotary_factor") is None:
-        said["partial_rotary_factor"] = config.get("partial_rotary_factor") or 1.0
-    if said["rope_type"] == "llama3":
-        outside = config.get("original_max_position_embeddings")
-        said.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        said["original_max_position_embeddings"] = outside or said["original_max_position_embeddings"]
-    return said
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") is None:
+        rope["partial_rotary_factor"] = config.get("partial_rotary_factor") or 1.0
+    if rope["rope_type"] == "llama3":
+        top_level = config.get("original_max_position_embeddings")
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        rope["original_max_position_embeddings"] = top_level or rope["original_max_position_embeddings"]
+    return rope
 
 
-def _check_rope(said: Mapping[str, Any]) -> None:
-    kind = said["rope_type"]
-    is_other_llama3 = kind == "llama3" and any(said.get(n) != value for n, value in LLAMA3_SCALING.items())
-    if kind not in ROPES or is_other_llama3:
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    rope_type = rope["rope_type"]
+    is_other_llama3 = rope_type == "llama3" and any(
+        rope.get(n) != value for n, value in LLAMA3_SCALING.items()
+    )
+    if rope_type not in ROPES or is_other_llama3:
         refuse(
             "config.rope_parameters",
-            dict(said),
+            dict(rope),
             f"rope_type 'default', 'linear', or 'llama3' with {LLAMA3_SCALING}, which megatron-core's "
             "RotaryEmbedding has",
             OTHER_ENGINE,
         )
-    if said["partial_rotary_factor"] != 1.0:
+    if rope["partial_rotary_factor"] != 1.0:
         refuse(
             "config.partial_rotary_factor",
-            said["partial_rotary_factor"],
+            rope["partial_rotary_factor"],
             "1.0: transformers rotates whole heads of the families that train with Megatron",
             OTHER_ENGINE,
         )

@@ -25,6 +25,7 @@ from shardscope.core.layout import (
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
+    from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
 
 
@@ -401,3 +402,10 @@ def splits(num_layers: int, pp: int, vpp: int) -> bool:
     except LookupError:
         return False
     return True
+
+
+def get_megatron_layout(plan: Plan) -> MegatronLayout:
+    """Return the layout of ``plan``, which must be one of Megatron-core's."""
+    layout = plan.layout
+    assert isinstance(layout, MegatronLayout), layout
+    return layout

@@ -1,24 +1,27 @@
-"""Checkpoints in DeepSpeed's own format, and whole weights out of its parts.
+"""Checkpoints in DeepSpeed's own format, and full weights gathered from ZeRO partitions.
 
-DeepSpeed writes a file for each rank and pickles in it, which :func:`checked_files` has read with care.
-What one number of ranks at one stage wrote, only the same number at the same stage reads back.
+DeepSpeed writes one file per rank, with pickles in it, which :func:`restrict_pickles` loads safely. A
+checkpoint loads only with the number of ranks and the ZeRO stage that wrote it.
 """
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch._utils import _unflatten_dense_tensors
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints import random_state
@@ -31,6 +34,8 @@ from shardscope.training.checkpoints.temporary_folder import (
 )
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from shardscope.core.plan import Plan
     from shardscope.training.weights.pretrained import FullTensors
 
@@ -38,39 +43,47 @@ TAG = "zero"
 """DeepSpeed's name for the one state that a folder holds."""
 
 
-def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) -> None:
-    """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON."""
-    with replace_when_complete(path) as aside:
-        _save(aside, engine, only_trained)
-        dist.barrier()  # Rank 0 signs what all have written.
+def save_checkpoint(
+    path: Path, engine: DeepSpeedEngine, position: dict[str, object], *, only_trained: bool
+) -> None:
+    """Write a checkpoint folder, with ``position`` as JSON. Collective."""
+    with replace_when_complete(path) as folder:
+        _save_state(folder, engine, only_trained)
+        dist.barrier()  # Rank 0 signs the files of all ranks.
         if dist.get_rank() == 0:
-            write_position(aside, position)
+            write_position(folder, position)
 
 
-class Writing:
-    """A checkpoint whose bytes are in host memory, and which a thread of each rank writes beside steps.
+class AsyncSave:
+    """Asynchronous save: each rank copies its state to host memory, and a thread writes it during steps.
 
-    All ranks together. ``group`` is a gloo group of them that nothing else uses: the threads meet in it.
+    Collective. ``group`` is a gloo group of all ranks that nothing else uses: the threads synchronize with
+    it.
     """
 
     def __init__(
-        self, path: Path, engine: Any, position: dict[str, Any], only_trained: bool, group: Any
+        self,
+        path: Path,
+        engine: DeepSpeedEngine,
+        position: dict[str, object],
+        group: dist.ProcessGroup,
+        *,
+        only_trained: bool,
     ) -> None:
-
         self._path, self._position, self._group = path, position, group
-        self._aside = create_temporary(path)
+        self._temporary = create_temporary(path)
         self._files = StagedFiles()
-        own, engine.checkpoint_engine = engine.checkpoint_engine, self._files
+        original, engine.checkpoint_engine = engine.checkpoint_engine, self._files
         try:
-            _save(self._aside, engine, only_trained)
+            _save_state(self._temporary, engine, only_trained)
         finally:
-            engine.checkpoint_engine = own
+            engine.checkpoint_engine = original
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Come back when it is whole; raises what kept it from that."""
+        """Wait until the checkpoint is complete. Raises the error of the writing thread."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -83,7 +96,7 @@ class Writing:
                 self._files.write()
             except OSError as error:
                 problem = error
-            # Nobody names what another has not written.
+            # Rename the folder only if every rank has written its part.
             failed = torch.tensor(int(problem is not None))
             dist.all_reduce(failed, group=self._group)
             if problem is not None:
@@ -91,222 +104,215 @@ class Writing:
             if int(failed):
                 raise RuntimeError(f"other ranks could not write their part of {self._path}")
             if dist.get_rank() == 0:
-                write_position(self._aside, self._position)
-                replace_folder(self._aside, self._path)
+                write_position(self._temporary, self._position)
+                replace_folder(self._temporary, self._path)
         except BaseException as error:
             self._error = error
 
 
-def _save(aside: Path, engine: Any, only_trained: bool) -> None:
-    random_state.write_states(aside)
-    engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
+def _save_state(folder: Path, engine: DeepSpeedEngine, only_trained: bool) -> None:
+    random_state.write_states(folder)
+    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
 
 
-def load(path: Path, plan: Plan, engine: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Read ``path`` into DeepSpeed's engine; return its position, which fits this run's ``own``.
+def load_checkpoint(
+    path: Path, plan: Plan, engine: DeepSpeedEngine, run_position: Mapping[str, object]
+) -> int:
+    """Load a checkpoint folder into DeepSpeed's engine. Return the number of steps that it was saved after.
 
-    Raises as :func:`read_position` does, and ``ValueError`` for one of another stage or number of ranks, or
-    one that asks for a class that a stranger's may not have.
+    Raises as :func:`read_position` does, and ``ValueError`` for another ZeRO stage or other degrees than
+    ``run_position``'s, or if another user's checkpoint pickles a class outside of :data:`CLASSES`.
     """
-    # DeepSpeed must know its accelerator before its classes are imported.
-
     only_trained = plan.recipe.has_adapters
     position = read_position(path, plan)
-    _check_fits(path, position, own)
-    with _own_settings(engine.optimizer), checked_files(engine, path):
+    _check_fits(path, position, run_position)
+    with _restore_missing_settings(engine.optimizer), restrict_pickles(engine, path):
         engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
     random_state.restore_states(path)
-    return position
+    return int(position["num_steps_done"])
 
 
 @contextmanager
-def _own_settings(optimizer: Any) -> Iterator[None]:
-    """Settings that what is loaded inside does not know stay.
+def _restore_missing_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the optimizer settings that the checkpoint loaded inside does not contain.
 
-    torch's Adam saves none of ``bias_correction``, without which DeepSpeed's own, on the host, takes no step.
+    torch's AdamW saves no ``bias_correction``, without which DeepSpeed's CPU Adam cannot step.
     """
-    own = [
+    before = [
         {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
     yield
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
         for name, value in settings.items():
             group.setdefault(name, value)
 
 
-def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> None:
-    if position.get("framework") != own["framework"]:  # One of before its format was told.
+def _check_fits(path: Path, position: Mapping[str, object], run_position: Mapping[str, object]) -> None:
+    # Checkpoints of the first versions do not name their framework.
+    if position.get("framework") != run_position["framework"]:
         refuse(
             "checkpoint of",
             position.get("framework"),
-            "'deepspeed': ZeRO reads its own format alone",
+            "'deepspeed': ZeRO loads only its own format",
             "Engine.export of the run that saved it, and these weights as the model to start from",
         )
-    for field, words in (
+    for field, description in (
         ("stage", "ZeRO stage"),
         ("world_size", "number of ranks"),
-        ("tp", "number of parts of each matrix"),
+        ("tp", "tensor-parallel degree"),
         ("pp", "number of pipeline stages"),
-        ("ep", "number of ranks that share out experts"),
+        ("ep", "expert-parallel degree"),
     ):
-        # Older checkpoints tell only what was more than one.
+        # Older checkpoints contain only degrees above 1.
         saved = position.get(field, 1)
-        if saved != own[field]:
+        if saved != run_position[field]:
             refuse(
                 f"{field} of this run",
-                own[field],
-                f"{saved}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
-                "anew; fsdp2 and ddp resume over any number of ranks",
+                run_position[field],
+                f"{saved}, the {description} that saved {path.name}: DeepSpeed cannot reshard partitions; "
+                "fsdp2 and ddp resume on any number of ranks",
                 {field: saved},
             )
 
 
-def full_tensors(engine: Any, *, main: bool, only_trained: bool) -> FullTensors:
-    """The parameters one by one, gathered on all ranks; of rank 0 they come in host memory.
+def gather_tensors(engine: DeepSpeedEngine, *, main: bool, only_trained: bool) -> FullTensors:
+    """Yield the full parameters and persistent buffers by name: on rank 0 in host memory, elsewhere None.
 
-    ``main``: in fp32, out of the main copies, where DeepSpeed keeps such; else as forward reads them. A tied
-    weight comes once, under its first name, and a persistent buffer under its own.
+    Collective. ``main``: fp32 main weights, if DeepSpeed keeps them, else the weights that forward reads. A
+    tied weight comes once, under its first name.
     """
-    gather = gathering(engine, main=main)
+    gather = build_gather(engine, main=main)
     for name, parameter in engine.module.named_parameters():
         if only_trained and not parameter.requires_grad:
             continue
-        whole = gather(parameter)
-        yield name, whole.cpu() if dist.get_rank() == 0 else None
+        tensor = gather(parameter)
+        yield name, tensor.cpu() if dist.get_rank() == 0 else None
     if not only_trained:
-        kept = engine.module.state_dict().keys()
+        persistent = engine.module.state_dict().keys()
         for name, buffer in engine.module.named_buffers():
-            if name in kept:
+            if name in persistent:
                 yield name, buffer.cpu() if dist.get_rank() == 0 else None
 
 
-def gathering(
-    engine: Any, *, main: bool, device: torch.device | None = None
-) -> Callable[[Any], torch.Tensor]:
-    """What gathers a parameter on all ranks with parts of it; ``main``: its main copy, if there is one.
+def build_gather(
+    engine: DeepSpeedEngine, *, main: bool, device: torch.device | None = None
+) -> Callable[[torch.nn.Parameter], torch.Tensor]:
+    """Return a function that gathers the full tensor of a parameter on the ranks with its partitions.
 
-    On ``device``, from which it can be sent; without, wherever it lies.
+    ``main``: its fp32 main weights, if DeepSpeed keeps them. The result is on ``device``; without, on the
+    device of the weights.
     """
-    copies = _unflattened(engine.optimizer) if main and engine.zero_optimization_stage() == 0 else {}
+    main_weights = {}
+    if main and engine.zero_optimization_stage() == 0:
+        main_weights = _unflatten_main_weights(engine.optimizer)
 
-    def gather(parameter: Any) -> torch.Tensor:
-        whole = copies.get(id(parameter))
-        if whole is None and main and parameter.requires_grad:
-            whole = _main_copy(parameter)
-        found = (_as_read(parameter) if whole is None else whole).detach()
-        return found if device is None else found.to(device)
+    def gather(parameter: torch.nn.Parameter) -> torch.Tensor:
+        tensor = None
+        if main:
+            tensor = main_weights.get(id(parameter))
+            if tensor is None and parameter.requires_grad:
+                tensor = safe_get_full_fp32_param(parameter)
+        if tensor is None:
+            tensor = _gather_weights(parameter)
+        tensor = tensor.detach()
+        return tensor if device is None else tensor.to(device)
 
     return gather
 
 
-def _main_copy(parameter: Any) -> torch.Tensor | None:
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found: torch.Tensor | None = safe_get_full_fp32_param(parameter)
-    return found
-
-
-def _as_read(parameter: Any) -> torch.Tensor:
+def _gather_weights(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the weights that forward reads, all-gathered in stage 3."""
     if not hasattr(parameter, "ds_tensor"):
-        found: torch.Tensor = parameter.data
-        return found
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        whole: torch.Tensor = parameter.data.clone()
-    return whole
+        return parameter.data
+    with GatheredParameters([parameter]):
+        return parameter.data.clone()
 
 
-def _unflattened(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Stage 0's fp32 main copies, by the parameter whose they are; none where weights are fp32 themselves."""
-    halves = getattr(optimizer, "fp16_groups", ())
+def _unflatten_main_weights(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Return stage 0's fp32 main weights by the ``id`` of their parameter; none if the weights are fp32."""
+    half_groups = getattr(optimizer, "fp16_groups", ())
     if hasattr(optimizer, "fp32_groups_flat"):
-        from torch._utils import _unflatten_dense_tensors
-
-        mains = [
+        main_groups = [
             _unflatten_dense_tensors(flat, group)
-            for flat, group in zip(optimizer.fp32_groups_flat, halves, strict=True)
+            for flat, group in zip(optimizer.fp32_groups_flat, half_groups, strict=True)
         ]
     else:
-        mains = getattr(optimizer, "fp32_groups", [])
+        main_groups = getattr(optimizer, "fp32_groups", [])
     return {
-        id(half): main
-        for group, copies in zip(halves, mains, strict=True)
-        for half, main in zip(group, copies, strict=True)
+        id(parameter): main
+        for group, main_group in zip(half_groups, main_groups, strict=True)
+        for parameter, main in zip(group, main_group, strict=True)
     }
 
 
-# ---- DeepSpeed's files read without running what a stranger pickled, as one of its own checkpoint engines
-#
-# Imported once ``deepspeed`` knows its accelerator.
+# ---- Safe loading of DeepSpeed's pickles
 
 
 CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-"""What DeepSpeed 0.19.8 pickles beside tensors and plain values, at every stage: numbers in fields."""
+"""Classes that DeepSpeed 0.19.8 pickles besides tensors and plain values: their fields are numbers."""
 
 
 class CheckedFiles(CheckpointEngine):  # type: ignore[misc]
-    """Reads what DeepSpeed's own engine does with ``torch.load(..., weights_only=False)``."""
+    """Checkpoint engine that loads only :data:`CLASSES`; DeepSpeed's own loads any class."""
 
-    def create(self, info: Any) -> None:
-        """Nothing to prepare."""
+    def create(self, info: object) -> None:
+        """Do nothing: there is nothing to prepare."""
 
-    def save(self, state_dict: Any, path: str) -> None:
-        raise NotImplementedError("DeepSpeed's own engine writes")
+    def save(self, state_dict: object, path: str) -> None:
+        raise NotImplementedError("DeepSpeed's own engine saves")
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: torch.device | str | None = None) -> object:
         return load_file(Path(path), CLASSES, map_location)
 
-    def commit(self, info: Any) -> bool:
+    def commit(self, info: object) -> bool:
         return True
 
 
 @contextmanager
-def checked_files(engine: Any, checkpoint: Path) -> Iterator[None]:
-    """Let ``engine`` load ``checkpoint`` inside: no more than :data:`CLASSES`, unless this user saved it."""
+def restrict_pickles(engine: DeepSpeedEngine, checkpoint: Path) -> Iterator[None]:
+    """Let ``engine`` unpickle only :data:`CLASSES` from ``checkpoint``, unless this user saved it."""
     if is_trusted(checkpoint):
         yield
         return
-    files, engine.checkpoint_engine = engine.checkpoint_engine, CheckedFiles()
+    original, engine.checkpoint_engine = engine.checkpoint_engine, CheckedFiles()
     try:
         with checked_loading(CLASSES, trusted=False):
             yield
     finally:
-        engine.checkpoint_engine = files
+        engine.checkpoint_engine = original
 
 
-# ---- DeepSpeed's checkpoints kept in host memory first, as one of its own checkpoint engines
+# ---- Asynchronous saves
 #
-# Imported once ``deepspeed`` knows its accelerator. DeepSpeed 0.19.8 ships an engine that writes beside steps
-# (``DecoupledCheckpointEngine``), and it is not used: it hands tensors to its process as they are, not
-# copies, so the next update has to wait for it after all (``DeepSpeedEngine.step`` commits before it); its
-# fast writer compiles libaio's extension; and it reads with ``torch.load``'s default, which refuses what it
-# wrote.
+# DeepSpeed 0.19.8's own asynchronous engine (``DecoupledCheckpointEngine``) does not fit: it passes tensors
+# to its process without copying them, so that the next update waits for it (``DeepSpeedEngine.step`` commits
+# first); its fast writer compiles libaio's extension; and it loads with ``torch.load``'s default, which
+# rejects the files that it wrote.
 
 
 class StagedFiles(CheckpointEngine):  # type: ignore[misc]
-    """What DeepSpeed saves, as the bytes of its files: the same as its own engine writes at once."""
+    """Checkpoint engine that keeps the bytes of DeepSpeed's files in host memory until :meth:`write`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._staged: list[tuple[str, io.BytesIO]] = []
 
-    def create(self, info: Any) -> None:
-        """Nothing to prepare."""
+    def create(self, info: object) -> None:
+        """Do nothing: there is nothing to prepare."""
 
-    def save(self, state_dict: Any, path: str) -> None:
-        held = io.BytesIO()
-        torch.save(state_dict, held)
-        self._staged.append((path, held))
+    def save(self, state_dict: object, path: str) -> None:
+        buffer = io.BytesIO()
+        torch.save(state_dict, buffer)
+        self._staged.append((path, buffer))
 
-    def load(self, path: str, map_location: Any = None) -> Any:
-        raise NotImplementedError("DeepSpeed's own engine reads")
+    def load(self, path: str, map_location: torch.device | str | None = None) -> object:
+        raise NotImplementedError("DeepSpeed's own engine loads")
 
-    def commit(self, info: Any) -> bool:
+    def commit(self, info: object) -> bool:
         return True
 
     def write(self) -> None:
-        """Put the files where they belong; what was held of each is let go."""
+        """Write the files, and free the memory of each as soon as it is written."""
         while self._staged:
-            path, held = self._staged.pop(0)
-            Path(path).write_bytes(held.getbuffer())
+            path, buffer = self._staged.pop(0)
+            Path(path).write_bytes(buffer.getbuffer())

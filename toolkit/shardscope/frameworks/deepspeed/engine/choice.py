@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardscope.frameworks.deepspeed.engine.engine import DeepSpeedEngine
-from shardscope.frameworks.deepspeed.engine.experts_engine import ExpertsEngine
-from shardscope.frameworks.deepspeed.engine.pipeline_engine import PipelinedEngine
-from shardscope.frameworks.deepspeed.engine.tensor_engine import TensorEngine
+from shardscope.frameworks.deepspeed.engine.experts import ExpertsEngine
+from shardscope.frameworks.deepspeed.engine.pipeline import PipelinedEngine
+from shardscope.frameworks.deepspeed.engine.tensor_parallel import TensorEngine
 from shardscope.training.engine import Context
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.deepspeed.engine import checkpointing, inspection
-from shardscope.frameworks.deepspeed.engine.launching import connect, import_deepspeed
+from shardscope.frameworks.deepspeed.engine.launching import connect_deepspeed, import_deepspeed
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
+from shardscope.frameworks.deepspeed.layout import ZeroLayout, get_layout
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.precision import check_precision_of_copies
@@ -33,10 +33,10 @@ STEPS_TO_GROW = 2000
 
 
 class DeepSpeedEngine(MicroBatchEngine):
-    """Optimizer, gradients and parameters in parts, as the stage says (Rajbhandari et al. 2020).
+    """DeepSpeed ZeRO engine; the stage says what is partitioned (Rajbhandari et al. 2020).
 
-    Accumulation, clipping, loss scaling and the update are DeepSpeed's own. ``bf16`` and ``bf16-mixed`` are
-    one here: DeepSpeed keeps fp32 main copies beside half weights in both.
+    Accumulation, clipping, loss scaling and the update are DeepSpeed's own. It does not distinguish ``bf16``
+    and ``bf16-mixed``: both have fp32 main weights.
     """
 
     framework = "deepspeed"
@@ -45,89 +45,97 @@ class DeepSpeedEngine(MicroBatchEngine):
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self.held_at_update: dict[str, int] = {}
-        """Bytes of the last step: gradients when backward had ended, the others after the update."""
-        self._saving_group: Any = None
+        """Bytes of the last step: gradients at the end of backward, the others after the update."""
+        self._saving_group: dist.ProcessGroup | None = None
 
     def assemble(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
-        """DeepSpeed's engine around the model; ``self.optimizer`` is what updates inside of it."""
-        layout: Any = self.plan.layout
+        """Build DeepSpeed's engine around the model; ``self.optimizer`` is the optimizer that it steps."""
+        layout = self.layout
         deepspeed = import_deepspeed(self.ctx.device.type)
-        connect(deepspeed, "nccl" if self.ctx.device.type == "cuda" else "gloo", self.ctx.rank)
-        config = self._config()
-        model = self._model(build_model)
-        # Asked for by shape: stage 3 is about to take shapes away.
+        connect_deepspeed("nccl" if self.ctx.device.type == "cuda" else "gloo", self.ctx.rank)
+        config = self._build_config()
+        model = self._build_model(build_model)
+        # Before partitioning: stage 3 replaces the shape of a parameter by (0,).
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = [parameter.shape for parameter in model.parameters()]
         optimizer = self.create_optimizer(trained, model, build_optimizer)
         if layout.offload_optimizer and type(optimizer) is torch.optim.AdamW:
-            optimizer = _on_host(optimizer)
+            optimizer = _build_cpu_adam(optimizer)
         if layout.stage == 3:
-            self._cut(deepspeed, model, config)
+            self._partition(model, config)
         self.model = model
-        with _not_counted(optimizer):
+        with _undo_initial_step(optimizer):
             self._module, self.zero, *_ = deepspeed.initialize(
-                model=self.module_of(model), optimizer=optimizer, config=config
+                model=self.wrap_model(model), optimizer=optimizer, config=config
             )
         self.optimizer = optimizer
         return trained
 
-    def _model(self, build_model: BuildModel) -> torch.nn.Module:
-        """The model in host memory, or of stage 3 without memory where its weights are still to come."""
-        if not self._cuts_as_made:
+    def _build_model(self, build_model: BuildModel) -> torch.nn.Module:
+        """Build the model in host memory, or on the meta device if weights are partitioned one by one."""
+        if not self._partitions_one_by_one:
             return self.build_on_host(build_model)
         return build_on_meta(lambda: self.build_on_host(build_model))
 
     @property
-    def _cuts_as_made(self) -> bool:
-        """Whether no rank ever has more than its part: of a model whose weights a task made itself it has."""
-        layout: Any = self.plan.layout
-        none_yet = self.weights is not None or self.initializes_shards
+    def layout(self) -> ZeroLayout:
+        """The plan's layout."""
+        return get_layout(self.plan)
+
+    @property
+    def _partitions_one_by_one(self) -> bool:
+        """Whether tensors are partitioned as they are read or initialized: no rank has the full model.
+
+        False if the task builds the weights itself.
+        """
+        weights_follow = self.weights is not None or self.initializes_shards
         # A quantized base needs real weights to quantize.
-        return layout.stage == 3 and none_yet and not self.recipe.base_quantization
+        return self.layout.stage == 3 and weights_follow and not self.recipe.base_quantization
 
     def build_with_weights(self, build_model: BuildModel) -> torch.nn.Module:
-        return build_model() if self._cuts_as_made else super().build_with_weights(build_model)
+        return build_model() if self._partitions_one_by_one else super().build_with_weights(build_model)
 
-    def _cut(self, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
-        """Leave of every parameter this rank's part, in the type that forward reads."""
-        kind = self.half_type
-        if self._cuts_as_made:
-            # Files are read into the host's memory, and numbers drawn where that is fastest.
+    def _partition(self, model: torch.nn.Module, config: dict[str, object]) -> None:
+        """Replace every parameter by this rank's partition, in the compute type."""
+        dtype = self.weights_dtype
+        if self._partitions_one_by_one:
+            # Files are read into host memory; random numbers are generated on the device, which is faster.
             device = CPU if self.weights is not None else self.ctx.device
             weights = self.initial_weights_of(model, device)
-            cut_as_made(deepspeed, model, weights, device=device, config=config, kind=kind)
+            partition_one_by_one(model, weights, device=device, config=config, dtype=dtype)
             return
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(kind)
-        cut(deepspeed, model, config)
+            parameter.data = parameter.data.to(dtype)
+        partition_parameters(model, config)
 
     def built_precision(self, trained: list[Parameter]) -> str:
         return check_precision_of_copies(self.recipe.precision, self.compute_dtype)
 
-    def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What DeepSpeed is given of the model that was built."""
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module for ``deepspeed.initialize``."""
         return model
 
     @property
-    def half_type(self) -> torch.dtype:
+    def weights_dtype(self) -> torch.dtype:
         """Compute type of the weights."""
         if self.recipe.precision == "bf16":
             return torch.bfloat16
         return MIXED_TYPES.get(self.recipe.precision, torch.float32)
 
-    def _config(self) -> dict[str, Any]:
-        layout: Any = self.plan.layout
+    def _build_config(self) -> dict[str, object]:
+        layout = self.layout
         folder = nvme_folder(Path(self.ctx.folder))
         if "nvme" in (layout.offload_optimizer, layout.offload_params):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Swapped files are useless once their rank has ended.
+            # Swapped tensors are useless once their rank has ended.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
         config = deepspeed_config(self.plan, nvme_folder=str(folder))
         config["gradient_clipping"] = self.max_grad_norm or 0.0
-        # Adam is replaced by DeepSpeed's own; other optimizers run on the host unchanged.
+        # AdamW is already replaced by DeepSpeed's CPU Adam; other optimizers run on the host unchanged.
         config["zero_force_ds_cpu_optimizer"] = False
-        if "fp16" in config:
-            config["fp16"] |= {
+        if self.recipe.precision == "fp16-mixed":
+            config["fp16"] = {
+                "enabled": True,
                 "initial_scale_power": FIRST_LOSS_SCALE_POWER,
                 "loss_scale_window": STEPS_TO_GROW,
                 "hysteresis": 1,
@@ -154,20 +162,21 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
-        """Around DeepSpeed's own update: the norm, and the bytes before and after."""
-        gradients_held = tensors.tensor_bytes(self.live_tensors().gradients)
-        # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
-        norm = self.clip() if self.zero is self.optimizer else None
+        """Measure DeepSpeed's update, which runs inside: gradient norm, and bytes before and after."""
+        gradient_bytes = tensors.tensor_bytes(self.live_tensors().gradients)
+        # In stage 0 with fp32 weights DeepSpeed returns no norm: clip the reduced gradients here, as torch
+        # does.
+        norm = self.clip_gradients() if self.zero is self.optimizer else None
         yield
         after = self._count_tensor_bytes()
-        self.held_at_update = {**after, "gradients": gradients_held}
+        self.held_at_update = {**after, "gradients": gradient_bytes}
         self.peak_tensor_bytes = max(self.peak_tensor_bytes, sum(self.held_at_update.values()))
         self.bytes_after_step = after
         if norm is None:
             norm = torch.as_tensor(float(self._module.get_global_grad_norm()), device=self.ctx.device)
         self._norm = norm
 
-    def clip(self) -> torch.Tensor:
+    def clip_gradients(self) -> torch.Tensor:
         """Clip fp32 gradients that are reduced and unsharded. Returns their norm."""
         return gradients.clip_gradients(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
 
@@ -178,22 +187,24 @@ class DeepSpeedEngine(MicroBatchEngine):
     # ---- checkpoints
 
     def save(self, path: str | Path) -> None:
-        checkpointing.save(
-            self._resolve_in_run(path), self._module, self._describe_position(), self.recipe.has_adapters
+        path, only_trained = self._resolve_in_run(path), self.recipe.has_adapters
+        checkpointing.save_checkpoint(
+            path, self._module, self._describe_position(), only_trained=only_trained
         )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        path, position, adapted = (
+        path, position, only_trained = (
             self._resolve_in_run(path),
             self._describe_position(),
             self.recipe.has_adapters,
         )
-        return checkpointing.Writing(path, self._module, position, adapted, self._saving_group).wait
+        group = self._saving_group
+        return checkpointing.AsyncSave(path, self._module, position, group, only_trained=only_trained).wait
 
-    def _describe_position(self) -> dict[str, Any]:
-        layout: Any = self.plan.layout
+    def _describe_position(self) -> dict[str, object]:
+        layout = self.layout
         return {
             **super()._describe_position(),
             "stage": layout.stage,
@@ -203,39 +214,42 @@ class DeepSpeedEngine(MicroBatchEngine):
         }
 
     def load(self, path: str | Path) -> None:
-        position = checkpointing.load(
-            self._resolve_in_run(path), self.plan, self._module, self._describe_position()
+        path = self._resolve_in_run(path)
+        self.num_steps_done = checkpointing.load_checkpoint(
+            path, self.plan, self._module, self._describe_position()
         )
-        self.num_steps_done = int(position["num_steps_done"])
 
     def full_tensors(self) -> FullTensors:
-        adapted, main = self.recipe.has_adapters, self.recipe.precision != "bf16"
-        return checkpointing.full_tensors(self._module, main=main, only_trained=adapted)
+        only_trained, main = self.recipe.has_adapters, self.recipe.precision != "bf16"
+        return checkpointing.gather_tensors(self._module, main=main, only_trained=only_trained)
 
     # ---- what it is
 
-    def read_back(self) -> dict[str, Any]:
+    def read_back(self) -> dict[str, object]:
         return inspection.read_back(self.plan, self._module)
 
-    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
-        return inspection.describe_built(found_, where)
+    def describe_built(self, found: Mapping[str, object], where: str) -> str:
+        return inspection.describe_built(found, where)
 
     def live_tensors(self) -> LiveTensors:
-        return inspection.live_tensors(self._module)
+        return inspection.list_tensors(self._module)
 
     def _count_tensor_bytes(self) -> dict[str, int]:
-        held = self.live_tensors()
+        current = self.live_tensors()
         return {
-            "parameters": tensors.tensor_bytes(held.parameters),
-            "gradients": tensors.tensor_bytes(held.gradients),
-            "optimizer": tensors.tensor_bytes(held.optimizer),
+            "parameters": tensors.tensor_bytes(current.parameters),
+            "gradients": tensors.tensor_bytes(current.gradients),
+            "optimizer": tensors.tensor_bytes(current.optimizer),
         }
 
 
 @contextmanager
-def _not_counted(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Stage 0 of half weights makes moments by a step over zeros (DeepSpeed#1445): here that step decays
-    nothing, and the first real step is the first."""
+def _undo_initial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Make DeepSpeed's initial step harmless, which runs inside: no weight decay, and not counted.
+
+    Stage 0 with half-precision weights creates the optimizer state by a step over zero gradients
+    (DeepSpeed#1445).
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -249,60 +263,60 @@ def _not_counted(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             state["step"] = 0
 
 
-def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return DeepSpeed's Adam, compiled for this machine's CPU, with the groups of ``optimizer``."""
+def _build_cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Build DeepSpeed's Adam, compiled for this machine's CPU, with the groups of ``optimizer``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "moe", "name")
     groups = [{name: group[name] for name in known if name in group} for group in optimizer.param_groups]
-    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True)
-    return made
+    return DeepSpeedCPUAdam(groups, adamw_mode=True)
 
 
 # ---- Initial weights in ZeRO-3: each tensor is partitioned when it is read or initialized
 
 
-def cut(deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
-    """Leave of every parameter of ``model`` this rank's part.
+def partition_parameters(model: torch.nn.Module, config: dict[str, object]) -> None:
+    """Replace every parameter of ``model`` by this rank's partition.
 
-    The type in which parts swap is ``config``'s. ``zero.Init`` does not keep to a ``dtype`` that it is given:
-    where the device has no fp16 (many CPUs, GPUs before Volta) it takes bf16, and fp32 weights come back
-    from NVMe rounded (deepspeed/runtime/zero/partition_parameters.py, ``_set_dtype``, 0.19.8).
+    The type of swapped partitions is ``config``'s: ``zero.Init`` ignores its ``dtype`` argument on devices
+    without fp16 (many CPUs, GPUs before Volta) and uses bf16, so that fp32 weights would come back from NVMe
+    rounded (deepspeed/runtime/zero/partition_parameters.py, ``_set_dtype``, 0.19.8).
     """
-    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    from deepspeed import zero
+
+    zero.Init(module=model, config_dict_or_path=config)
 
 
-def cut_as_made(
-    deepspeed: Any,
+def partition_one_by_one(
     model: torch.nn.Module,
     weights: InitialWeights,
     *,
     device: torch.device,
-    config: dict[str, Any],
-    kind: torch.dtype,
+    config: dict[str, object],
+    dtype: torch.dtype,
 ) -> None:
-    """Give ``model``, whose parameters are on meta, its ``weights`` in parts, of type ``kind``.
+    """Write ``weights`` into ``model``, which is on the meta device, and partition them tensor by tensor.
 
-    ``zero.Init`` of a module that is there goes through its ``parameters()`` and cuts one after the other
-    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``): here each gets its
-    values, on ``device``, when it is asked for.
+    ``zero.Init`` iterates over the ``parameters()`` of a finished module and partitions one after the other
+    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``). Here that iterator
+    writes the values of each parameter, as ``dtype`` on ``device``, just before it is partitioned.
     """
-    # One for all: memory that is freed between parts which stay would not be given back, nor be used again.
-    longest = torch.empty(
-        max(parameter.numel() for parameter in model.parameters()), dtype=kind, device=device
+    # One buffer for all tensors: memory freed between partitions, which stay, would be lost to fragmentation.
+    buffer = torch.empty(
+        max(parameter.numel() for parameter in model.parameters()), dtype=dtype, device=device
     )
 
-    def read(recurse: bool = True) -> Iterator[Parameter]:
+    def write_parameters(recurse: bool = True) -> Iterator[Parameter]:
         for name, parameter in model.named_parameters(recurse=recurse):
-            whole = longest[: parameter.numel()].view(parameter.shape)
-            weights.write(name, parameter.shape, full_region(parameter.shape), whole)
-            # The same object, for the optimizer has it already and a tied weight is in two modules.
-            torch.utils.swap_tensors(parameter, Parameter(whole, requires_grad=parameter.requires_grad))
+            tensor = buffer[: parameter.numel()].view(parameter.shape)
+            weights.write(name, parameter.shape, full_region(parameter.shape), tensor)
+            # Keep the object: the optimizer already has it, and a tied weight is in two modules.
+            torch.utils.swap_tensors(parameter, Parameter(tensor, requires_grad=parameter.requires_grad))
             yield parameter
 
-    model.parameters = read
+    model.parameters = write_parameters
     try:
-        cut(deepspeed, model, config)
+        partition_parameters(model, config)
     finally:
         del model.parameters
     fill_buffers(model, weights)

@@ -1,6 +1,6 @@
-"""DeepSpeed's ``PipelineModule`` over a transformers model in parts: one of its layers is a whole stage.
+"""DeepSpeed's ``PipelineModule`` with one layer per stage: this rank's stage of a transformers model.
 
-Imported once ``deepspeed`` knows its accelerator, for it is the base of a class here.
+Import it after :func:`import_deepspeed`: importing ``deepspeed`` chooses its accelerator.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 TIED = "embedding"
-"""DeepSpeed's key of what the first stage and the last both have."""
+"""DeepSpeed's key of the weight that the first and the last stage share."""
 
 
 class Stage(torch.nn.Module):  # type: ignore[misc]
@@ -28,24 +27,25 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the stage: (batch, sequence[, hidden]) in, (batch, sequence, hidden or vocabulary) out."""
-        given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        # The last stage runs the causal language model's own forward, which may scale its logits.
-        found = (self.part if self.is_last else self.part.model)(**given, use_cache=False)
-        states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
-        return states
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        if self.is_last:
+            # The causal language model's own forward, which may scale its logits.
+            return self.part(**inputs, use_cache=False).logits
+        return self.part.model(**inputs, use_cache=False).last_hidden_state
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
-    """``part`` on its own stage of a pipeline of ``num_stages``; ``tied`` has the embedding's weight.
+    """Pipeline of ``num_stages`` stages, of which this rank has ``part``; ``tied`` has the tied embedding.
 
-    DeepSpeed cuts a list of layers where weights are even; here it has one for each stage, so that the cut is
-    the plan's, and layers of a stage share their rotary angles and mask as transformers' own forward does.
+    DeepSpeed splits a list of layers by their weights. Here the list has one layer per stage, so that the
+    split is the plan's, and the decoder layers of a stage share rotary angles and mask, as in transformers'
+    forward.
     """
 
     def __init__(
         self,
         part: torch.nn.Module,
-        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        compute_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         stage: int,
         num_stages: int,
@@ -53,37 +53,40 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         tied: torch.nn.Module | None,
     ) -> None:
         self._is_tied = is_tied
-        # In a list, so that torch does not count it among this module's own.
+        # In a list, so that torch does not register it as a submodule.
         self._tied = [tied]
         spec = LayerSpec(Stage, part, is_first=stage == 0, is_last=stage == num_stages - 1)
-        # It prints its layers and its seed.
+        # PipelineModule prints its layers and its seed.
         with redirect_stdout(StringIO()):
-            # Each stage builds the one of its own number, whose parts are this rank's.
-            super().__init__([spec] * num_stages, num_stages, loss_fn=loss_of, partition_method="uniform")
+            # Each stage builds only the layer with its own index, so that all entries may be this rank's.
+            super().__init__(
+                [spec] * num_stages, num_stages, loss_fn=compute_loss, partition_method="uniform"
+            )
 
-    def _index_tied_modules(self) -> dict[str, Any]:
-        """The embedding on the first stage and the head on the last, which DeepSpeed keeps equal.
+    def _index_tied_modules(self) -> dict[str, dict[str, object]]:
+        """Return the tied embedding's ranks, group and module, which DeepSpeed keeps equal on both stages.
 
-        Its own way is a layer of two places (``TiedLayerSpec``); a stage here is one layer.
+        DeepSpeed's own declaration, ``TiedLayerSpec``, is a layer; here the tied module is inside one.
         """
-        grid, last, found = self._grid, self.num_stages - 1, {}
+        grid, last = self._grid, self.num_stages - 1
+        comms: dict[str, dict[str, object]] = {}
         if not self._is_tied:
-            return {}
-        for place in range(grid.data_parallel_size):
-            ranks = [stage * grid.data_parallel_size + place for stage in (0, last)]
+            return comms
+        for data_rank in range(grid.data_parallel_size):
+            ranks = [stage * grid.data_parallel_size + data_rank for stage in (0, last)]
             group = dist.new_group(ranks)
             if grid.global_rank in ranks:
                 (tied,) = self._tied
                 assert tied is not None
-                found[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": tied}
-                # Of both, a norm counts the first stage's.
+                comms[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": tied}
+                # The gradient norm counts the weight once, on the first stage.
                 tied.weight.ds_pipe_replicated = grid.global_rank != ranks[0]
-        return found
+        return comms
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
-    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
-        """What DeepSpeed sums gradients of, when the schedule has ended."""
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
+        """Return the weights whose gradients DeepSpeed sums over their group at the end of the schedule."""
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, deepspeed_config
-from shardscope.frameworks.deepspeed.rehearsal.experts import in_groups_of_experts, routed, spread
+from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.rehearsal.experts import (
+    replace_moe_layers,
+    separate_expert_groups,
+    set_expert_capacity,
+)
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
-from shardscope.frameworks.deepspeed.rehearsal.labels import labelled
+from shardscope.frameworks.deepspeed.rehearsal.labels import label_allocations
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.quantization import fake_quantile_maps
@@ -24,94 +30,98 @@ from shardscope.training.model.recompute import apply_recompute
 from shardscope.training.optimizers.optimizers import build_optimizer
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from shardscope.core.plan import Plan
     from shardscope.memory.report import Component
     from shardscope.rehearsal.tracker import Tracker
 
+ParameterGroup = dict[str, object]
+"""Parameter group of a torch optimizer."""
 NUM_STEPS = 2
-"""The first makes the optimizer's state, and ZeRO-3 records in which order modules come; the second, which
-counts, prefetches by it, as all others do."""
-_TYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}
+"""The first step creates the optimizer state, and ZeRO-3 records the order of modules; the second, which is
+reported, prefetches by it, as all later steps do."""
+_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}
 
 
 @contextlib.contextmanager
-def stage_world(plan: Plan, deepspeed: Any, rank: int) -> Iterator[tuple[Tracker, str]]:
-    """Be ``rank`` of the plan's: what follows its tensors, and the name of its device."""
+def build_world(plan: Plan, deepspeed: ModuleType, rank: int) -> Iterator[tuple[Tracker, str]]:
+    """Run as ``rank`` of the plan's world. Yield the tracker of its tensors and the name of its device."""
     tp, vocab = plan.degrees.tp, plan.architecture.vocab_size
-    apart = _moves_to_host(plan)
+    separate_host = _moves_to_host(plan)
     with (
         fake_ranks(plan.world_size, rank),
-        FakeDevice(deepspeed, plan.world_size, rank, separate_host=apart) as device,
+        FakeDevice(deepspeed, plan.world_size, rank, separate_host=separate_host) as device,
         fake_tensors(
             plan.on_gpu,
             {vocab, ceil_div(vocab, tp)},
-            separate_host=apart,
+            separate_host=separate_host,
             has_flash=plan.cluster.gpu.has_flash_attention,
         ) as tracker,
-        device.numbers(),
-        labelled(tracker, plan),
-        routed(plan),
+        device.fake_values(),
+        label_allocations(tracker, plan),
+        set_expert_capacity(plan),
     ):
         yield tracker, device.name
 
 
 def _moves_to_host(plan: Plan) -> bool:
-    """Whether anything is offloaded; on CPU ranks the host's memory is the rank's own."""
-    layout: Any = plan.layout
-    places = {layout.offload_optimizer, layout.offload_params}
-    away = "cpu" in places or plan.recipe.recompute == "offload"
-    return "nvme" in places or bool(plan.on_gpu and away)
+    """Return whether anything is offloaded: on CPU ranks offloading to the host changes nothing."""
+    layout = get_layout(plan)
+    devices = {layout.offload_optimizer, layout.offload_params}
+    uses_host = "cpu" in devices or plan.recipe.recompute == "offload"
+    return "nvme" in devices or bool(plan.on_gpu and uses_host)
 
 
-def config_of(plan: Plan, num_micro_batches: int, nvme_folder: str = NVME_FOLDER) -> dict[str, Any]:
-    """DeepSpeed's, of as many micro-batches as are played."""
+def build_config(plan: Plan, num_micro_batches: int, nvme_folder: str = NVME_FOLDER) -> dict[str, object]:
+    """Return DeepSpeed's configuration with the number of rehearsed micro-batches."""
     config = deepspeed_config(plan, nvme_folder=nvme_folder)
     config["gradient_accumulation_steps"] = num_micro_batches
     config.pop("train_batch_size", None)
     return config
 
 
-def initialised(
-    plan: Plan, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]
-) -> tuple[Any, Any]:
-    """DeepSpeed's engine around ``model``, and what updates inside of it."""
+def initialize_engine(
+    plan: Plan, deepspeed: ModuleType, model: torch.nn.Module, config: dict[str, object]
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer]:
+    """Return DeepSpeed's engine around ``model``, and its (ZeRO) optimizer."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     client = None
     if plan.recipe.optimizer in _CLIENTS:
         with fake_quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
             client = build_optimizer(plan.recipe.optimizer, trained)
         if plan.degrees.ep > 1:
-            from shardscope.frameworks.deepspeed.engine.experts_module import expert_groups
+            from shardscope.frameworks.deepspeed.engine.experts_module import separate_experts
 
-            expert_groups(client)
+            separate_experts(client)
     else:
-        config["optimizer"] = _optimizer(plan)
-    groups = _in_groups(trained)
+        config["optimizer"] = _build_optimizer_config(plan)
+    groups = _group_by_decay(trained)
     if plan.degrees.ep > 1:
-        groups = in_groups_of_experts(groups)
+        groups = separate_expert_groups(groups)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model, model_parameters=groups, optimizer=client, config=config
     )
     return engine, optimizer
 
 
-def _in_groups(trained: list[torch.nn.Parameter]) -> list[Any]:
-    """Matrices apart from vectors, which do not decay: each group is flattened and updated by itself."""
-    # Stage 3 has cut tensors by now, and taken their shapes away.
+def _group_by_decay(trained: list[torch.nn.Parameter]) -> list[ParameterGroup]:
+    """Return groups of matrices and of vectors, which do not decay: DeepSpeed flattens each group."""
+    # In stage 3 the parameters are already partitioned; ds_shape is their full shape.
     dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained]
-    vectors = [one for one, number in zip(trained, dimensions, strict=True) if number < 2]
+    vectors = [parameter for parameter, number in zip(trained, dimensions, strict=True) if number < 2]
+    matrices = [parameter for parameter, number in zip(trained, dimensions, strict=True) if number >= 2]
     if not vectors:
-        return trained
-    matrices = [one for one, number in zip(trained, dimensions, strict=True) if number >= 2]
+        return [{"params": matrices}]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 _CLIENTS = ("adamw_8bit", "adafactor")
-"""Optimizers that are no names to DeepSpeed: made outside, it runs them over its flat buffers."""
+"""Optimizers that DeepSpeed's configuration cannot name: it runs an object of torch's on its flat buffers."""
 
 
-def _optimizer(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's FusedAdam and FusedLion on a GPU, torch's own optimizers elsewhere and otherwise."""
+def _build_optimizer_config(plan: Plan) -> dict[str, object]:
+    """Return the optimizer section: DeepSpeed's FusedAdam and FusedLion on GPUs, else torch's optimizers."""
     if plan.recipe.optimizer == "lion":
         return {"type": "Lion", "params": {"lr": 1e-4}}
     if plan.recipe.optimizer == "sgd":
@@ -121,74 +131,77 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
 
 
-def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker) -> torch.nn.Module:
-    """The plan's model in the type that DeepSpeed computes in; in stage 3 partitioned while it is made."""
+def build_model(
+    plan: Plan, deepspeed: ModuleType, config: dict[str, object], tracker: Tracker
+) -> torch.nn.Module:
+    """Build the plan's model in the compute type; stage 3 partitions each tensor when it is created."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
+    dtype = _DTYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
     eager = not family_of(arch).has_sdpa or plan.recipe.attention == "eager"
     attention = "eager" if eager else "sdpa"
     known = AutoConfig.for_model(arch.model_type).to_dict()
-    # GPT-2's probabilities are 0.1 by themselves, and then masks stay.
+    # GPT-2's default probabilities are 0.1, which would save dropout masks.
     dropouts = {name: plan.recipe.dropout for name in DROPOUTS if name in known}
     values = AutoConfig.for_model(arch.model_type, **(config_values(arch) | dropouts))
-    cuts = config["zero_optimization"]["stage"] == 3
-    # transformers' modules of experts do not come up inside zero.Init: theirs are made whole and cut then.
-    inside = cuts and arch.mixture_of_experts is None
-    apart = (cuts and not inside) or plan.degrees.tp > 1 or plan.degrees.ep > 1
+    partitions = get_layout(plan).stage == 3
+    # transformers' modules of experts cannot be built inside zero.Init: partition them afterwards.
+    inside_init = partitions and arch.mixture_of_experts is None
+    built_on_host = (partitions and not inside_init) or plan.degrees.tp > 1 or plan.degrees.ep > 1
     with (
-        deepspeed.zero.Init(config_dict_or_path=config) if inside else contextlib.nullcontext(),
-        # AutoTP moves to the device what it has cut, of a model that was made on the host.
-        tracker.paused() if apart else contextlib.nullcontext(),
-        _fresh_weights_unset(),
+        deepspeed.zero.Init(config_dict_or_path=config) if inside_init else contextlib.nullcontext(),
+        # A model built on the host takes no device memory: AutoTP moves only shards to the device.
+        tracker.paused() if built_on_host else contextlib.nullcontext(),
+        _skip_initialization(),
     ):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            values, attn_implementation=attention, dtype=kind
+            values, attn_implementation=attention, dtype=dtype
         )
-    if cuts and not inside:
+    if partitions and not inside_init:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    made = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    assert made == arch.num_parameters, (made, arch.num_parameters)
+    num_built = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    assert num_built == arch.num_parameters, (num_built, arch.num_parameters)
     if plan.degrees.ep > 1:
-        spread(plan, model, tracker)
+        replace_moe_layers(plan, model, tracker)
     if plan.recipe.method != "full":
         model = add_adapters(model, plan.architecture, plan.recipe)
     apply_recompute(model, plan.recipe.recompute, plan.recipe.recompute_interval)
     if resolve_loss(plan) == "chunked":
-        apply_chunked_loss(_inner(model))
+        apply_chunked_loss(_unwrap_peft(model))
     model.train()
     return model
 
 
-def _inner(model: Any) -> torch.nn.Module:
+def _unwrap_peft(model: torch.nn.Module) -> torch.nn.Module:
     """Return transformers' model, without peft's wrapper."""
-    found: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return found
+    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
-def label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
-    """Name what lives through steps: flat weights, fp32 main copies and moments."""
+def label_state(tracker: Tracker, engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> None:
+    """Label the tensors that live across steps: flat weights, fp32 main weights, moments and buckets."""
+    # Weights. Stage 3 has a flat buffer of partitions, and the data of a parameter is all-gathered, if any.
     flat = getattr(optimizer, "lp_param_buffer", None)
-    # In stage 3 what a parameter holds is gathered, if it holds anything.
-    whole: Component = "parameters" if flat is None else "gather_buffers"
-    tracker.label((p.data for p in engine.module.parameters() if p.numel()), whole)
+    full: Component = "parameters" if flat is None else "gather_buffers"
+    tracker.label((p.data for p in engine.module.parameters() if p.numel()), full)
     for name in ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat"):
         tracker.label(getattr(optimizer, name, ()), "parameters")
-    tracker.label(getattr(optimizer, "fp32_groups_gradients_flat", ()), "gradients")
-    tracker.label(getattr(optimizer, "fp32_groups_flat_partition", ()), "optimizer")
     if flat is not None:
         tracker.label([flat], "parameters")
-    passing = getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None)
-    if passing is not None:
-        # A gradient on its way to the host.
-        tracker.label([passing], "gather_buffers")
+    # Gradients, and the buffers of their reduction and offloading.
+    tracker.label(getattr(optimizer, "fp32_groups_gradients_flat", ()), "gradients")
+    staging = getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None)
+    if staging is not None:
+        tracker.label([staging], "gather_buffers")
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         tracker.label([buffer], "gradients")
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        made = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-        tracker.label((buffer for buffer in made if buffer is not None), "gather_buffers")
+        buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+        tracker.label((buffer for buffer in buffers if buffer is not None), "gather_buffers")
+    # Main weights and moments.
+    tracker.label(getattr(optimizer, "fp32_groups_flat_partition", ()), "optimizer")
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat", "fp32_partitioned_groups_flat"):
         main = getattr(optimizer, name, None)
         if main is not None:
@@ -199,9 +212,9 @@ def label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _fresh_weights_unset() -> Iterator[None]:
-    """No numbers are drawn for weights that hold none."""
-    # Keeps the functions that it finds when it is first imported: not these here.
+def _skip_initialization() -> Iterator[None]:
+    """Replace torch's initialization functions by no-ops: fake tensors have no values."""
+    # transformers keeps the functions that it finds at its import, so import it before they are replaced.
     import transformers.initialization  # noqa: F401
 
     names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
@@ -211,5 +224,5 @@ def _fresh_weights_unset() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, was in before.items():
-            setattr(torch.nn.init, name, was)
+        for name, original in before.items():
+            setattr(torch.nn.init, name, original)

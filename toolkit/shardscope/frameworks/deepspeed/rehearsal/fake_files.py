@@ -1,7 +1,7 @@
-"""DeepSpeed's ``async_io``, answered without files: of what it writes, sizes are kept.
+"""Replacement of DeepSpeed's ``async_io`` extension that records the sizes of files instead of writing them.
 
 DeepSpeed's own code decides what is swapped, when, and through which buffers; its extension only moves bytes
-between page-locked memory and a file (``csrc/aio/py_lib``), of which fake tensors have none.
+between page-locked memory and a file (``csrc/aio/py_lib``), and fake tensors have no bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,13 +21,13 @@ _SWAPPERS = ("partitioned_param_swapper", "partitioned_optimizer_swapper", "pipe
 
 
 class FakeFiles:
-    """In place of ``AsyncIOBuilder``: handles whose reads and writes end at once."""
+    """Replacement of ``AsyncIOBuilder``, with handles whose reads and writes complete at once."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        """Where DeepSpeed makes its folders, which stay empty."""
+        """Folder in which DeepSpeed creates its own, which stay empty."""
         self.sizes: dict[str, int] = {}
-        """Bytes of every file that was written, by path."""
+        """Bytes of every written file, by path."""
         self._pinned = WeakIdKeyDictionary()
 
     @property
@@ -37,22 +36,22 @@ class FakeFiles:
         return sum(self.sizes.values())
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """The extension's module."""
+        """Return the extension's module."""
         return SimpleNamespace(aio_handle=lambda **options: _Handle(self))
 
     def pin(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory of the host."""
-        made = torch.empty(int(numel), dtype=like.dtype, device="cpu")
-        self._pinned[made.untyped_storage()] = True
-        return made
+        """Allocate page-locked host memory."""
+        buffer = torch.empty(int(numel), dtype=like.dtype, device="cpu")
+        self._pinned[buffer.untyped_storage()] = True
+        return buffer
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that :meth:`pin` gave."""
+        """Return whether a tensor is in memory that :meth:`pin` allocated."""
         return tensor.untyped_storage() in self._pinned
 
 
 class _Handle:
-    """``aio_handle``: what is submitted is done, and counted until it is waited for."""
+    """Replacement of ``aio_handle``: operations complete when submitted, and are counted until ``wait``."""
 
     def __init__(self, files: FakeFiles) -> None:
         self._files = files
@@ -80,10 +79,9 @@ class _Handle:
 
 @contextlib.contextmanager
 def fake_files() -> Iterator[FakeFiles]:
-    """While this lasts, DeepSpeed's swappers write to files of no content, in folders that end with it."""
+    """Context in which DeepSpeed's swappers write to fake files, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="shardscope-nvme-") as folder:
         files = FakeFiles(folder)
         modules = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in _SWAPPERS]
-        patches: list[tuple[Any, str, Any]] = [(one, "AsyncIOBuilder", lambda: files) for one in modules]
-        with patch_attributes(patches):
+        with patch_attributes([(module, "AsyncIOBuilder", lambda: files) for module in modules]):
             yield files

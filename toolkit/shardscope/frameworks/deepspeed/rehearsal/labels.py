@@ -6,22 +6,35 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.rehearsal.fake_world import real_tensors
 
 if TYPE_CHECKING:
+    import torch
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
     from shardscope.core.plan import Plan
+    from shardscope.memory.report import Component
     from shardscope.rehearsal.tracker import Tracker
 
-_STAGING = {
-    "deepspeed.runtime.engine:DeepSpeedEngine": ("allreduce_gradients", "buffered_allreduce_fallback"),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+Method = Callable[..., object]
+Wrap = Callable[[Method], Method]
+"""Returns a method that calls the given one, and labels what it allocates."""
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+STAGING = {
+    ENGINE: ("allreduce_gradients", "buffered_allreduce_fallback"),
+    ZERO_12: (
         "setup_buckets",
         "reduce_ipg_grads",
         "reduce_independent_p_g_buckets_and_remove_grads",
     ),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+    ZERO_3: (
         "reduce_independent_p_g_buckets_and_remove_grads",
         "independent_gradient_partition_epilogue",
     ),
@@ -30,103 +43,126 @@ _STAGING = {
         "release_sub_module",
     ),
 }
-"""What these methods make is staging for a collective: buckets, flattened copies, gathered parameters."""
+"""Methods that allocate staging memory of collectives: buckets, copies, all-gathered parameters."""
 
 
 @contextlib.contextmanager
-def labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
-    """DeepSpeed's methods say what they make."""
-    found: list[tuple[Any, str, Any]] = []
+def label_allocations(tracker: Tracker, plan: Plan) -> Iterator[None]:
+    """Wrap DeepSpeed's methods, so that the tracker labels what each of them allocates."""
+    stage = get_layout(plan).stage
+    with contextlib.ExitStack() as stack:
 
-    def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = owner.__dict__[name]
-        found.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original)))
+        def patch(owner: str, method: str, wrap: Wrap) -> None:
+            module, _, name = owner.partition(":")
+            stack.enter_context(_patch_method(getattr(import_module(module), name), method, wrap))
 
-    def labelling(component: Any) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            def method(*args: Any, **kwargs: Any) -> Any:
-                with tracker.labelling(component):
-                    return original(*args, **kwargs)
+        # Staging memory of collectives.
+        for owner, methods in STAGING.items():
+            for method in methods:
+                patch(owner, method, _label_new(tracker, "gather_buffers"))
+        # AutoTP moves shards and whatever is not sharded to the device.
+        if plan.degrees.tp > 1:
+            patch(ENGINE, "_apply_autotp_partitioning", _label_parameters(tracker))
+        patch("deepspeed.comm.torch:TorchBackend", "init_device_mesh", _use_real_tensors(tracker))
+        # Gradients: full until they are reduced (stages 0 and 1), else partitions copied from the bucket.
+        patch(ZERO_12, "copy_grads_in_partition", _label_partitions(tracker))
+        if stage < 2:
+            patch(ENGINE, "allreduce_gradients", _label_full_gradients(tracker))
+        if stage == 2:
+            patch(ZERO_12, "process_gradients", _label_waiting_gradient(tracker))
+        if stage == 3:
+            patch(ZERO_3, "reduce_ready_partitions_and_remove_grads", _label_waiting_gradient(tracker))
+        yield
 
-            return method
 
-        return make
+@contextlib.contextmanager
+def _patch_method(owner: type, name: str, wrap: Wrap) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
-    def waiting(original: Any) -> Any:
-        """Autograd made this whole gradient; it waits to be reduced and dropped."""
 
-        def method(self: Any, param: Any, *args: Any) -> Any:
-            if param.grad is not None:
-                tracker.label([param.grad], "gather_buffers")
-            return original(self, param, *args)
+def _label_new(tracker: Tracker, component: Component) -> Wrap:
+    """Label everything that the method allocates."""
 
-        return method
-
-    def kept(original: Any) -> Any:
-        """Reduced gradients of the own partition, copied out of the bucket."""
-
-        def method(self: Any, *args: Any) -> Any:
-            answer = original(self, *args)
-            if self.grads_in_partition is not None:
-                tracker.label([self.grads_in_partition], "gradients")
-            return answer
-
-        return method
-
-    for place, names in _STAGING.items():
-        module, _, name = place.partition(":")
-        owner = getattr(import_module(module), name)
-        for method in names:
-            patch(owner, method, labelling("gather_buffers"))
-    engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
-
-    def reduced(original: Any) -> Any:
-        """Whole gradients, until they are reduced when backward has ended."""
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tracker.label((p.grad for p in self.module.parameters() if p.grad is not None), "gradients")
-            return original(self, *args, **kwargs)
+    def wrap(original: Method) -> Method:
+        def method(*args: object, **kwargs: object) -> object:
+            with tracker.labelling(component):
+                return original(*args, **kwargs)
 
         return method
 
-    def of_real_numbers(original: Any) -> Any:
-        def method(*args: Any, **kwargs: Any) -> Any:
+    return wrap
+
+
+def _use_real_tensors(tracker: Tracker) -> Wrap:
+    """Run the method on real tensors: a device mesh reads the values of its ranks."""
+
+    def wrap(original: Method) -> Method:
+        def method(*args: object, **kwargs: object) -> object:
             with real_tensors(tracker):
                 return original(*args, **kwargs)
 
         return method
 
-    def moved(original: Any) -> Any:
-        """Cut matrices are on the device; so is all that is not cut, now."""
+    return wrap
 
-        def method(self: Any, model: Any, *args: Any) -> Any:
-            answer = original(self, model, *args)
+
+def _label_parameters(tracker: Tracker) -> Wrap:
+    """Label the model's parameters as they are after the method."""
+
+    def wrap(original: Method) -> Method:
+        def method(engine: DeepSpeedEngine, model: torch.nn.Module, *args: object) -> object:
+            result = original(engine, model, *args)
             tracker.label((parameter.data for parameter in model.parameters()), "parameters")
-            return answer
+            return result
 
         return method
 
-    if plan.degrees.tp > 1:
-        patch(engine, "_apply_autotp_partitioning", moved)
-    patch(import_module("deepspeed.comm.torch").TorchBackend, "init_device_mesh", of_real_numbers)
-    zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
-    patch(zero_12, "copy_grads_in_partition", kept)
-    patch(zero_12, "setup_buckets", labelling("gather_buffers"))
-    stage: int = plan.layout.stage  # type: ignore[attr-defined]
-    if stage < 2:
-        patch(engine, "allreduce_gradients", reduced)
-    if stage == 2:
-        patch(zero_12, "process_gradients", waiting)
-    if stage == 3:
-        zero_3 = _owner("stage3", "DeepSpeedZeroOptimizer_Stage3")
-        patch(zero_3, "reduce_ready_partitions_and_remove_grads", waiting)
-    try:
-        yield
-    finally:
-        for owner, name, original in reversed(found):
-            setattr(owner, name, original)
+    return wrap
 
 
-def _owner(module: str, name: str) -> Any:
-    return getattr(import_module(f"deepspeed.runtime.zero.{module}"), name)
+def _label_partitions(tracker: Tracker) -> Wrap:
+    """Label the reduced gradients of this rank's partition, which the method copies from the bucket."""
+
+    def wrap(original: Method) -> Method:
+        def method(optimizer: DeepSpeedZeroOptimizer, *args: object) -> object:
+            result = original(optimizer, *args)
+            if optimizer.grads_in_partition is not None:
+                tracker.label([optimizer.grads_in_partition], "gradients")
+            return result
+
+        return method
+
+    return wrap
+
+
+def _label_full_gradients(tracker: Tracker) -> Wrap:
+    """Label the full gradients, which live until the method reduces them at the end of backward."""
+
+    def wrap(original: Method) -> Method:
+        def method(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+            gradients = (p.grad for p in engine.module.parameters() if p.grad is not None)
+            tracker.label(gradients, "gradients")
+            return original(engine, *args, **kwargs)
+
+        return method
+
+    return wrap
+
+
+def _label_waiting_gradient(tracker: Tracker) -> Wrap:
+    """Label a full gradient from autograd, which waits to be reduced and freed."""
+
+    def wrap(original: Method) -> Method:
+        def method(optimizer: DeepSpeedZeroOptimizer, parameter: torch.nn.Parameter, *args: object) -> object:
+            if parameter.grad is not None:
+                tracker.label([parameter.grad], "gather_buffers")
+            return original(optimizer, parameter, *args)
+
+        return method
+
+    return wrap

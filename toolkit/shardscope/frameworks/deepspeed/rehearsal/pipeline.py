@@ -1,65 +1,71 @@
-"""DeepSpeed's pipeline rehearsed: its ``PipelineEngine`` and 1F1B over fake tensors, one stage at a time.
+"""Rehearsal of DeepSpeed's ``PipelineEngine`` and its 1F1B schedule on fake tensors, one stage at a time.
 
-What other stages would send is received at once from nobody, and what would tell its shape is known. Only as
-many micro-batches are played as change anything.
+Receives complete at once, without a sender, with a known shape. Only as many micro-batches run as affect the
+peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
     NUM_STEPS,
-    config_of,
-    initialised,
+    build_config,
+    build_model,
+    build_world,
+    initialize_engine,
     label_state,
-    model_of,
-    stage_world,
 )
 from shardscope.training.model.parts import extract_stage
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
     from shardscope.core.plan import Plan
+    from shardscope.memory.report import Phase
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.tracker import Tracker
 
-_PHASES = {
+_PHASES: dict[str, Phase] = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",
     "ReduceTiedGrads": "backward",
     "ReduceGrads": "backward",
     "OptimizerStep": "optimizer",
 }
-"""Of DeepSpeed's instructions; the others move data."""
+"""Phase of DeepSpeed's instructions; the others only move data."""
 
 
-def stages(plan: Plan, deepspeed: Any, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]:
+def rehearse_stages(
+    plan: Plan, deepspeed: ModuleType, note_progress: Callable[[str, float], None]
+) -> list[RehearsedStage]:
     """Rehearse every stage of ``plan``, each on its first rank."""
     pp = plan.degrees.pp
-    found = []
+    stages = []
     for number in range(pp):
         note_progress(f"stage {number}", 0.1 + 0.9 * number / pp)
-        with stage_world(plan, deepspeed, number * (plan.world_size // pp)) as (tracker, device):
-            found.append(_Stage(plan, deepspeed, tracker, device, number).play())
-    return found
+        with build_world(plan, deepspeed, number * (plan.world_size // pp)) as (tracker, device):
+            stages.append(_StageRehearsal(plan, deepspeed, tracker, device, number).run())
+    return stages
 
 
-class _Stage:
-    """The rank that is first of a stage's."""
+class _StageRehearsal:
+    """Rehearsal of one pipeline stage, on its first rank."""
 
-    def __init__(self, plan: Plan, deepspeed: Any, tracker: Tracker, device: str, number: int) -> None:
+    def __init__(self, plan: Plan, deepspeed: ModuleType, tracker: Tracker, device: str, number: int) -> None:
         self.plan, self.deepspeed, self.tracker = plan, deepspeed, tracker
         self.device, self.number = device, number
-        # The most that are ever in flight, and one more to reach the steady state.
+        # The maximum in flight, and one more to reach the steady state.
         self.num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
 
-    def play(self) -> RehearsedStage:
-        """Two optimizer steps, of which the second counts."""
+    def run(self) -> RehearsedStage:
+        """Run two optimizer steps and report the second."""
         plan, tracker = self.plan, self.tracker
-        engine, optimizer = self._engine()
+        engine, optimizer = self._build_engine()
         label_state(tracker, engine, optimizer)
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
@@ -74,61 +80,61 @@ class _Stage:
             note += f"; {self.num_micro_batches} of {plan.num_micro_batches} micro-batches played"
         return tracker.build_stage(self.number, plan.stage_layers[self.number], note=note)
 
-    def _engine(self) -> tuple[Any, Any]:
-        config = config_of(self.plan, self.num_micro_batches)
-        engine, optimizer = initialised(self.plan, self.deepspeed, self._module(config), config)
-        engine._recv_tensor_meta = self._receives(engine)
+    def _build_engine(self) -> tuple[PipelineEngine, torch.optim.Optimizer]:
+        config = build_config(self.plan, self.num_micro_batches)
+        engine, optimizer = initialize_engine(self.plan, self.deepspeed, self._build_module(config), config)
+        engine._recv_tensor_meta = self._allocate_received(engine)
         engine._INSTRUCTION_MAP = {
-            kind: self._in_phase(_PHASES[kind.__name__], run) if kind.__name__ in _PHASES else run
+            kind: self._with_phase(_PHASES[kind.__name__], run) if kind.__name__ in _PHASES else run
             for kind, run in engine._INSTRUCTION_MAP.items()
         }
         return engine, optimizer
 
-    def _module(self, config: dict[str, Any]) -> torch.nn.Module:
-        """The stage's part of the model, whose weights are all that the device holds of it."""
+    def _build_module(self, config: dict[str, object]) -> torch.nn.Module:
+        """Build the stage's part of the model; only its weights are allocated on the device."""
         from shardscope.frameworks.deepspeed.engine.pipeline_module import StagedModule
 
         plan, pp, number = self.plan, self.plan.degrees.pp, self.number
         with self.tracker.paused(), torch.device(self.device):
-            model: Any = model_of(plan, self.deepspeed, config, self.tracker)
-        before = sum(plan.stage_layers[:number])
-        layers = range(before, before + plan.stage_layers[number])
-        part: Any = extract_stage(model, layers, is_first=number == 0, is_last=number == pp - 1)
+            model = build_model(plan, self.deepspeed, config, self.tracker)
+        first = sum(plan.stage_layers[:number])
+        layers = range(first, first + plan.stage_layers[number])
+        part = extract_stage(model, layers, is_first=number == 0, is_last=number == pp - 1)
         with self.tracker.labelling("parameters"):
             for parameter in part.parameters():
                 parameter.data = torch.empty_like(parameter.data)
         del model
-        ends = {0: part.model.embed_tokens, pp - 1: part.lm_head}
+        tied_modules = {0: part.model.embed_tokens, pp - 1: part.lm_head}
 
-        def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def compute_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             vocab_size = plan.architecture.vocab_size
             loss: torch.Tensor = part.loss_function(logits=output, labels=labels, vocab_size=vocab_size)
             return loss
 
         return StagedModule(
             part.train(),
-            loss_of,
+            compute_loss,
             stage=number,
             num_stages=pp,
             is_tied=plan.architecture.tie_word_embeddings,
-            tied=ends.get(number),
+            tied=tied_modules.get(number),
         )
 
-    def _receives(self, engine: Any) -> Callable[[int], Any]:
-        """In place of a message that tells shape and type of what comes."""
+    def _allocate_received(self, engine: PipelineEngine) -> Callable[[int], object]:
+        """Replace the message that announces the shape and dtype of received tensors."""
         plan = self.plan
         shape = [plan.recipe.micro_batch_size, plan.recipe.seq_len, plan.architecture.hidden_size]
-        kind = next(engine.module.parameters()).dtype
+        dtype = next(engine.module.parameters()).dtype
 
-        def made(_: int) -> Any:
+        def allocate(_: int) -> object:
             with self.tracker.labelling("gather_buffers"):
-                return engine._allocate_or_extend_buffers(0, shape, kind)
+                return engine._allocate_or_extend_buffers(0, shape, dtype)
 
-        return made
+        return allocate
 
-    def _in_phase(self, phase: Any, run: Callable[..., None]) -> Callable[..., None]:
-        def played(engine: Any, **options: Any) -> None:
+    def _with_phase(self, phase: Phase, run: Callable[..., None]) -> Callable[..., None]:
+        def run_in_phase(engine: PipelineEngine, **options: object) -> None:
             with self.tracker.phase(phase):
                 run(engine, **options)
 
-        return played
+        return run_in_phase

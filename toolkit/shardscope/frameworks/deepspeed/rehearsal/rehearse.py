@@ -1,8 +1,7 @@
-"""ZeRO rehearsed: DeepSpeed's own engine over fake tensors, one rank of any number.
+"""Rehearsal of DeepSpeed's own engine on fake tensors: one rank of any world size.
 
-``deepspeed.initialize``, ``engine.backward`` and ``engine.step`` are DeepSpeed's, its partitions, buckets and
-gathers too. Only what reads a number off a tensor, and what is compiled for CUDA, has a stand-in
-(``fake_device.py``).
+``deepspeed.initialize``, ``engine.backward``, ``engine.step``, partitions, buckets and all-gathers are
+DeepSpeed's. Only reads of tensor values and compiled CUDA kernels are replaced (``fake_device.py``).
 """
 
 from __future__ import annotations
@@ -10,26 +9,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import families_with
 from shardscope.frameworks.deepspeed.communication import check_not_quantized
+from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
     NUM_STEPS,
-    config_of,
-    initialised,
+    build_config,
+    build_model,
+    build_world,
+    initialize_engine,
     label_state,
-    model_of,
-    stage_world,
 )
 from shardscope.frameworks.deepspeed.rehearsal.fake_device import import_deepspeed
 from shardscope.frameworks.deepspeed.rehearsal.fake_files import FakeFiles, fake_files
-from shardscope.frameworks.deepspeed.rehearsal.pipeline import stages
+from shardscope.frameworks.deepspeed.rehearsal.pipeline import rehearse_stages
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.result import RehearsedStage
 
@@ -46,37 +47,37 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
     if plan.degrees.pp > 1:
-        return stages(plan, deepspeed, note_progress)
-    # Ranks of tp lie next to each other.
+        return rehearse_stages(plan, deepspeed, note_progress)
+    # Tensor-parallel ranks are consecutive.
     rank = plan.degrees.tp * find_peak_rank(plan)
-    with stage_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
-        return [_play(plan, deepspeed, tracker, note_progress, device, files)]
+    with build_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
+        return [_run_steps(plan, deepspeed, tracker, note_progress, device, files)]
 
 
 AUTOTP_FAMILIES = families_with("autotp_rehearsal")
-"""Families that AutoTP cuts by the plan that transformers has for them."""
+"""Families that AutoTP shards by transformers' own plan for them."""
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that DeepSpeed's engine cannot run on fake tensors."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if layout.ep > 1:
         check_experts(plan)
     if layout.pp > 1:
         check_pipeline(plan)
     if layout.tp > 1 and (layout.pp > 1 or layout.ep > 1):
-        field, what = ("pp", "stages") if layout.pp > 1 else ("ep", "experts of DeepSpeed's")
-        why = f"1 with {field} > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no {what}"
+        field, what = ("pp", "pipeline stages") if layout.pp > 1 else ("ep", "DeepSpeed's experts")
+        why = f"1 with {field} > 1 in a rehearsal: AutoTP shards complete transformers models, no {what}"
         refuse("Layout.tp", layout.tp, why, {"tp": 1})
     check_not_quantized(layout, "to be rehearsed: DeepSpeed quantizes in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
         refuse(
             "Architecture.model_type",
             plan.architecture.model_type,
-            f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
+            f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP shards no others",
             {"tp": 1},
         )
-    # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
+    # The kernels of FlashAttention, Liger and torch.compile need real tensors on a GPU.
     check_choice("Recipe.kernels", plan.kernels, ("transformers",))
     check_choice("Recipe.loss", resolve_loss(plan), ("full", "chunked"))
     check_choice("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
@@ -84,28 +85,28 @@ def check_plan(plan: Plan) -> None:
         refuse(
             "Recipe.loss",
             "chunked",
-            "'full' in a rehearsal of stage 3, which gathers a weight when its own module runs: in a chunked "
-            "loss the head's does not",
+            "'full' in a rehearsal of stage 3, which all-gathers a weight when its module runs: a chunked "
+            "loss does not run the head's",
             {"loss": "full"},
         )
 
 
-def _play(
+def _run_steps(
     plan: Plan,
-    deepspeed: Any,
+    deepspeed: ModuleType,
     tracker: Tracker,
     note_progress: Callable[[str, float], None],
     device: str,
     files: FakeFiles,
 ) -> RehearsedStage:
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    config = config_of(plan, num_micro_batches, files.folder)
+    config = build_config(plan, num_micro_batches, files.folder)
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"), torch.device(device):
-        model = model_of(plan, deepspeed, config, tracker)
+        model = build_model(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, optimizer = initialised(plan, deepspeed, model, config)
+    engine, optimizer = initialize_engine(plan, deepspeed, model, config)
     label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     for step in range(NUM_STEPS):
@@ -120,18 +121,17 @@ def _play(
             with tracker.phase("backward"):
                 engine.backward(loss)
             del loss
-            if plan.layout.stage < 2:  # type: ignore[attr-defined]
+            if get_layout(plan).stage < 2:
                 tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
-            # Between micro-batches it only counts them.
+            # engine.step only counts micro-batches until the last one.
             is_update = index == num_micro_batches - 1
             with tracker.phase("optimizer") if is_update else contextlib.nullcontext():
                 engine.step()
             label_state(tracker, engine, optimizer)
-    what = type(optimizer).__name__
-    note = f"DeepSpeed {deepspeed.__version__}'s {what}"
+    note = f"DeepSpeed {deepspeed.__version__}'s {type(optimizer).__name__}"
     if plan.degrees.ep > 1:
-        note += "; each expert gets as many tokens as another"
+        note += "; every expert gets the same number of tokens"
     if plan.num_micro_batches > num_micro_batches:
-        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
+        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches: the others repeat the last"
     stage = tracker.build_stage(0, plan.architecture.num_hidden_layers, note=note)
     return replace(stage, nvme_bytes=files.num_bytes)

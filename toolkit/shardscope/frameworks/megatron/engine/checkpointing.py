@@ -12,14 +12,14 @@ import os
 from collections.abc import Sequence
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.megatron.engine import random_tracker
 from shardscope.frameworks.megatron.weights.export import wait_for_weights
-from shardscope.frameworks.megatron.weights.load import unwrapped
+from shardscope.frameworks.megatron.weights.load import unwrap
 from shardscope.machine.processes import die_with_parent
 from shardscope.training.checkpoints import random_state
 from shardscope.training.checkpoints.pickles import (
@@ -37,36 +37,64 @@ from shardscope.training.checkpoints.temporary_folder import (
 )
 
 if TYPE_CHECKING:
+    from queue import Queue
+
+    from megatron.core.dist_checkpointing.mapping import StateDict
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+
     from shardscope.core.plan import Plan
 
+FORMAT_OPTIONS = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+"""Options (megatron/training/checkpointing.py) with which the format can be resharded to any degrees."""
 
-def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
+
+def save_checkpoint(
+    path: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    position: dict[str, object],
+) -> None:
     """Write weights, optimizer, random states and ``position`` to the folder ``path``. Collective.
 
     ``chunks``: the wrapped model chunks (``DistributedDataParallel``). ``position`` is written as readable
     JSON. Everything is written to a temporary folder, which is renamed when complete.
     """
-    with replace_when_complete(path) as aside:
-        _write(aside, chunks, optimizer, beside=False)
+    with replace_when_complete(path) as folder:
+        _write_state(folder, chunks, optimizer, asynchronous=False)
         if dist.get_rank() == 0:
-            write_position(aside, position, pickled_items(aside))
+            write_position(folder, position, pickled_items(folder))
 
 
-class Writing:
+class AsyncSave:
     """An asynchronous checkpoint, written by forked processes and renamed once all of them are done.
 
     Its state is already in host memory, so training may continue. All methods are collective.
     """
 
-    def __init__(self, path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        position: dict[str, object],
+    ) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._path, self._position, self.is_done = path, position, False
-        self._aside = create_temporary(path)
+        self._temporary = create_temporary(path)
         self._calls = AsyncCallsQueue()
-        self._calls.schedule_async_request(_write(self._aside, chunks, optimizer, beside=True))
+        self._calls.schedule_async_request(
+            _write_state(self._temporary, chunks, optimizer, asynchronous=True)
+        )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Rename the checkpoint if it is complete, else return at once. Call this once per step."""
         self._finish(blocking=False)
 
@@ -78,31 +106,34 @@ class Writing:
         if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
             return
         if dist.get_rank() == 0:
-            write_position(self._aside, self._position, pickled_items(self._aside))
-            replace_folder(self._aside, self._path)
+            write_position(self._temporary, self._position, pickled_items(self._temporary))
+            replace_folder(self._temporary, self._path)
         dist.barrier()
         self.is_done = True
 
 
-def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """Load ``path`` into ``chunks`` and ``optimizer``, and return its position. Degrees may differ.
+def load_checkpoint(
+    path: Path, plan: Plan, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> int:
+    """Load ``path`` into ``chunks`` and ``optimizer``. Return the number of steps that it was saved after.
 
-    Random states are restored only if the degrees are the same. Raises like :func:`read_position`, and
-    ``ValueError`` if a pickle names a class that is not allowed in an untrusted checkpoint.
+    Degrees may differ; random states are restored only if they are the same. Raises like
+    :func:`read_position`, and ``ValueError`` if a pickle names a class that is not allowed in an untrusted
+    checkpoint.
     """
     position = read_position(path, plan)
-    _make_state(optimizer)
-    found = _load_checked(path, _state(chunks, optimizer, loading=True))
+    _create_optimizer_state(optimizer)
+    state = _load_checked(path, _build_state_dict(chunks, optimizer, loading=True))
     for number, chunk in enumerate(chunks):
-        unwrapped(chunk).load_state_dict(found[f"model{number}"])
-    _load_optimizer(optimizer, found["optimizer"])
-    _make_state(optimizer)
+        unwrap(chunk).load_state_dict(state[f"model{number}"])
+    _load_optimizer(optimizer, state["optimizer"])
+    _create_optimizer_state(optimizer)
     random_state.restore_states(path)
-    random_tracker.restore(path)
-    return position
+    random_tracker.restore_states(path)
+    return int(position["num_steps_done"])
 
 
-def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+def _load_checked(path: Path, state: dict[str, object]) -> StateDict:
     """Load the checkpoint with megatron-core, after checking every pickle in it."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import common
@@ -116,32 +147,37 @@ def _load_checked(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     get_reader, sharded._get_filesystem_reader = sharded._get_filesystem_reader, lambda *_, **__: reader
     try:
         with checked_loading(trusted=trusted):
-            found: dict[str, Any] = dist_checkpointing.load(state, str(path))
+            return dist_checkpointing.load(state, str(path))
     finally:
         sharded._get_filesystem_reader = get_reader
-    return found
 
 
-def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) -> Any:
-    """Write everything except the position. With ``beside``, return the asynchronous request to schedule."""
+def _write_state(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    *,
+    asynchronous: bool,
+) -> AsyncRequest | None:
+    """Write everything except the position. If ``asynchronous``, return the request to schedule."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    random_state.write_states(aside)
-    random_tracker.write(aside)
-    _make_state(optimizer)
+    random_state.write_states(folder)
+    random_tracker.write_states(folder)
+    _create_optimizer_state(optimizer)
     wait_for_weights(chunks)
-    filesystem_async._get_write_results_queue = _results_queue
+    filesystem_async._get_write_results_queue = _get_results_queue
     # The folder already contains the random states; megatron-core only warns that it is not empty.
     return dist_checkpointing.save(
-        _state(chunks, optimizer, loading=False),
-        str(aside),
-        async_sharded_save=beside,
-        content_metadata=_metadata_on_disk(),
+        _build_state_dict(chunks, optimizer, loading=False),
+        str(folder),
+        async_sharded_save=asynchronous,
+        content_metadata=FORMAT_OPTIONS,
     )
 
 
-def _results_queue() -> Any:
+def _get_results_queue() -> Queue[object]:
     """Replace megatron-core's ``_get_write_results_queue``: this one's process always ends with the rank.
 
     Writers report their results through the queue. megatron-core starts its process at the first checkpoint
@@ -153,14 +189,20 @@ def _results_queue() -> Any:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
         manager.start(die_with_parent, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
-    return filesystem_async._results_queue
+    queue: Queue[object] = filesystem_async._results_queue
+    return queue
 
 
-def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _build_state_dict(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
+) -> dict[str, object]:
     """Return the sharded state dict to write or read, each shard with its position in the whole tensor."""
-    metadata = _metadata()
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**FORMAT_OPTIONS, "dp_cp_group": group}
     models = {
-        f"model{number}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(chunks)
     }
     return {
@@ -169,63 +211,45 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str,
     }
 
 
-def _metadata() -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    return {
-        **_metadata_on_disk(),
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-
-
-def _metadata_on_disk() -> dict[str, Any]:
-    """Return the format options (megatron/training/checkpointing.py) that reshard to any degrees."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-    }
-
-
-def _parts(optimizer: Any) -> list[Any]:
+def _list_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that ``get_megatron_optimizer`` chained, those of experts last."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _load_optimizer(optimizer: Any, found: dict[Any, Any]) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: StateDict) -> None:
     """Load the optimizer state like ``optimizer.load_state_dict``, but support torch's Adam.
 
     The distributed optimizer copies every tensor of a parameter's state from the loaded one, which lacks
     torch's step counters. It also gives all parameters the same counter, which each of them would advance.
     """
-    parts = _parts(optimizer)
-    states = [found] if len(parts) == 1 else [found[number] for number in range(len(parts))]
-    for part, state in zip(parts, states, strict=True):
+    optimizers = _list_optimizers(optimizer)
+    states = [loaded] if len(optimizers) == 1 else [loaded[number] for number in range(len(optimizers))]
+    for single, state in zip(optimizers, states, strict=True):
         sharded = state.pop("param_state", None)
-        part.load_state_dict(state)
+        single.load_state_dict(state)
         if sharded is None:
             continue
-        kept = [own for own in part.optimizer.state.values() if "step" in own]
-        steps = [own.pop("step") for own in kept]
-        part.load_parameter_state_from_fully_reshardable(sharded)
-        for own, step in zip(kept, steps, strict=True):
-            own["step"] = step.clone()
+        # Take the step counters out while megatron-core loads the moments, and put copies back.
+        counted = [values for values in single.optimizer.state.values() if "step" in values]
+        steps = [values.pop("step") for values in counted]
+        single.load_parameter_state_from_fully_reshardable(sharded)
+        for values, step in zip(counted, steps, strict=True):
+            values["step"] = step.clone()
 
 
-def _make_state(optimizer: Any) -> None:
+def _create_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Create the optimizer state that its first step would create.
 
     megatron-core reads torch's step counters before they exist, and cannot create the momentum of its SGD
     (optimizer/__init__.py).
     """
-    for part in _parts(optimizer):
-        inner = part.optimizer
+    for single in _list_optimizers(optimizer):
+        inner = single.optimizer
         if inner is None:
             continue
-        if part.init_state_fn is None:
-            part.init_state_fn = _nothing
-        part.init_state_fn(inner, part.config)
+        if single.init_state_fn is None:
+            single.init_state_fn = lambda *_: None
+        single.init_state_fn(inner, single.config)
         for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state[parameter]
@@ -233,7 +257,3 @@ def _make_state(optimizer: Any) -> None:
                     state.setdefault("step", torch.tensor(0.0))
                 elif group.get("momentum") and state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def _nothing(*_: Any) -> None:
-    return None

@@ -1,7 +1,7 @@
 """Context manager that redirects Megatron-core's CUDA calls to the CPU.
 
 Megatron-core hardcodes ``device="cuda"`` and ``torch.cuda.current_device()`` in its layers, so it cannot be
-built without a GPU. ``cpu_stand_in`` runs it on fake tensors, ``real_cpu`` trains with it on CPU ranks; each
+built without a GPU. ``fake_device`` runs it on fake tensors, ``cpu_ranks`` trains with it on CPU ranks; each
 adds its own replacements. Training on CUDA must never use this module: it raises in a process that has
 initialized CUDA, and tests check which modules import the two.
 """
@@ -9,27 +9,33 @@ initialized CUDA, and tests check which modules import the two.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
-Replacement = tuple[Any, str, Any]
+Replacement = tuple[object, str, object]
 """(module or class, attribute name, replacement)."""
 
 
 class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
     """Function mode that creates CPU tensors instead of CUDA tensors; ``.cuda()`` does nothing."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron-core's optimizers accept only torch.cuda.FloatTensor and the like, by name.
-            return function(*args).replace("torch.", "torch.cuda.")
+            return str(function(*args)).replace("torch.", "torch.cuda.")
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
         if function is torch.Tensor.to:
@@ -37,22 +43,22 @@ class CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
         return function(*args, **kwargs)
 
 
-class _AlreadyHappened:
+class _Completed:
     """A completed stream or event: every method returns the object itself."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., Self]:
         return lambda *args, **kwargs: self
 
 
 # Classes, because modules imported meanwhile evaluate ``torch.cuda.Stream | None``.
-class Stream(_AlreadyHappened):
+class Stream(_Completed):
     """A stream without pending work."""
 
 
-class Event(_AlreadyHappened):
+class Event(_Completed):
     """An event that has completed."""
 
 
@@ -67,25 +73,25 @@ def cuda_as_cpu(
     if torch.cuda.is_initialized():
         raise RuntimeError(f"{what} is for machines without GPUs: this process uses CUDA")
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (*_in_any_case(), *replacements()):
-            stack.enter_context(_replaced(owner, name, stand_in))
+        for owner, name, stand_in in (*_list_replacements(), *replacements()):
+            stack.enter_context(_patch(owner, name, stand_in))
         stack.enter_context(mode)
         yield
 
 
-def nothing() -> Callable[..., None]:
+def make_no_op() -> Callable[..., None]:
     """Return a new no-op function: torch.compile's table rejects one function under two names."""
     return lambda *args, **kwargs: None
 
 
-def _in_any_case() -> list[Replacement]:
+def _list_replacements() -> list[Replacement]:
     from megatron.core.transformer.moe import moe_utils
 
     stream = Stream()
     return [
         (torch.cuda, "current_device", lambda: CPU),
-        (torch.cuda, "synchronize", nothing()),
-        (torch.cuda, "empty_cache", nothing()),
+        (torch.cuda, "synchronize", make_no_op()),
+        (torch.cuda, "empty_cache", make_no_op()),
         (torch.cuda, "current_stream", lambda *args, **kwargs: stream),
         (torch.cuda, "default_stream", lambda *args, **kwargs: stream),
         (torch.cuda, "Stream", Stream),
@@ -97,14 +103,14 @@ def _in_any_case() -> list[Replacement]:
     ]
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return bool(device.type == "cuda")
     return isinstance(device, str) and device.startswith("cuda")
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+def _patch(owner: object, name: str, stand_in: object) -> Iterator[None]:
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, stand_in)

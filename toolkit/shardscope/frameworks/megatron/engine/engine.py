@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from shardscope.core.errors import refuse
 from shardscope.frameworks.megatron.engine import checkpointing
 from shardscope.frameworks.megatron.engine import model as engine_model
 from shardscope.frameworks.megatron.engine import step as engine_step
+from shardscope.frameworks.megatron.engine.cpu_ranks import cpu_ranks
 from shardscope.frameworks.megatron.engine.inspection import describe_built, read_back
-from shardscope.frameworks.megatron.engine.optimizer_numbers import optimizer_numbers
-from shardscope.frameworks.megatron.engine.real_cpu import cpu_ranks
+from shardscope.frameworks.megatron.engine.optimizer_numbers import read_optimizer_numbers
 from shardscope.frameworks.megatron.weights.export import export_hf
 from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
@@ -30,6 +30,10 @@ from shardscope.training.checkpoints.position import describe_position
 from shardscope.training.engine import BuildModel, BuildOptimizer, Context, Engine, LiveTensors
 from shardscope.training.model.on_meta import build_on_meta
 from shardscope.training.weights.stored_weights import TensorsByName
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -48,9 +52,9 @@ class MegatronEngine(Engine):
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
-        self._chunks: list[Any] = []
+        self._chunks: list[DistributedDataParallel] = []
         self._watch: MemoryWatch | None = None
-        self._writing: checkpointing.Writing | None = None
+        self._saving: checkpointing.AsyncSave | None = None
 
     @property
     def data_rank(self) -> int:
@@ -71,18 +75,18 @@ class MegatronEngine(Engine):
                 f"the plan is for {plan.world_size} ranks, and this run has {dist.get_world_size()}"
             )
         check_trained(plan)
-        source = self._source(build_model)
+        source = self._build_source(build_model)
         with self._on_device():
-            engine_model.model_parallel(plan)
-            weights = self._build(source)
-            numbers = optimizer_numbers(
+            engine_model.init_model_parallel(plan)
+            weights = self._build_chunks(source)
+            numbers = read_optimizer_numbers(
                 recipe.optimizer,
                 list(self.model.parameters()),
                 build_optimizer,
                 self.learning_rate,
                 self.weight_decay,
             )
-            self._chunks = engine_model.in_buffers(plan, self._config, list(self.model))
+            self._chunks = engine_model.wrap_chunks(plan, self._config, list(self.model))
             self.optimizer = engine_model.build_optimizer(
                 plan, self._config, self._chunks, numbers, self.max_grad_norm
             )
@@ -92,12 +96,12 @@ class MegatronEngine(Engine):
             del source, weights
             if self.weights is not None:
                 self.weights.close()
-            found = read_back(plan, self._chunks, self.optimizer, self.data_rank)
+            inspection = read_back(plan, self._chunks, self.optimizer, self.data_rank)
         device = self.ctx.device
         backend = dist.group.WORLD._get_backend(device).name()
         where, trained = f"({backend}, {device.type})", list(self.model.parameters())
         record = {
-            "sentence": f"{describe_built(found, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
+            "sentence": f"{describe_built(inspection, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
             "framework": self.framework,
             "device": str(device),
             "backend": backend,
@@ -107,13 +111,13 @@ class MegatronEngine(Engine):
             "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
             "parameter_bytes": self.memory()["parameters"],
-            **found,
+            **inspection,
         }
         self.ctx.record("engine", record)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         watch = self._watch = self._watch or MemoryWatch(self)
-        with watch.measure_step(), self._on_device(), engine_step.watched(watch):
+        with watch.measure_step(), self._on_device(), engine_step.watch_phases(watch):
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -124,8 +128,8 @@ class MegatronEngine(Engine):
             _, norm, _ = self.optimizer.step()
             watch.end_phase("optimizer")
             self.num_steps_done += 1
-            if self._writing is not None and not self._writing.is_done:
-                self._writing.look()
+            if self._saving is not None and not self._saving.is_done:
+                self._saving.poll()
             # A step that overflowed fp16 is skipped, and has no norm.
             self.grad_norm = float("nan") if norm is None else float(norm)
             mean = float(loss())
@@ -136,26 +140,27 @@ class MegatronEngine(Engine):
 
     def save(self, path: str | Path) -> None:
         with self._on_device():
-            checkpointing.save(
+            checkpointing.save_checkpoint(
                 self._resolve_in_run(path), self._chunks, self.optimizer, describe_position(self)
             )
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
         path, position = self._resolve_in_run(path), describe_position(self)
         with self._on_device():
-            writing = checkpointing.Writing(path, self._chunks, self.optimizer, position)
-        self._writing = writing
+            saving = checkpointing.AsyncSave(path, self._chunks, self.optimizer, position)
+        self._saving = saving
 
         def wait() -> None:
             with self._on_device():
-                writing.wait()
+                saving.wait()
 
         return wait
 
     def load(self, path: str | Path) -> None:
         with self._on_device():
-            position = checkpointing.load(self._resolve_in_run(path), self.plan, self._chunks, self.optimizer)
-        self.num_steps_done = int(position["num_steps_done"])
+            self.num_steps_done = checkpointing.load_checkpoint(
+                self._resolve_in_run(path), self.plan, self._chunks, self.optimizer
+            )
 
     def export(self, path: str | Path) -> None:
         # Megatron-core keeps fp32 main weights for every 16-bit recipe; pure bf16 exports bf16 weights.
@@ -171,7 +176,7 @@ class MegatronEngine(Engine):
 
         return LiveTensors(
             parameters=list(self.model.parameters()),
-            gradients=[buffer.grad_data for buffer in self._buffers()],
+            gradients=[buffer.grad_data for buffer in self._grad_buffers()],
             optimizer=self._optimizer_tensors(),
             gathered=list(parallel_state.get_global_memory_buffer().buffer.values()),
             buffers=list(self.model.buffers()),
@@ -183,7 +188,7 @@ class MegatronEngine(Engine):
 
     # ---- its parts
 
-    def _source(self, build_model: BuildModel) -> torch.nn.Module:
+    def _build_source(self, build_model: BuildModel) -> torch.nn.Module:
         """Build the transformers model under ``seed``. Raises ``ValueError`` for another family."""
         arch = self.plan.architecture
         with torch.random.fork_rng(devices=[]):
@@ -201,55 +206,55 @@ class MegatronEngine(Engine):
         self._hf_config = hf_config
         return source
 
-    def _build(self, source: torch.nn.Module) -> Mapping[str, Any]:
+    def _build_chunks(self, source: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Build the model chunks with weights not yet set, and return the weights to load into them."""
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         plan, hf_config = self.plan, self._hf_config
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(self.seed)
-        self._config = engine_model.training_config(plan, hf_config)
-        chunks = engine_model.model_chunks(plan, self._config, hf_config)
+        self._config = engine_model.build_config(plan, hf_config)
+        chunks = engine_model.build_chunks(plan, self._config, hf_config)
         self.model = torch.nn.ModuleList(chunks).to(self.ctx.device).train()
-        weights: Mapping[str, Any] = source.state_dict()
+        weights: Mapping[str, torch.Tensor] = source.state_dict()
         return weights if self.weights is None else TensorsByName(self.weights)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """Run megatron-core unchanged on CUDA; on CPU ranks redirect its CUDA calls to the CPU."""
-        with cpu_ranks() if self.ctx.device.type == "cpu" else compiled_if_possible():
+        with cpu_ranks() if self.ctx.device.type == "cpu" else compile_if_possible():
             yield
 
     def _resolve_in_run(self, path: str | Path) -> Path:
         """Return ``path``, relative to the run folder unless it is absolute."""
         return Path(self.ctx.folder) / Path(path).expanduser()
 
-    def _buffers(self) -> Iterator[Any]:
+    def _grad_buffers(self) -> Iterator[_ParamAndGradBuffer]:
         for chunk in self._chunks:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return the moments, the fp32 main weights, and the fp32 copies of 16-bit gradients."""
-        held = (*self.model.parameters(), *(buffer.grad_data for buffer in self._buffers()))
-        known = {tensor.untyped_storage().data_ptr() for tensor in held}
-        found: list[torch.Tensor] = []
-        for part in engine_model.leaves(self.optimizer):
-            if part.optimizer is None:
+        others = (*self.model.parameters(), *(buffer.grad_data for buffer in self._grad_buffers()))
+        known = {tensor.untyped_storage().data_ptr() for tensor in others}
+        state: list[torch.Tensor] = []
+        for single in engine_model.flatten_optimizers(self.optimizer):
+            if single.optimizer is None:
                 continue
-            updated = [p for group in part.optimizer.param_groups for p in group["params"]]
+            updated = [p for group in single.optimizer.param_groups for p in group["params"]]
             copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
-            found += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
+            state += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
             # Step counters, one element for a tensor of any size, are in no formula.
-            found += [t for t in tensors.optimizer_tensors(part.optimizer) if t.dim() > 0]
-        return found
+            state += [t for t in tensors.optimizer_tensors(single.optimizer) if t.dim() > 0]
+        return state
 
     def _count_tensor_bytes(self) -> dict[str, int]:
-        """Return the bytes of the tensors that this rank holds, by walking them."""
-        held = self.live_tensors()
+        """Return the bytes of this rank's tensors by kind, summed over the tensors."""
+        current = self.live_tensors()
         return {
-            "parameters": tensors.tensor_bytes(held.parameters),
-            "gradients": tensors.tensor_bytes(held.gradients),
-            "optimizer": tensors.tensor_bytes(held.optimizer),
+            "parameters": tensors.tensor_bytes(current.parameters),
+            "gradients": tensors.tensor_bytes(current.gradients),
+            "optimizer": tensors.tensor_bytes(current.optimizer),
         }
 
 
@@ -260,7 +265,7 @@ COMPILERS = ("gcc", "clang")
 """Compilers that Triton builds its launchers with, unless ``CC`` is set (triton/runtime/build.py)."""
 
 
-def compiled_if_possible() -> contextlib.AbstractContextManager[object]:
+def compile_if_possible() -> contextlib.AbstractContextManager[object]:
     """Return a context that runs compiled functions eagerly if Triton or its C compiler is missing."""
     return contextlib.nullcontext() if can_compile() else torch.compiler.set_stance("force_eager")
 
@@ -270,5 +275,5 @@ def can_compile() -> bool:
     """Return whether torch.compile can build CUDA kernels here."""
     from torch.utils._triton import has_triton
 
-    named = os.environ.get("CC")
-    return has_triton() and any(shutil.which(name) for name in ((named,) if named else COMPILERS))
+    compiler = os.environ.get("CC")
+    return has_triton() and any(shutil.which(name) for name in ((compiler,) if compiler else COMPILERS))

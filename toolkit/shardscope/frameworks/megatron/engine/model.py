@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,13 +10,22 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
-from shardscope.frameworks.megatron.engine.context_parallel import core_attention
-from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.engine.context_parallel import get_context_attention
+from shardscope.frameworks.megatron.layout import get_megatron_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
-from shardscope.frameworks.megatron.weights.config import core_numbers, model_numbers
+from shardscope.frameworks.megatron.weights.config import convert_config, convert_rope
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from transformers import PretrainedConfig
+
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.megatron.engine.optimizer_numbers import OptimizerNumbers
+
+T = TypeVar("T")
 
 DTYPES = {
     "bf16-mixed": torch.bfloat16,
@@ -34,14 +43,13 @@ INITIAL_LOSS_SCALE = 2.0**12
 """Initial loss scale, as in the other engines: Megatron-LM's 2^32 skips about the first twenty steps."""
 
 
-def model_parallel(plan: Plan) -> None:
+def init_model_parallel(plan: Plan) -> None:
     """Initialize Megatron-core's process groups, after destroying those of an earlier engine. Collective."""
     from megatron.core import parallel_state
 
-    degrees, layout = plan.degrees, plan.layout
-    assert isinstance(layout, MegatronLayout)
+    degrees, layout = plan.degrees, get_megatron_layout(plan)
     leave_model_parallel()
-    before = set(_groups())
+    before = set(_list_groups())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
         pipeline_model_parallel_size=degrees.pp,
@@ -51,11 +59,11 @@ def model_parallel(plan: Plan) -> None:
         expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=False,
     )
-    _OWN_GROUPS[:] = [group for group in _groups() if group not in before]
+    _OWN_GROUPS[:] = [group for group in _list_groups() if group not in before]
 
 
-_OWN_GROUPS: list[Any] = []
-"""Process groups that :func:`model_parallel` created in this process."""
+_OWN_GROUPS: list[dist.ProcessGroup] = []
+"""Process groups that :func:`init_model_parallel` created in this process."""
 
 
 def leave_model_parallel() -> None:
@@ -74,17 +82,17 @@ def leave_model_parallel() -> None:
         dist.destroy_process_group(_OWN_GROUPS.pop())
 
 
-def _groups() -> list[Any]:
+def _list_groups() -> list[dist.ProcessGroup]:
     """Return every process group that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def training_config(plan: Plan, hf_config: Any) -> Any:
+def build_config(plan: Plan, hf_config: PretrainedConfig) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model that computes what the transformers model does."""
     from megatron.core.transformer import TransformerConfig
 
     dtype, vpp = DTYPES[plan.recipe.precision], plan.degrees.vpp
-    values: dict[str, Any] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
+    values: dict[str, object] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
     # Fused SwiGLU saves only its input. As three operators it also saves the gate's activation and a copy of
     # the other half. An activation without a gate saves the same either way.
     fused = values["bias_activation_fusion"] = plan.architecture.gated_mlp
@@ -98,25 +106,27 @@ def training_config(plan: Plan, hf_config: Any) -> Any:
         "pipeline_dtype": dtype,
         # Every weight is loaded from a transformers model, so these initialize nothing. Initialization stays
         # on because it sets tensor-parallel attributes, without which the gradient norm counts weights twice.
-        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _as_it_is),
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep),
         # Two interleaved stages send each other an output and a gradient at once. Batched messages would mix
         # them up, so megatron/training/arguments.py rejects that combination.
         "overlap_p2p_comm": vpp > 1,
         "batch_p2p_comm": vpp == 1,
     }
-    return TransformerConfig(**values | core_numbers(hf_config, fused_activation=fused))
+    return TransformerConfig(**values | convert_config(hf_config, fused_activation=fused))
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def model_chunks(plan: Plan, config: Any, hf_config: Any) -> list[torch.nn.Module]:
+def build_chunks(plan: Plan, config: TransformerConfig, hf_config: PretrainedConfig) -> list[torch.nn.Module]:
     """Build this rank's ``GPTModel``s, one for each model chunk of its stage, with weights not yet set."""
-    return [_chunk(plan, config, hf_config, number) for number in range(plan.degrees.vpp)]
+    return [_build_chunk(plan, config, hf_config, number) for number in range(plan.degrees.vpp)]
 
 
-def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Module:
+def _build_chunk(
+    plan: Plan, config: TransformerConfig, hf_config: PretrainedConfig, number: int
+) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -127,7 +137,7 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=interleaved
     )
-    attention = attention_of(plan)
+    attention = choose_attention(plan)
     for layer in block.layer_specs:
         _use_marked_norms(layer)
         layer.submodules.self_attention.submodules.core_attention = attention
@@ -143,7 +153,7 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
         position_embedding_type="learned_absolute" if learned else "rope",
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
         vp_stage=interleaved,
-        **model_numbers(hf_config),
+        **convert_rope(hf_config),
     )
     for parameter in model.parameters():
         # As Float16Module does.
@@ -151,16 +161,16 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
     return model
 
 
-def attention_of(plan: Plan) -> Any:
+def choose_attention(plan: Plan) -> type[torch.nn.Module]:
     """Return the core attention class that matches ``plan``: for "eager" Megatron-core's own."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if plan.degrees.cp > 1:
-        return core_attention()
+        return get_context_attention()
     return DotProductAttention if plan.recipe.attention == "eager" else FusedAttention
 
 
-def _use_marked_norms(layer: Any) -> None:
+def _use_marked_norms(layer: ModuleSpec) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = MarkedNorm
     attention = parts.self_attention.submodules
@@ -169,11 +179,13 @@ def _use_marked_norms(layer: Any) -> None:
             setattr(attention, name, MarkedNorm)
 
 
-def in_buffers(plan: Plan, config: Any, models: list[torch.nn.Module]) -> list[Any]:
+def wrap_chunks(
+    plan: Plan, config: TransformerConfig, models: list[torch.nn.Module]
+) -> list[DistributedDataParallel]:
     """Wrap each chunk in megatron-core's ``DistributedDataParallel``, whose buffers hold the gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    layout: Any = plan.layout
+    layout = get_megatron_layout(plan)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduces_in_fp32(layout, plan.recipe),
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -194,16 +206,23 @@ def in_buffers(plan: Plan, config: Any, models: list[torch.nn.Module]) -> list[A
     return chunks
 
 
-def _one_or_list(found: list[Any]) -> Any:
-    return found[0] if len(found) == 1 else found
+def _one_or_list(methods: list[T]) -> T | list[T]:
+    """Return a single method itself: megatron-core's schedules expect a list only with several chunks."""
+    return methods[0] if len(methods) == 1 else methods
 
 
-def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, clip: float | None) -> Any:
+def build_optimizer(
+    plan: Plan,
+    config: TransformerConfig,
+    chunks: list[DistributedDataParallel],
+    numbers: OptimizerNumbers,
+    clip: float | None,
+) -> MegatronOptimizer:
     """Build megatron-core's optimizer over ``chunks`` from ``numbers`` (:class:`OptimizerNumbers`)."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    layout: Any = plan.layout
+    layout = get_megatron_layout(plan)
     dtype = DTYPES[plan.recipe.precision]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -237,10 +256,12 @@ def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, cl
     return optimizer
 
 
-def leaves(optimizer: Any) -> list[Any]:
+def flatten_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the chained megatron-core optimizers, each around a torch optimizer; experts have their own."""
-    found = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if found is None else [leaf for part in found for leaf in leaves(part)]
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        return [optimizer]
+    return [single for part in chained for single in flatten_optimizers(part)]
 
 
 # ---- PyTorch's fused attention kernels for layers of Megatron-core's local modules
@@ -253,7 +274,7 @@ class FusedAttention(DotProductAttention):  # type: ignore[misc]
     """Causal attention over whole sequences, without dropout, with multi-head or grouped-query heads."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
     ) -> torch.Tensor:
         """Attend. Inputs are (tokens, rows, heads, width), the output is (tokens, rows, heads x width)."""
         # Values are a view of the fused QKV output, while rotary embedding has copied queries and keys.
@@ -277,10 +298,12 @@ class MarkedNorm:
     (megatron/core/distributed/finalize_model_grads.py).
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> torch.nn.Module:
         """Return a ``LayerNorm`` or ``RMSNorm`` of ``hidden_size``."""
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +13,7 @@ from shardscope.training.optimizers.optimizers import build_optimizer
 if TYPE_CHECKING:
     from shardscope.training.engine import BuildOptimizer
 
-KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 """``Recipe.optimizer`` -> the torch class with the same update as Megatron-core's."""
 PER_GROUP = ("lr", "betas", "eps", "momentum")
 
@@ -30,7 +29,7 @@ class OptimizerNumbers:
     momentum: float = 0.9
 
 
-def optimizer_numbers(
+def read_optimizer_numbers(
     name: str,
     parameters: list[torch.nn.Parameter],
     build: BuildOptimizer | None,
@@ -42,24 +41,28 @@ def optimizer_numbers(
     Megatron-core builds its own optimizer over its own buffers, so a torch optimizer only supplies
     hyperparameters. Raises ``ValueError`` for a class or parameter groups that Megatron-core cannot match.
     """
-    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = build or (
-        lambda found: build_optimizer(name, found, learning_rate, weight_decay)
+    optimizer = (
+        build_optimizer(name, parameters, learning_rate, weight_decay) if build is None else build(parameters)
     )
-    found = make(parameters)
-    kind, groups = KINDS[name], found.param_groups
-    if type(found) is not kind:
+    expected_class, groups = CLASSES[name], optimizer.param_groups
+    if type(optimizer) is not expected_class:
         refuse(
             "build_optimizer",
-            type(found).__name__,
-            f"a torch.optim.{kind.__name__}, whose numbers Megatron-core's own optimizer takes over "
+            type(optimizer).__name__,
+            f"a torch.optim.{expected_class.__name__}, whose hyperparameters Megatron-core's optimizer gets "
             f"(Recipe.optimizer is {name!r})",
             "build_optimizer=None, or layout=Layout.fsdp2()",
         )
     for key in PER_GROUP:
         if len({group.get(key) for group in groups}) > 1:
-            refuse("build_optimizer", f"groups that differ in {key}", "one for all with Megatron-core", key)
+            refuse(
+                "build_optimizer",
+                f"groups that differ in {key}",
+                f"one {key} for all groups with Megatron-core",
+                key,
+            )
     decays = {bool(p.ndim >= 2): group["weight_decay"] for group in groups for p in group["params"]}
-    first: dict[str, Any] = groups[0]
+    first = groups[0]
     for group in groups:
         for parameter in group["params"]:
             expected = decays.get(True, 0.0) if parameter.ndim >= 2 else 0.0

@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def write(folder: Path) -> None:
+def write_states(folder: Path) -> None:
     """Write this rank's generator states to its own file in ``folder``."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -23,29 +22,33 @@ def write(folder: Path) -> None:
         name: base64.b64encode(state.numpy().tobytes()).decode("ascii")
         for name, state in get_cuda_rng_tracker().get_states().items()
     }
-    _file(folder).write_text(json.dumps({"degrees": _degrees(), "states": states}), encoding="utf-8")
+    _state_file(folder).write_text(
+        json.dumps({"degrees": _read_degrees(), "states": states}), encoding="utf-8"
+    )
 
 
-def restore(folder: Path) -> bool:
-    """Restore the generator states that :func:`write` saved, and return whether they were restored.
+def restore_states(folder: Path) -> bool:
+    """Restore the generator states that :func:`write_states` saved, and return whether they were restored.
 
     With other degrees they stay unchanged, because the saved states belong to other shards.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    file = _file(folder)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if found.get("degrees") != _degrees():
+    file = _state_file(folder)
+    if not file.is_file():
+        return False
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if saved.get("degrees") != _read_degrees():
         return False
     states = {
         name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        for name, text in found["states"].items()
+        for name, text in saved["states"].items()
     }
     get_cuda_rng_tracker().set_states(states)
     return True
 
 
-def _degrees() -> list[int]:
+def _read_degrees() -> list[int]:
     from megatron.core import parallel_state
 
     return [
@@ -57,5 +60,5 @@ def _degrees() -> list[int]:
     ]
 
 
-def _file(folder: Path) -> Path:
+def _state_file(folder: Path) -> Path:
     return folder / f"megatron-random-rank-{dist.get_rank()}.json"

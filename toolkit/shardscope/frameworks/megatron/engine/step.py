@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardscope.core.errors import refuse
-from shardscope.frameworks.megatron.engine.context_parallel import check_length, own_pieces
+from shardscope.frameworks.megatron.engine.context_parallel import check_length, shard_sequences
 from shardscope.training import micro_batches
 from shardscope.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
     from shardscope.training.accounting.memory_watch import MemoryWatch
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TENSORS = {"input_ids", "labels"}
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, object]]]
+"""Returns the loss of a micro-batch from the model's output, and values to report."""
 
 
 def forward_backward(
-    chunks: list[Any], batch: Mapping[str, torch.Tensor], num_micro_batches: int, device: torch.device
+    chunks: list[DistributedDataParallel],
+    batch: Mapping[str, torch.Tensor],
+    num_micro_batches: int,
+    device: torch.device,
 ) -> Callable[[], torch.Tensor]:
     """Run forward and backward of all micro-batches and reduce gradients. Return a function for the loss.
 
@@ -41,29 +50,30 @@ def forward_backward(
         )
     check_length(batch["input_ids"].shape[1])
     micros = micro_batches.split_batch(batch, num_micro_batches)
-    counted = micro_batches.LossWeights(micros)
+    loss_weights = micro_batches.LossWeights(micros)
     # Computed before the first message between stages, so that all ranks raise together or none does.
-    weights = [counted[index] for index in range(num_micro_batches)]
+    weights = [loss_weights[index] for index in range(num_micro_batches)]
     total = torch.zeros((), device=device)
 
-    def forward_step(indices: Iterator[int], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         index = next(indices)
         tokens = micros[index]["input_ids"].to(device, non_blocking=True)
-        labels, is_labelled = _next_tokens(micros[index]["labels"].to(device, non_blocking=True))
+        labels, is_labelled = _shift_labels(micros[index]["labels"].to(device, non_blocking=True))
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        whole = {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
-        own = own_pieces(whole)
-        output = model(own["tokens"], own["positions"], None, labels=own["labels"])
+        shard = shard_sequences(
+            {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
+        )
+        output = model(shard["tokens"], shard["positions"], None, labels=shard["labels"])
 
-        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            # This rank's share of it: the schedule multiplies by the ranks that share a sequence.
-            mean = (losses.float() * own["is_labelled"]).sum() / is_labelled.sum()
-            part = mean * weights[index]
-            total.add_(part.detach())
+        def compute_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+            # This rank's share of the mean: the schedule multiplies by the context-parallel ranks.
+            mean = (losses.float() * shard["is_labelled"]).sum() / is_labelled.sum()
+            weighted = mean * weights[index]
+            total.add_(weighted.detach())
             # schedules.py divides by the number of micro-batches, which the weights already include.
-            return part * num_micro_batches, {}
+            return weighted * num_micro_batches, {}
 
-        return output, loss
+        return output, compute_loss
 
     rows, length = micros[0]["input_ids"].shape
     interleaved = len(chunks) > 1
@@ -84,14 +94,14 @@ def forward_backward(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     copies = dist.get_world_size() / (stages * parallel_state.get_context_parallel_world_size())
 
-    def loss_of_all() -> torch.Tensor:
+    def wait_for_loss() -> torch.Tensor:
         summing.wait()
         return total / copies
 
-    return loss_of_all
+    return wait_for_loss
 
 
-def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _shift_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each position's target token, and whether it counts in the loss; both shaped like ``labels``."""
     shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
@@ -100,16 +110,16 @@ def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def watched(watch: MemoryWatch) -> Iterator[None]:
+def watch_phases(watch: MemoryWatch) -> Iterator[None]:
     """Record forward and backward of each micro-batch as phases of ``watch``, in any schedule."""
     from megatron.core.pipeline_parallel import schedules
 
-    def in_phase(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def in_phase(phase: str, function: Callable[P, T]) -> Callable[P, T]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             watch.begin_phase(phase)
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             watch.end_phase(phase)
-            return found
+            return result
 
         return call
 

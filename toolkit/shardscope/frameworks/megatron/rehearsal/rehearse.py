@@ -24,7 +24,7 @@ from shardscope.frameworks.megatron.core_config import (
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
-from shardscope.frameworks.megatron.rehearsal.cpu_stand_in import cpu_stand_in
+from shardscope.frameworks.megatron.rehearsal.fake_device import fake_device
 from shardscope.frameworks.megatron.rehearsal.fused_modules import (
     CausalSoftmax,
     DuplicatedLinear,
@@ -99,7 +99,7 @@ class _StageRehearsal:
         rank = self.number * (plan.world_size // degrees.pp)
         with fake_ranks(plan.world_size, rank), self._model_parallel():
             logits = (self.vocab // degrees.tp,)
-            with fake_tensors(True, logits) as tracker, cpu_stand_in(), self._followed(tracker):
+            with fake_tensors(True, logits) as tracker, fake_device(), self._followed(tracker):
                 chunks, optimizer = self._build(tracker)
                 first = degrees.pp if degrees.vpp > 1 else 1
                 for step, num_micro_batches in enumerate((first, self._num_micro_batches())):

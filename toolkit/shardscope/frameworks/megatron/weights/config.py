@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardscope.core.errors import Value, refuse
 from shardscope.frameworks.megatron.config_limits import (
     TANH_GELUS,
-    activation_name,
     check_computed,
-    rope_of,
+    get_activation_name,
+    read_rope,
 )
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str, Any]:
+
+def convert_config(hf_config: PretrainedConfig, *, fused_activation: bool = False) -> dict[str, object]:
     """Return the ``TransformerConfig`` arguments that make a ``GPTModel`` compute what transformers does.
 
     They are the norm epsilon, the activation function, the router's order of softmax and top-k, and no
@@ -28,12 +32,12 @@ def core_numbers(hf_config: Any, *, fused_activation: bool = False) -> dict[str,
     epsilon = getattr(hf_config, "rms_norm_eps", None) or hf_config.layer_norm_epsilon
     return {
         "layernorm_epsilon": epsilon,
-        "activation_func": _activation(hf_config, fused_activation),
-        **_routing(hf_config),
+        "activation_func": _choose_activation(hf_config, fused_activation),
+        **_convert_routing(hf_config),
     }
 
 
-def model_numbers(hf_config: Any) -> dict[str, Any]:
+def convert_rope(hf_config: PretrainedConfig) -> dict[str, object]:
     """Return the ``GPTModel`` arguments for the rotary base and scaling; empty without rotary embedding.
 
     Raises ``ValueError`` for a scaling that megatron-core does not support.
@@ -42,24 +46,25 @@ def model_numbers(hf_config: Any) -> dict[str, Any]:
         return {}
     config = hf_config.to_dict()
     check_computed(config)
-    said = rope_of(config)
-    found = {"rotary_base": said["rope_theta"]}
-    if said["rope_type"] == "linear":
-        return {**found, "seq_len_interpolation_factor": said["factor"]}
-    if said["rope_type"] == "llama3":
-        return {**found, "rope_scaling": True, "rope_scaling_factor": said["factor"]}
-    return found
+    rope = read_rope(config)
+    arguments = {"rotary_base": rope["rope_theta"]}
+    if rope["rope_type"] == "linear":
+        return {**arguments, "seq_len_interpolation_factor": rope["factor"]}
+    if rope["rope_type"] == "llama3":
+        return {**arguments, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return arguments
 
 
-def _activation(hf_config: Any, fused: bool) -> Any:
+def _choose_activation(hf_config: PretrainedConfig, fused: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     # Megatron-core's fused kernel computes the tanh form (fused_bias_gelu.py) if this is the exact GELU.
     gelu = torch.nn.functional.gelu
-    if activation_name(hf_config.to_dict()) in TANH_GELUS:
+    if get_activation_name(hf_config.to_dict()) in TANH_GELUS:
         return gelu if fused else partial(gelu, approximate="tanh")
-    return torch.nn.functional.silu
+    silu: Callable[[torch.Tensor], torch.Tensor] = torch.nn.functional.silu
+    return silu
 
 
-def _routing(hf_config: Any) -> dict[str, Any]:
+def _convert_routing(hf_config: PretrainedConfig) -> dict[str, object]:
     if getattr(hf_config, "num_experts_per_tok", None) is None:
         return {}
     if getattr(hf_config, "output_router_logits", False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ChunkSlice:
     """Slice of the model that one model chunk of one rank holds."""
 
     layers: tuple[int, ...]
@@ -43,7 +43,7 @@ class Part:
     ep_size: int = 1
 
 
-class Place(NamedTuple):
+class ChunkParameter(NamedTuple):
     """One parameter of a model chunk, and its position in the whole model."""
 
     name: str
@@ -55,91 +55,93 @@ class Place(NamedTuple):
     """Routed expert of the layer, numbered from 0 through all ranks; None for other parameters."""
 
 
-def places(arch: Architecture, part: Part) -> Iterator[Place]:
+def list_parameters(arch: Architecture, part: ChunkSlice) -> Iterator[ChunkParameter]:
     """Yield every parameter of a part, in the same order on all ranks of its tensor and expert groups."""
     outer = outer_pairs(arch, embedding=part.embedding, head=part.head)
     for pair in outer:
-        yield Place(pair.megatron, pair, "", None)
+        yield ChunkParameter(pair.megatron, pair, "", None)
     for local, layer in enumerate(part.layers):
-        here, prefix = f"decoder.layers.{local}.", layer_prefix(arch, layer)
+        local_prefix, prefix = f"decoder.layers.{local}.", layer_prefix(arch, layer)
         for pair in layer_pairs(arch, layer):
-            yield Place(here + pair.megatron, pair, prefix, None)
+            yield ChunkParameter(local_prefix + pair.megatron, pair, prefix, None)
         if not arch.is_moe_layer(layer) or arch.mixture_of_experts is None:
             continue
         num_local = arch.mixture_of_experts.num_experts // part.ep_size
         for index in range(num_local):
             expert = part.ep_rank * num_local + index
             for pair in expert_pairs():
-                name = f"{here}mlp.experts.local_experts.{index}.{pair.megatron}"
-                yield Place(name, pair, prefix, expert)
+                name = f"{local_prefix}mlp.experts.local_experts.{index}.{pair.megatron}"
+                yield ChunkParameter(name, pair, prefix, expert)
 
 
-def megatron_tensor(state: Mapping[str, Any], arch: Architecture, place: Place, part: Part) -> torch.Tensor:
+def build_shard(
+    state: Mapping[str, torch.Tensor], arch: Architecture, parameter: ChunkParameter, part: ChunkSlice
+) -> torch.Tensor:
     """Return one parameter of one rank. ``state`` has tensors, or objects that read slices of one lazily."""
-    found = [state[place.prefix + name] for name in place.pair.hf]
-    if place.expert is not None:
-        sources = [stack[place.expert].detach() for stack in found]
+    tensors = [state[parameter.prefix + name] for name in parameter.pair.hf]
+    if parameter.expert is not None:
+        sources = [stack[parameter.expert].detach() for stack in tensors]
         rank, size = part.expert_tp_rank, part.expert_tp_size
     else:
-        sources = [tensor.detach() for tensor in found]
+        sources = [tensor.detach() for tensor in tensors]
         rank, size = part.tp_rank, part.tp_size
-    return cut(whole_tensor(sources, arch, place.pair), place.pair, rank, size)
+    return shard_tensor(fuse_tensors(sources, arch, parameter.pair), parameter.pair, rank, size)
 
 
-def whole_tensor(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair) -> torch.Tensor:
+def fuse_tensors(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair) -> torch.Tensor:
     """Fuse transformers tensors, in the order of ``pair.hf``, into the unsharded Megatron parameter."""
-    found = [source.t() if pair.transposed else source for source in sources]
+    tensors = [source.t() if pair.transposed else source for source in sources]
     if pair.cut == "qkv":
-        heads = _head_rows(arch)
-        query, key, value = found if len(found) == 3 else found[0].split(heads)
+        heads = _count_head_rows(arch)
+        query, key, value = tensors if len(tensors) == 3 else tensors[0].split(heads)
         groups, rest = arch.num_key_value_heads, query.shape[1:]
         by_group = [rows.reshape(groups, -1, *rest) for rows in (query, key, value)]
         return torch.cat(by_group, dim=1).reshape(-1, *rest)
-    return torch.cat(found) if len(found) > 1 else found[0]
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def hf_tensors(whole: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[torch.Tensor, ...]:
+def split_tensor(full: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[torch.Tensor, ...]:
     """Split an unsharded Megatron parameter into the transformers tensors, in the order of ``pair.hf``."""
-    found: tuple[torch.Tensor, ...] = (whole,)
+    tensors: tuple[torch.Tensor, ...] = (full,)
     if pair.cut == "vocabulary":
-        found = (whole[: arch.vocab_size],)
+        tensors = (full[: arch.vocab_size],)
     elif pair.cut == "qkv":
-        groups, rest = arch.num_key_value_heads, whole.shape[1:]
-        rows = [count // groups for count in _head_rows(arch)]
-        parts = whole.reshape(groups, -1, *rest).split(rows, dim=1)
-        found = tuple(part.reshape(-1, *rest) for part in parts)
+        groups, rest = arch.num_key_value_heads, full.shape[1:]
+        rows = [count // groups for count in _count_head_rows(arch)]
+        parts = full.reshape(groups, -1, *rest).split(rows, dim=1)
+        tensors = tuple(part.reshape(-1, *rest) for part in parts)
         if len(pair.hf) == 1:
-            found = (torch.cat(found),)
+            tensors = (torch.cat(tensors),)
     elif pair.cut == "gated" and len(pair.hf) == 2:
-        found = tuple(whole.chunk(2))
-    return tuple((part.t() if pair.transposed else part).contiguous() for part in found)
+        tensors = tuple(full.chunk(2))
+    return tuple((part.t() if pair.transposed else part).contiguous() for part in tensors)
 
 
-def cut(whole: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.Tensor:
+def shard_tensor(full: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.Tensor:
     """Return one rank's shard of a Megatron parameter; the vocabulary is first padded with zeros."""
     if pair.cut == "whole":
-        return whole
+        return full
     if pair.cut == "vocabulary":
-        padding = padded_vocab_size(whole.shape[0], size) - whole.shape[0]
-        whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]) if padding else whole
+        padding = padded_vocab_size(full.shape[0], size) - full.shape[0]
+        full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])]) if padding else full
     if size == 1:
-        return whole
+        return full
     if pair.cut == "gated":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=1 if pair.cut == "columns" else 0)[rank]
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, dim=1 if pair.cut == "columns" else 0)[rank]
 
 
-def join(parts: Sequence[torch.Tensor], pair: Pair) -> torch.Tensor:
+def join_shards(shards: Sequence[torch.Tensor], pair: Pair) -> torch.Tensor:
     """Join the shards of a parameter, in the order of their ranks."""
-    if pair.cut == "whole" or len(parts) == 1:
-        return parts[0]
+    if pair.cut == "whole" or len(shards) == 1:
+        return shards[0]
     if pair.cut == "gated":
-        halves = [part.chunk(2) for part in parts]
+        halves = [shard.chunk(2) for shard in shards]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
-    return torch.cat(list(parts), dim=1 if pair.cut == "columns" else 0)
+    return torch.cat(list(shards), dim=1 if pair.cut == "columns" else 0)
 
 
-def _head_rows(arch: Architecture) -> list[int]:
+def _count_head_rows(arch: Architecture) -> list[int]:
     """Return the rows of queries, keys and values."""
     key = arch.num_key_value_heads * arch.head_dim
     return [arch.num_attention_heads * arch.head_dim, key, key]

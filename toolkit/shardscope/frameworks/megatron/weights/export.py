@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.megatron.hf_names import layer_prefix
-from shardscope.frameworks.megatron.weights.conversion import Part, Place, hf_tensors, join, places
-from shardscope.frameworks.megatron.weights.load import local_parameters, part_of, unwrapped
-from shardscope.frameworks.megatron.weights.main_copies import MainWeights, data_group
+from shardscope.frameworks.megatron.weights.conversion import (
+    ChunkParameter,
+    ChunkSlice,
+    join_shards,
+    list_parameters,
+    split_tensor,
+)
+from shardscope.frameworks.megatron.weights.load import get_local_parameters, read_slice, unwrap
+from shardscope.frameworks.megatron.weights.main_weights import MainWeights, get_data_group
 from shardscope.training.weights.pretrained import MAX_FILE_BYTES, write_pretrained
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+    from transformers import PretrainedConfig
+
     from shardscope.core.architecture import Architecture
 
 
 def export_hf(
-    chunks: Sequence[Any],
+    chunks: Sequence[DistributedDataParallel],
     arch: Architecture,
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     path: Path,
-    optimizer: Any = None,
+    optimizer: MegatronOptimizer | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a folder (config.json, model*.safetensors) for ``AutoModelForCausalLM.from_pretrained``.
@@ -37,19 +48,21 @@ def export_hf(
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config)
-    write_pretrained(path, skeleton, full_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
+    write_pretrained(path, skeleton, gather_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
 
 
-def to_hf(chunks: Sequence[Any], arch: Architecture, optimizer: Any = None) -> dict[str, torch.Tensor]:
+def to_hf(
+    chunks: Sequence[DistributedDataParallel], arch: Architecture, optimizer: MegatronOptimizer | None = None
+) -> dict[str, torch.Tensor]:
     """Return the whole model's transformers state dict, on the CPU of rank 0; empty on other ranks.
 
     Collective over all ranks. A tied head is included once, as the embedding.
     """
-    return {name: tensor for name, tensor in full_tensors(chunks, arch, optimizer) if tensor is not None}
+    return {name: tensor for name, tensor in gather_tensors(chunks, arch, optimizer) if tensor is not None}
 
 
-def full_tensors(
-    chunks: Sequence[Any], arch: Architecture, optimizer: Any = None
+def gather_tensors(
+    chunks: Sequence[DistributedDataParallel], arch: Architecture, optimizer: MegatronOptimizer | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (transformers name, whole tensor) layer by layer; the tensor is None except on rank 0.
 
@@ -57,59 +70,63 @@ def full_tensors(
     stage, then sent to rank 0.
     """
     wait_for_weights(chunks)
-    main, shapes = MainWeights(optimizer), _shapes(arch)
-    models = [unwrapped(chunk) for chunk in chunks]
+    main, shapes = MainWeights(optimizer), _list_shapes(arch)
+    models = [unwrap(chunk) for chunk in chunks]
     device = next(models[0].parameters()).device
-    for stage in _stages(models, main):
+    for stage in _list_stages(models, main):
         for number, part in enumerate(stage.parts):
-            mine = local_parameters(models[number]) if stage.here else None
-            for place in _once(arch, part):
-                found = _gathered(mine, place, arch, main) if mine is not None else None
-                for index, own_name in enumerate(place.pair.hf):
-                    name = place.prefix + own_name
-                    tensor = found[index] if found is not None else None
-                    yield name, _on_rank_zero(tensor, stage, shapes[name], device)
+            local = get_local_parameters(models[number]) if stage.is_local else None
+            for parameter in _list_distinct(arch, part):
+                tensors = _gather_parameter(local, parameter, arch, main) if local is not None else None
+                for index, leaf in enumerate(parameter.pair.hf):
+                    name = parameter.prefix + leaf
+                    tensor = tensors[index] if tensors is not None else None
+                    yield name, _send_to_rank_zero(tensor, stage, shapes[name], device)
 
 
 class _Stage(NamedTuple):
-    """One pipeline stage; every rank has the same description except ``here``."""
+    """One pipeline stage; every rank has the same description except ``is_local``."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkSlice, ...]
     """Parts of the stage's first rank, one for each chunk."""
     writer: int
     """Global rank of the stage's first rank, which gathers its tensors."""
-    here: bool
+    is_local: bool
     """Whether this rank belongs to the stage."""
     dtype: torch.dtype
 
 
-def _stages(models: Sequence[Any], main: MainWeights) -> list[_Stage]:
+def _list_stages(models: Sequence[GPTModel], main: MainWeights) -> list[_Stage]:
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     first = parallel_state.get_tensor_model_parallel_rank() == data == 0
     dtype = main.dtype_of(next(models[0].parameters()))
-    said = (stage, tuple(part_of(model) for model in models), dtype) if first else None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    found = {
-        number: _Stage(parts, rank, number == stage, kind)
-        for rank, (number, parts, kind) in ((r, s) for r, s in enumerate(everyone) if s is not None)
-    }
-    return [found[number] for number in sorted(found)]
+    # Only the first rank of each stage describes it.
+    description = (stage, tuple(read_slice(model) for model in models), dtype) if first else None
+    descriptions: list[tuple[int, tuple[ChunkSlice, ...], torch.dtype] | None] = [
+        None
+    ] * dist.get_world_size()
+    dist.all_gather_object(descriptions, description)
+    by_number = {}
+    for rank, of_rank in enumerate(descriptions):
+        if of_rank is not None:
+            number, parts, stage_dtype = of_rank
+            by_number[number] = _Stage(parts, rank, number == stage, stage_dtype)
+    return [by_number[number] for number in sorted(by_number)]
 
 
-def _once(arch: Architecture, part: Part) -> Iterator[Place]:
-    """Yield the places of a part, with only the first expert of a layer and without a tied head."""
-    for place in places(arch, part):
-        tied = place.pair.megatron == "output_layer.weight" and arch.tie_word_embeddings
-        if place.expert in (None, 0) and not tied:
-            yield place
+def _list_distinct(arch: Architecture, part: ChunkSlice) -> Iterator[ChunkParameter]:
+    """Yield the parameters of a chunk, with only the first expert of a layer and without a tied head."""
+    for parameter in list_parameters(arch, part):
+        tied = parameter.pair.megatron == "output_layer.weight" and arch.tie_word_embeddings
+        if parameter.expert in (None, 0) and not tied:
+            yield parameter
 
 
-def _gathered(
-    mine: dict[str, torch.nn.Parameter], place: Place, arch: Architecture, main: MainWeights
+def _gather_parameter(
+    local: dict[str, torch.nn.Parameter], parameter: ChunkParameter, arch: Architecture, main: MainWeights
 ) -> tuple[torch.Tensor, ...] | None:
     """Gather one parameter, or that of all experts, as transformers tensors on the stage's first rank.
 
@@ -117,46 +134,49 @@ def _gathered(
     """
     from megatron.core import parallel_state
 
-    if place.expert is None:
-        value = main.read(mine[place.name])
-        if dist.get_rank(data_group(mine[place.name])):
+    if parameter.expert is None:
+        value = main.read(local[parameter.name])
+        if dist.get_rank(get_data_group(local[parameter.name])):
             return None
-        parts = _gather(value, parallel_state.get_tensor_model_parallel_group())
-        return hf_tensors(join(parts, place.pair), arch, place.pair) if parts else None
-    whole = []
-    names = [place.name.replace("local_experts.0.", f"local_experts.{i}.") for i in range(_num_local(arch))]
+        parts = _gather_shards(value, parallel_state.get_tensor_model_parallel_group())
+        return split_tensor(join_shards(parts, parameter.pair), arch, parameter.pair) if parts else None
+    experts = []
+    names = [
+        parameter.name.replace("local_experts.0.", f"local_experts.{i}.")
+        for i in range(_count_local_experts(arch))
+    ]
     for name in names:
-        value = main.read(mine[name])
-        if dist.get_rank(data_group(mine[name])):
+        value = main.read(local[name])
+        if dist.get_rank(get_data_group(local[name])):
             continue
-        parts = _gather(value, parallel_state.get_expert_tensor_parallel_group())
+        parts = _gather_shards(value, parallel_state.get_expert_tensor_parallel_group())
         if parts:
-            whole.append(join(parts, place.pair))
-    if not whole:
+            experts.append(join_shards(parts, parameter.pair))
+    if not experts:
         return None
-    stacks = _gather(torch.stack(whole), parallel_state.get_expert_model_parallel_group())
+    stacks = _gather_shards(torch.stack(experts), parallel_state.get_expert_model_parallel_group())
     return (torch.cat(stacks),) if stacks else None
 
 
-def _num_local(arch: Architecture) -> int:
+def _count_local_experts(arch: Architecture) -> int:
     from megatron.core import parallel_state
 
     assert arch.mixture_of_experts is not None
     return arch.mixture_of_experts.num_experts // int(parallel_state.get_expert_model_parallel_world_size())
 
 
-def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+def _gather_shards(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Gather a group's tensors, all of one shape, on its first rank; empty on the others."""
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]
     tensor = tensor.contiguous()
-    found = [torch.empty_like(tensor) for _ in range(size)] if dist.get_rank(group) == 0 else None
-    dist.gather(tensor, found, dst=dist.get_global_rank(group, 0), group=group)
-    return found or []
+    tensors = [torch.empty_like(tensor) for _ in range(size)] if dist.get_rank(group) == 0 else None
+    dist.gather(tensor, tensors, dst=dist.get_global_rank(group, 0), group=group)
+    return tensors or []
 
 
-def _on_rank_zero(
+def _send_to_rank_zero(
     tensor: torch.Tensor | None, stage: _Stage, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor | None:
     """Send the tensor from its stage's first rank to rank 0's host memory; None on other ranks."""
@@ -166,21 +186,21 @@ def _on_rank_zero(
         dist.send(tensor.contiguous(), dst=0)
     if dist.get_rank():
         return None
-    arriving = torch.empty(shape, dtype=stage.dtype, device=device)
-    dist.recv(arriving, src=stage.writer)
-    return arriving.cpu()
+    received = torch.empty(shape, dtype=stage.dtype, device=device)
+    dist.recv(received, src=stage.writer)
+    return received.cpu()
 
 
-def _shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def _list_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the whole model, by transformers name."""
-    found = {parameter.name: parameter.shape for parameter in arch.outer_shapes}
+    shapes = {parameter.name: parameter.shape for parameter in arch.outer_shapes}
     for layer in range(arch.num_hidden_layers):
         prefix = layer_prefix(arch, layer)
-        found |= {prefix + parameter.name: parameter.shape for parameter in arch.layer_shapes(layer)}
-    return found
+        shapes |= {prefix + parameter.name: parameter.shape for parameter in arch.layer_shapes(layer)}
+    return shapes
 
 
-def wait_for_weights(chunks: Sequence[Any]) -> None:
+def wait_for_weights(chunks: Sequence[DistributedDataParallel]) -> None:
     """All-gather now the weights that the distributed optimizer defers to the next forward."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from shardscope.frameworks.megatron.weights.conversion import Part, megatron_tensor, places
-from shardscope.frameworks.megatron.weights.main_copies import MainWeights
+from shardscope.frameworks.megatron.weights.conversion import ChunkSlice, build_shard, list_parameters
+from shardscope.frameworks.megatron.weights.main_weights import MainWeights
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+
     from shardscope.core.architecture import Architecture
 
 _TRANSFORMER_ENGINE = (
@@ -26,10 +31,10 @@ _TRANSFORMER_ENGINE = (
 
 
 def load_hf(
-    chunks: Sequence[Any],
-    state: Mapping[str, Any],
+    chunks: Sequence[DistributedDataParallel],
+    state: Mapping[str, torch.Tensor],
     arch: Architecture,
-    optimizer: Any = None,
+    optimizer: MegatronOptimizer | None = None,
 ) -> None:
     """Copy this rank's shards of ``state`` (a transformers model's ``state_dict()``) into its model chunks.
 
@@ -42,28 +47,30 @@ def load_hf(
     """
     main = MainWeights(optimizer)
     for chunk in chunks:
-        model = unwrapped(chunk)
-        part = part_of(model)
-        mine = local_parameters(model)
-        wanted = {place.name: place for place in places(arch, part)}
-        if wanted.keys() != mine.keys():
+        model = unwrap(chunk)
+        part = read_slice(model)
+        parameters = get_local_parameters(model)
+        mapped = {mapping.name: mapping for mapping in list_parameters(arch, part)}
+        if mapped.keys() != parameters.keys():
             raise RuntimeError(
                 f"the model chunk and the mapping of {arch.model_type} differ: only the chunk has "
-                f"{sorted(mine.keys() - wanted.keys())}, only the mapping "
-                f"{sorted(wanted.keys() - mine.keys())}"
+                f"{sorted(parameters.keys() - mapped.keys())}, only the mapping "
+                f"{sorted(mapped.keys() - parameters.keys())}"
             )
-        for name, parameter in mine.items():
-            value = megatron_tensor(state, arch, wanted[name], part)
+        for name, parameter in parameters.items():
+            value = build_shard(state, arch, mapped[name], part)
             if value.shape != parameter.shape:
-                raise RuntimeError(f"{name} is {tuple(parameter.shape)} here and {tuple(value.shape)} there")
+                raise RuntimeError(
+                    f"{name} has shape {tuple(parameter.shape)}, its weights {tuple(value.shape)}"
+                )
             main.write(parameter, value.to(parameter.device))
 
 
-def part_of(model: Any) -> Part:
+def read_slice(model: GPTModel) -> ChunkSlice:
     """Return the part of the whole model that a ``GPTModel`` of this rank holds."""
     from megatron.core import parallel_state
 
-    return Part(
+    return ChunkSlice(
         layers=tuple(layer.layer_number - 1 for layer in model.decoder.layers),
         embedding=model.pre_process,
         head=model.post_process,
@@ -76,45 +83,45 @@ def part_of(model: Any) -> Part:
     )
 
 
-def local_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+def get_local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Return a chunk's parameters under the names of Megatron's local modules."""
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
-        for spelling, ours in _TRANSFORMER_ENGINE:
-            name = spelling.sub(ours, name)
-        found[name] = parameter
-    return found
+        for pattern, replacement in _TRANSFORMER_ENGINE:
+            name = pattern.sub(replacement, name)
+        parameters[name] = parameter
+    return parameters
 
 
-def unwrapped(chunk: Any) -> Any:
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """Return the ``GPTModel`` inside its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
-def mute_padding(chunks: Sequence[Any], arch: Architecture) -> None:
+def mute_padding(chunks: Sequence[DistributedDataParallel], arch: Architecture) -> None:
     """Exclude the padding rows of the vocabulary from the loss, as transformers has none.
 
     Megatron-core's softmax includes them. Call this once, after the chunks are built; without padding it does
     nothing.
     """
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model = unwrap(chunk)
         if model.post_process:
             width = model.output_layer.output_size_per_partition
-            real = max(arch.vocab_size - part_of(model).tp_rank * width, 0)
+            real = max(arch.vocab_size - read_slice(model).tp_rank * width, 0)
             if real < width:
-                model.output_layer.register_forward_hook(_Muted(real))
+                model.output_layer.register_forward_hook(partial(_mute_logits, real))
 
 
-class _Muted:
-    """A forward hook that sets the logits from ``num_real`` on to their dtype's minimum."""
-
-    def __init__(self, num_real: int) -> None:
-        self.num_real = num_real
-
-    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
-        logits, bias = output
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= self.num_real
-        return logits.masked_fill(padding, torch.finfo(logits.dtype).min), bias
+def _mute_logits(
+    num_real: int,
+    module: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    output: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Set the logits from ``num_real`` on to their dtype's minimum; a forward hook."""
+    logits, bias = output
+    padding = torch.arange(logits.shape[-1], device=logits.device) >= num_real
+    return logits.masked_fill(padding, torch.finfo(logits.dtype).min), bias

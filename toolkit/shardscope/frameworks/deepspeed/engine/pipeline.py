@@ -1,6 +1,6 @@
-"""DeepSpeed's pipeline really training: ``PipelineEngine.train_batch`` over stages of a transformers model.
+"""DeepSpeed engine with pipeline parallelism: its ``PipelineEngine`` over stages of a transformers model.
 
-1F1B; gradients are reduced once, when the schedule has ended (deepspeed/runtime/pipe/engine.py).
+The schedule is 1F1B; gradients are reduced once, at its end (deepspeed/runtime/pipe/engine.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from shardscope.training.weights import pretrained
 from shardscope.training.weights.initial_weights import build_initialized
 from shardscope.training.weights.stage_tensors import StageTensor, send_stages_to_rank_0
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+P = ParamSpec("P")
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -32,7 +36,7 @@ class PipelinedEngine(DeepSpeedEngine):
     """DeepSpeed engine of one pipeline stage; ``model`` has its layers, under the whole model's names."""
 
     _is_tied = False
-    _config_of_whole: Any = None
+    _full_config: PretrainedConfig | None = None
 
     @property
     def stage(self) -> int:
@@ -55,11 +59,11 @@ class PipelinedEngine(DeepSpeedEngine):
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         def build_stage() -> torch.nn.Module:
-            model: Any = build_model()
+            model = build_model()
             self._is_tied = bool(model.config.tie_word_embeddings)
-            self._config_of_whole = model.config
-            before = sum(self.plan.stage_layers[: self.stage])
-            layers = range(before, before + self.plan.stage_layers[self.stage])
+            self._full_config = model.config
+            first = sum(self.plan.stage_layers[: self.stage])
+            layers = range(first, first + self.plan.stage_layers[self.stage])
             return extract_stage(model, layers, is_first=self.stage == 0, is_last=self._is_last)
 
         # Every k-th layer of the stage is recomputed, so the stage is built before those layers are chosen.
@@ -71,21 +75,21 @@ class PipelinedEngine(DeepSpeedEngine):
         return super().build_with_weights(build_model)
 
     _shape: torch.Size | None = None
-    """Of the last step's micro-batches."""
+    """Shape of the last step's micro-batches."""
 
-    def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         from shardscope.frameworks.deepspeed.engine.pipeline_module import StagedModule
 
         return StagedModule(
             model,
-            self._loss_of,
+            self._compute_stage_loss,
             stage=self.stage,
             num_stages=self.plan.degrees.pp,
             is_tied=self._is_tied,
-            tied=self._tied_module(model),
+            tied=self._find_tied_module(model),
         )
 
-    def _tied_module(self, model: Any) -> torch.nn.Module | None:
+    def _find_tied_module(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """Return the embedding on the first stage, its copy in the head on the last, None on others."""
         if self.stage == 0:
             return model.model.embed_tokens
@@ -97,27 +101,29 @@ class PipelinedEngine(DeepSpeedEngine):
         trained = super().assemble(build_model, build_optimizer)
         from deepspeed.runtime.pipe import schedule
 
-        own = self._module._INSTRUCTION_MAP
+        # DeepSpeed runs a schedule of instructions, and looks up the method of each in this table.
+        methods = self._module._INSTRUCTION_MAP
+        update = self._with_accounting(methods[schedule.OptimizerStep])
         self._module._INSTRUCTION_MAP = {
-            **own,
-            schedule.ForwardPass: self._watched("forward", own[schedule.ForwardPass]),
-            schedule.BackwardPass: self._watched("backward", own[schedule.BackwardPass]),
-            schedule.ReduceGrads: self._watched("backward", own[schedule.ReduceGrads]),
-            schedule.OptimizerStep: self._watched("optimizer", self._stepped(own[schedule.OptimizerStep])),
+            **methods,
+            schedule.ForwardPass: self._with_phase("forward", methods[schedule.ForwardPass]),
+            schedule.BackwardPass: self._with_phase("backward", methods[schedule.BackwardPass]),
+            schedule.ReduceGrads: self._with_phase("backward", methods[schedule.ReduceGrads]),
+            schedule.OptimizerStep: self._with_phase("optimizer", update),
         }
         return trained
 
     # ---- a step
 
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
-        micros = micro_batches.split_batch(_only_text(batch), self.plan.num_micro_batches)
-        counted = micro_batches.LossWeights(micros)
+        micros = micro_batches.split_batch(_check_batch(batch), self.plan.num_micro_batches)
+        weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
-        self._weights = iter([counted[index] for index in range(len(micros))])
+        self._loss_weights = iter([weights[index] for index in range(len(micros))])
         self._phases = watch
         shape = micros[0]["input_ids"].shape
         if shape != self._shape:
-            # DeepSpeed makes its buffers, and tells the next stage what it sends, once for all steps.
+            # DeepSpeed allocates its buffers, and sends the next stage their shapes, only once.
             self._module.reset_activation_shape()
             self._shape = shape
         loss = self._module.train_batch(iter([(micro["input_ids"], micro["labels"]) for micro in micros]))
@@ -126,54 +132,61 @@ class PipelinedEngine(DeepSpeedEngine):
         mean, self.grad_norm = numbers
         return mean
 
-    def _loss_of(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of the next micro-batch, by its labels: DeepSpeed divides by the number of micro-batches."""
-        model: Any = self.model
-        loss: torch.Tensor = model.loss_function(
+    def _compute_stage_loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next micro-batch, weighted by its number of labels.
+
+        The factor undoes DeepSpeed's division by the number of micro-batches.
+        """
+        loss: torch.Tensor = self.model.loss_function(
             logits=output, labels=labels, vocab_size=self.plan.architecture.vocab_size
         )
-        return loss * (next(self._weights) * self.plan.num_micro_batches)
+        return loss * (next(self._loss_weights) * self.plan.num_micro_batches)
 
-    def _watched(self, phase: str, run: Callable[..., None]) -> Callable[..., None]:
-        """An instruction of DeepSpeed's schedule, whose phase is watched."""
+    def _with_phase(self, phase: str, method: Callable[P, None]) -> Callable[P, None]:
+        """Wrap the method of a schedule's instruction, which belongs to ``phase`` of the memory watch."""
 
-        def watched(engine: Any, **kwargs: Any) -> None:
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
             self._phases.begin_phase(phase)
-            run(engine, **kwargs)
+            method(*args, **kwargs)
             self._phases.end_phase(phase)
 
-        return watched
+        return run
 
-    def _stepped(self, run: Callable[..., None]) -> Callable[..., None]:
-        def stepped(engine: Any, **kwargs: Any) -> None:
+    def _with_accounting(self, method: Callable[P, None]) -> Callable[P, None]:
+        """Wrap DeepSpeed's update in :meth:`accounted_update`."""
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
             with self.accounted_update():
-                run(engine, **kwargs)
+                method(*args, **kwargs)
 
-        return stepped
+        return run
 
     def clip_gradients(self) -> torch.Tensor:
-        """Over all stages; DeepSpeed's own norm of fp32 gradients is that of the first (runtime/utils.py,
-        ``clip_grad_norm_``)."""
+        """Clip by the norm over all stages.
+
+        DeepSpeed's norm of fp32 gradients is one stage's (runtime/utils.py, ``clip_grad_norm_``).
+        """
         group = self._module.grid.get_pipe_parallel_group()
         return clip_gradients(
-            self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._norm_copies
+            self.model.parameters(), self.ctx.device, group, self.max_grad_norm, self._count_copies
         )
 
-    def _norm_copies(self, parameter: torch.nn.Parameter) -> int:
-        tied: Any = self._tied_module(self.model) if self._is_tied else None
+    def _count_copies(self, parameter: torch.nn.Parameter) -> int:
+        """Return on how many stages a parameter is: a tied embedding is on the first and on the last."""
+        tied = self._find_tied_module(self.model) if self._is_tied else None
         return 2 if tied is not None and tied.weight is parameter else 1
 
     # ---- what leaves the run
 
     def export(self, path: str | Path) -> None:
-        model: Any = copy_shallow(self.model)
-        model.config = self._config_of_whole
+        model = copy_shallow(self.model)
+        model.config = self._full_config
         pretrained.write_pretrained(self._resolve_in_run(path), model, self.full_tensors())
 
     def full_tensors(self) -> pretrained.FullTensors:
         main = self.recipe.precision != "bf16"
-        gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
-        own = [
+        gather = checkpointing.build_gather(self._module, main=main, device=self.ctx.device)
+        stage_tensors = [
             StageTensor(
                 name,
                 tuple(parameter.shape),
@@ -184,48 +197,47 @@ class PipelinedEngine(DeepSpeedEngine):
             if not (self._is_tied and name == HEAD)
         ]
         pp, device = self.plan.degrees.pp, self.ctx.device
-        return send_stages_to_rank_0(own, stage=self.stage, num_stages=pp, device=device)
+        return send_stages_to_rank_0(stage_tensors, stage=self.stage, num_stages=pp, device=device)
 
     # ---- what it is
 
-    def read_back(self) -> dict[str, Any]:
-        found = super().read_back()
+    def read_back(self) -> dict[str, object]:
+        record = super().read_back()
         grid, pp = self._module.grid, self.plan.degrees.pp
         if (grid.pipe_parallel_size, self._module.stage_id) != (pp, self.stage):
             raise RuntimeError(
-                f"the plan says stage {self.stage} of pp={pp}, and DeepSpeed made stage "
+                f"the plan says stage {self.stage} of pp={pp}, and DeepSpeed built stage "
                 f"{self._module.stage_id} of {grid.pipe_parallel_size}"
             )
-        layers = _layers_of(self._module.module)
+        layers = _list_layers(self._module.module)
         planned = self.plan.stage_layers[self.stage]
         if len(layers) != planned:
             raise RuntimeError(f"stage {self.stage} should have {planned} layers, and has {len(layers)}")
-        held = torch.tensor(found["num_parameters"], device=self.ctx.device)
-        dist.all_reduce(held)
+        total = torch.tensor(record["num_parameters"], device=self.ctx.device)
+        dist.all_reduce(total)
         arch = self.plan.architecture
         expected = arch.num_parameters + self._is_tied * arch.vocab_size * arch.hidden_size
-        if int(held) != expected * self.num_data_ranks:
+        if int(total) != expected * self.num_data_ranks:
             raise RuntimeError(
-                f"the stages hold {int(held) // self.num_data_ranks:,} weights, and the plan has {expected:,}"
+                f"the stages have {int(total) // self.num_data_ranks:,} weights, the plan {expected:,}"
             )
         schedule = type(self._module._train_schedule()).__name__
-        return {**found, "pp": pp, "pipeline_stage": self.stage, "layers": layers, "schedule": schedule}
+        return {**record, "pp": pp, "pipeline_stage": self.stage, "layers": layers, "schedule": schedule}
 
-    def describe_built(self, found_: Mapping[str, Any], where: str) -> str:
-        return (
-            f"{super().describe_built(found_, where)}; pipeline stage {found_['pipeline_stage'] + 1} of "
-            f"{found_['pp']} with layers {', '.join(map(str, found_['layers']))}, 1F1B"
-        )
+    def describe_built(self, found: Mapping[str, object], where: str) -> str:
+        layers = ", ".join(map(str, _list_layers(self._module.module)))
+        stage = f"pipeline stage {self.stage + 1} of {found['pp']} with layers {layers}, 1F1B"
+        return f"{super().describe_built(found, where)}; {stage}"
 
 
-def _layers_of(module: torch.nn.Module) -> list[int]:
+def _list_layers(module: torch.nn.Module) -> list[int]:
     """Return the whole model's indices of the decoder layers that have parameters in ``module``."""
     names = (name.partition(".layers.")[2] for name, _ in module.named_parameters())
     return sorted({int(name.partition(".")[0]) for name in names if name})
 
 
-def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not pass on."""
+def _check_batch(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not send to each other."""
     if set(batch) != {"input_ids", "labels"}:
         raise ValueError(
             f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
