@@ -73,7 +73,7 @@ def test_fault_53_a_run_trains_on_while_its_kernel_has_no_free_descriptor(
     time.sleep(0.3)
     with NoDescriptors():
         assert run.wait(1.0) == "running"
-        assert run.reason.startswith("1 rank at work; no news: ")
+        assert run.reason.startswith("1 rank at work; status possibly outdated: ")
         assert "no free file descriptor" in run.reason
         with pytest.raises((ValueError, OSError), match=r"no free file descriptor|Too many open files"):
             Run(run._folder)

@@ -39,7 +39,7 @@ CASES = [
     ("segfaults", "rank 1 crashed with SIGSEGV", "in segfaults"),
     (
         "killed",
-        "rank 1 was killed by SIGKILL: the kernel's out-of-memory counter stood still",
+        "rank 1 was killed by SIGKILL: the kernel counted no out-of-memory kill",
         "rank 1",
     ),
 ]

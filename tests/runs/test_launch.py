@@ -267,7 +267,7 @@ def test_what_is_no_folder(folder: Any, plan: Any) -> None:
 def test_fault_20_several_machines_and_absent_gpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this machine only"):
         launch(make_plan(4, "2x2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
-    with pytest.raises(FieldError, match=r"what is here: ") as caught:
+    with pytest.raises(FieldError, match=r"this machine: ") as caught:
         launch(make_plan(2, "2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
     found = re.fullmatch(r'cluster=Cluster\.parse\("(.+)"\)', caught.value.fix)
     assert found

@@ -92,7 +92,7 @@ def test_a_reused_pid_is_not_the_supervisor(tmp_path: Path) -> None:
         run.folder / "supervisor.json",
         {"pid": os.getpid(), "started": started - 5, "machine": identify_machine()},
     )
-    assert run.status == "lost" and "without a last word" in run.reason
+    assert run.status == "lost" and "without a final status" in run.reason
     append_line(run.folder / "status.jsonl", {"time": 1, "status": "finished", "reason": "done"})
     assert run.status == "finished"
 
@@ -143,7 +143,7 @@ def test_fault_53_what_cannot_be_read_is_not_absent(
     with monkeypatch.context() as patch:
         break_path(unreadable, number, patch)
         assert run.status == "running" and run.wait(0.1) == "running"
-        assert run.reason.startswith("r; no news: ")
+        assert run.reason.startswith("r; status possibly outdated: ")
     assert (run.status, run.reason) == ("running", "r")
 
 
@@ -230,7 +230,7 @@ def test_fault_61_integers_beyond_float_range(digits: int, tmp_path: Path) -> No
 
 def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
     run = _run(tmp_path, None, "starting")
-    assert run.status == "lost" and "never came up" in run.reason
+    assert run.status == "lost" and "never started" in run.reason
     shutil.rmtree(run.folder)
     assert run.status == "lost" and run.reason == "its folder is gone"
     assert run.metrics() == [] and run.logs(0) == "" and list(run.memory()) == [] and run.what_it_was() == {}

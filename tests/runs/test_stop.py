@@ -94,7 +94,7 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert [m["command"] for m in run.metrics() if "command" in m] == ["profile", "profile"]
     assert run.reason == "run.stop(checkpoint=True) was called: every rank returned from the task"
     assert [change["reason"] for change in run.history if change["status"] == "stopping"] == [
-        "run.stop(checkpoint=True) was called: the ranks end by themselves when they look"
+        "run.stop(checkpoint=True) was called: the ranks end when their task reads ctx.should_stop"
     ]
     assert "malformed" in (run.folder / "supervisor.log").read_text()
 

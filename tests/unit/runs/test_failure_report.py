@@ -21,7 +21,7 @@ from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
 from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
 from shardscope.runs.run import Run
 from shardscope.runs.watch import host_monitor as host_watch
-from shardscope.runs.watch.host_monitor import HostMemoryMonitor, HostSample, used_bytes
+from shardscope.runs.watch.host_monitor import HostMemoryMonitor, HostSample, read_used_bytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -130,7 +130,7 @@ def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing(
     # Other people's processes, if they and the plan are more than the card.
     held = dataclasses.replace(shortage, others_bytes=60 * GIB)
     assert "60.0 GiB" in suggest_prevention(held, plan, trains_the_plan=True)
-    assert "memory the plan does not know" in suggest_prevention(shortage, plan, trains_the_plan=False)
+    assert "memory the plan does not predict" in suggest_prevention(shortage, plan, trains_the_plan=False)
 
 
 def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
@@ -236,7 +236,7 @@ def test_what_a_cgroup_holds_is_read_where_its_limit_is(
     membership = tmp_path / "cgroup"
     membership.write_text("0::/slurm/job/step\n")
     limit = find_memory_limit(membership, tmp_path)
-    assert limit == (4 * GIB, job) and used_bytes(job) == 2 * GIB and used_bytes(job / "step") == 0
+    assert limit == (4 * GIB, job) and read_used_bytes(job) == 2 * GIB and read_used_bytes(job / "step") == 0
     monkeypatch.setattr(host_watch, "find_memory_limit", lambda: limit)
     watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
     watch.pids[0] = os.getpid()
@@ -250,20 +250,21 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     counted = [OomKills(3, 8)]
     monkeypatch.setattr(host_watch, "read_oom_kills", lambda: counted[-1])
     watch = HostMemoryMonitor(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
-    still = "counter stood still"
-    assert watch.words(None) == watch.words(0) and still in watch.words(0)
+    still = "counted no out-of-memory kill"
+    assert watch.describe_kill(None) == watch.describe_kill(0) and still in watch.describe_kill(0)
     watch.seen[0] = HostSample(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
-    assert still in watch.words(0) and "21.0 GiB, 20.0 free of 24.0" in watch.words(0)
-    assert not watch.ran_out(0) and not watch.ran_out(1)
+    words = watch.describe_kill(0)
+    assert still in words and "21.0 GiB, with 20.0 GiB of 24.0 free" in words
+    assert not watch.may_have_run_out(0) and not watch.may_have_run_out(1)
     watch.seen[1] = HostSample(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
-    assert watch.ran_out(1), "a daemon may be quicker than the kernel"
-    assert still in watch.words(1) and "little memory was free" in watch.words(1)
+    assert watch.may_have_run_out(1), "a daemon may be quicker than the kernel"
+    assert still in watch.describe_kill(1) and "little memory was free" in watch.describe_kill(1)
     counted.append(OomKills(4, 9))
-    assert watch.words(0) == (
-        "host memory ran out, for the kernel's out-of-memory killer struck once in this memory group "
-        "meanwhile; it was last seen with 21.0 GiB, 20.0 free of 24.0"
+    assert watch.describe_kill(0) == (
+        "host memory ran out: the kernel's out-of-memory killer struck once in this memory group "
+        "during the run; it last used 21.0 GiB, with 20.0 GiB of 24.0 free"
     )
-    assert watch.ran_out(0) and watch.ran_out(1)
+    assert watch.may_have_run_out(0) and watch.may_have_run_out(1)
     write_json(watch.folder.rank(1), {"pid": 1})
     watch.sample()
     assert watch.seen[1].rank_bytes > 0 and 0 <= watch.seen[1].free_bytes <= watch.seen[1].total_bytes
@@ -279,20 +280,20 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
             False,
             "struck elsewhere on this machine, not in this memory group: another process sent it",
         ),
-        ((0, 0), False, "counter stood still: another process sent it"),
-        ((0, None), False, "counter stood still: another process sent it"),
-        ((None, 0), False, "counter stood still: another process sent it"),
+        ((0, 0), False, "counted no out-of-memory kill: another process sent it"),
+        ((0, None), False, "counted no out-of-memory kill: another process sent it"),
+        ((None, 0), False, "counted no out-of-memory kill: another process sent it"),
         (
             (None, None),
             None,
-            "nothing here counts what the kernel kills for want of memory; that, or",
+            "this system does not count out-of-memory kills; the kernel or another process sent it",
         ),
     ],
 )
 def test_fault_10_who_killed_is_said_as_far_as_it_is_counted(
     kills: tuple[int | None, int | None], struck: bool | None, words: str
 ) -> None:
-    assert OomKills(*kills).struck is struck
+    assert OomKills(*kills).any_kill is struck
     assert words in describe_kill_sender(OomKills(*kills), is_full=False)
     full = describe_kill_sender(OomKills(*kills), is_full=True)
     assert ("little" in full) == (struck is not True)

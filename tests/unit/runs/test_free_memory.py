@@ -106,7 +106,7 @@ def test_a_launch_is_refused_and_a_function_is_warned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend_cards(monkeypatch, [2 * GIB, TOTAL], [(42, 77 * GIB), (43, None)])
-    who = r"end what is on it \(process 42 with 77.0 GiB, process 43\), or .*CUDA_VISIBLE_DEVICES"
+    who = r"end the processes on it \(process 42 with 77.0 GiB, process 43\), or .*CUDA_VISIBLE_DEVICES"
     with pytest.raises(
         ValueError, match=rf"GPU 0 is '2.00 of 79.6 GiB free'; allowed: at least .*predicted peak .*{who}"
     ):
@@ -141,7 +141,7 @@ def test_a_launch_is_refused_and_a_function_is_warned(
         one = ss.Plan(
             ss.Architecture.of_size("1b"), ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
         )
-        assert ss.launch(one, train, folder=tmp_path, name="fourth").reason == "the supervisor is coming up"
+        assert ss.launch(one, train, folder=tmp_path, name="fourth").reason == "the supervisor is starting"
 
 
 def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:

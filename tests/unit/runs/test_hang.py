@@ -96,13 +96,13 @@ def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: l
     assert watch.check({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
     assert wait(watch, 10) == []
     (words,) = wait(watch, 50)
-    facts = ("no step for 12 s", "0.1 s", "rank 1 came no further than step 9", "others to 10")
+    facts = ("no step for 12 s", "0.1 s", "rank 1 reached only step 9", "others step 10")
     assert all(fact in words for fact in facts)
     assert "rank 1: wait (<string>:" in words and words.endswith("in its log")
     log = folder.log(0).read_text()
     assert "no step for 12 s" in log and log.count(" in wait\n") == 1
     assert watch.check({0: steps(11, 1)}, 1.0) is None and watch.hangs
-    assert watch.check({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps come again"
+    assert watch.check({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps are logged again"
     assert watch.check({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
 
 
@@ -112,12 +112,12 @@ def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder
     supervisor._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
     assert "120 s" in read_lines(folder.status)[-1]["reason"]
-    # And those that are found to hang only while the stop waits, until steps come again.
+    # And those that are found to hang only while the stop waits, until steps are logged again.
     waiting = Supervisor(folder, None)
     waiting.ranks_are_up = True
     waiting._stop("run.stop(checkpoint=True) was called", None, checkpoint=True)
     assert waiting.deadline > now + 599
-    for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps come again", 599)):
+    for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps are logged again", 599)):
         waiting.checks._hang.hangs = hangs
         waiting.checks._hang.check = lambda *_, words=words: words  # type: ignore[method-assign]
         waiting._run_checks(now + 1)
@@ -135,7 +135,7 @@ def test_fault_23_a_hang_is_said_and_taken_back_where_no_log_can_be_written(fold
     watch.check({0: steps(0, 10)}, 1.0)
     (words,) = wait(watch, 8)
     assert words.startswith("no step for ") and watch.hangs
-    assert watch.check({0: steps(10, 1)}, 1.0) == "steps come again"
+    assert watch.check({0: steps(10, 1)}, 1.0) == "steps are logged again"
 
 
 def test_the_final_status_waits_little_for_what_is_written_beside_it(

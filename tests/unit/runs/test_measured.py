@@ -67,7 +67,7 @@ def test_a_cpu_rank_names_every_component_it_counted() -> None:
     assert report.tensor_bytes == 20 * MIB
     assert report.at("rest")["parameters"] == 4 * MIB
     assert "step 2" in report.explain("logits")
-    assert "not measured apart" in report.explain("communication")
+    assert "not measured separately" in report.explain("communication")
     with pytest.raises(ValueError, match="phase is 'optimizer'; allowed: what was measured: rest, forward"):
         report.at("optimizer")
     with pytest.raises(ValueError, match="component"):
@@ -83,7 +83,7 @@ def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_re
     assert report.components["fragmentation"] == 5 * MIB
     assert report.components["runtime"] == 500 * MIB
     assert "communication" not in report.components
-    assert "communicators are inside of runtime" in report.explain("communication")
+    assert "communicators are part of runtime" in report.explain("communication")
     assert report.at("initialisation")["other"] == 6 * MIB
     assert report.fits and report.usable_bytes == plan.cluster.usable_bytes_per_gpu
 

@@ -76,13 +76,13 @@ def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 60) == []
     (words,) = wait(watch, 100)
-    assert words.startswith("nothing moves for 60 s: ") and "rank 0: " in words
+    assert words.startswith("no activity for 60 s: ") and "rank 0: " in words
     assert "called from wait (<string>:" in words and words.endswith("in its log")
-    assert "nothing moves for 60 s" in folder.log(0).read_text()
+    assert "no activity for 60 s" in folder.log(0).read_text()
     assert watch.hangs
     with folder.log(0).open("a") as log:
         log.write("here I am\n")
-    assert wait(watch, 2) == ["it goes on"] and not watch.hangs
+    assert wait(watch, 2) == ["activity is seen again"] and not watch.hangs
 
 
 def test_a_rank_that_has_ended_is_not_asked(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
@@ -147,9 +147,14 @@ def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subproce
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        write_json(folder.rank(0), {"pid": parent.pid, "started": read_start_time(parent.pid)})
-        before = watch._read_activity()[0].cpu_seconds
-        time.sleep(0.5)
-        assert watch._read_activity()[0].cpu_seconds > before + 0.1
-        subprocess.run(["kill", str(child)], check=True)
+        try:
+            write_json(folder.rank(0), {"pid": parent.pid, "started": read_start_time(parent.pid)})
+            before = watch._read_activity()[0].cpu_seconds
+            # On a busy machine the child gets little of a core at first.
+            deadline = time.monotonic() + 10
+            while watch._read_activity()[0].cpu_seconds <= before + 0.1 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert watch._read_activity()[0].cpu_seconds > before + 0.1
+        finally:
+            subprocess.run(["kill", str(child)], check=True)
     assert watch._read_activity() == {}

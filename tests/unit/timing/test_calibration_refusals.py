@@ -32,7 +32,7 @@ def test_seconds_have_a_range(seconds: Any) -> None:
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        ("8xh100-sxm-80gb", "no GPU, and CPU ranks"),
+        ("8xh100-sxm-80gb", "no GPU, only CPU ranks"),
         ("2x8xh100-sxm-80gb", "one node: this machine"),
         ("1000xcpu", "CPU ranks on"),
     ],

@@ -99,7 +99,7 @@ class Run:
         names = [f"{one.name}{' (damaged)' * (one.run is None)}" for one in inside[:MAX_NAMES]]
         names += [f"{len(inside) - MAX_NAMES} more"] * (len(inside) > MAX_NAMES)
         contents = ", ".join(names) or "no run at all"
-        raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {contents}.")
+        raise ValueError(f"folder is {candidate.path}, which is not a run folder; it contains: {contents}.")
 
     @property
     def created(self) -> float:
@@ -333,7 +333,7 @@ class Run:
             and self._description.get("saves_when_asked") is False
         ):
             task = str(self._description.get("task")).rpartition(".")[2]
-            never = f"False, for a {task} does not look whether a stop was asked: saving is its own code's"
+            never = f"False: a {task} never reads ctx.should_stop, and saves by its own code"
             refuse("run.stop checkpoint", True, never, "run.stop()")
         self._request_stop(checkpoint=checkpoint)
 
@@ -412,7 +412,8 @@ class Run:
 
     def _mark_outdated(self, error: OSError) -> dict[str, object]:
         """Return the last known status, with ``error`` as the reason why it may be outdated."""
-        notice = f"no news: the run's files or processes cannot be read now, {describe_os_error(error)}"
+        cause = describe_os_error(error)
+        notice = f"status possibly outdated: the run's files or processes cannot be read now, {cause}"
         return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), notice)))}
 
     def _check_status(self) -> None:
@@ -444,7 +445,7 @@ class Run:
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
             since = self._last.get("time")
             waited = time.time() - (since if isinstance(since, int | float) else 0)
-            return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
+            return "its supervisor never started" if waited > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.
         if record.get("machine") == identify_machine():
             started = record["started"]
@@ -454,9 +455,9 @@ class Run:
             return None
         output = read_tail_text(self._folder.supervisor_log, 500).strip()
         reason = (
-            f"its supervisor (process {pid}) is gone without a last word: killed, or the machine restarted"
+            f"its supervisor (process {pid}) is gone without a final status: killed, or the machine restarted"
         )
-        return f"{reason}. It said: {output}" if output else reason
+        return f"{reason}. Its log: {output}" if output else reason
 
     def _has_lost_heartbeat(self) -> bool:
         """Return whether the heartbeat is older than ``HEARTBEAT_PATIENCE_SECONDS``.

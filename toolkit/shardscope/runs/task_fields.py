@@ -45,8 +45,10 @@ def record_task_fields(task: object) -> dict[str, object] | None:
 def why_no_trace(name: str, status: str, asked: object) -> str:
     """Return why the run ``name`` has no trace; ``asked`` are the recorded fields of its task, if any."""
     if isinstance(asked, Mapping) and asked.get("profile") is True:
-        how = f"{status} before" if status in FINAL else "has not come to"
-        return f"The run {name} {how} the steps that are profiled: steady ones, of a short run the last."
+        how = f"{status} before" if status in FINAL else "has not reached"
+        return (
+            f"The run {name} {how} the profiled steps: steady-state steps, or the last ones of a short run."
+        )
     return (
         f"The run {name} recorded no trace: profile=True was not set, or it ended before the steps that are "
         "profiled. Nearest fix: ss.Pretrain(profile=True), or in a task of your own "

@@ -56,7 +56,7 @@ class Curves:
     def measure(self) -> dict[str, object]:
         """Measure all curves. Return them as fields of a ``Calibration``."""
         curves: dict[str, object] = {}
-        for field, share, words, measure in (
+        for field, share, title, measure in (
             ("matrix_products", "matrix_products", "matrix products", self._measure_matmuls),
             ("attention", "attention", "attention", self._measure_attention),
             ("memory_passes", "memory_passes", "memory", self._measure_memory_passes),
@@ -65,7 +65,7 @@ class Curves:
             ("host_copies", "host_copies", "copies to the host", self._measure_host_copies),
             ("collectives", "collectives", "collectives", self._measure_collectives),
         ):
-            self.progress(f"measuring {words}", self.done)
+            self.progress(f"measuring {title}", self.done)
             curves[field] = measure(SHARES[share] * self.seconds)
             self.done += SHARES[share]
         return curves

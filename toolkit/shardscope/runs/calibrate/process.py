@@ -129,8 +129,8 @@ def _check_cluster(cluster: Cluster | None) -> Cluster:
         return cluster
     machine = Cluster.detect()
     if machine.gpu.name != cluster.gpu.name or cluster.num_gpus > machine.num_gpus:
-        available = "no GPU, and CPU ranks" if machine.gpu.name == "cpu" else str(machine)
-        refuse("calibrate.cluster", str(cluster), f"what is here: {available}", f"Cluster.parse('{machine}')")
+        available = "no GPU, only CPU ranks" if machine.gpu.name == "cpu" else str(machine)
+        refuse("calibrate.cluster", str(cluster), f"this machine: {available}", f"Cluster.parse('{machine}')")
     return cluster
 
 
@@ -145,8 +145,8 @@ def _lock_calibration(path: Path) -> Iterator[None]:
             stack.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
         except BlockingIOError:
             raise RuntimeError(
-                f"a calibration of {path.stem.replace('--', ', ')} is under way already; "
-                "wait for it, for two at once would measure each other."
+                f"a calibration of {path.stem.replace('--', ', ')} is already running; "
+                "wait for it: two at once would disturb each other's measurements."
             ) from None
         yield
 
@@ -238,7 +238,9 @@ def _read_result(
             # Other ranks end only after the first one's result, so an earlier end is a failure.
             if process.poll() not in (None, 0) or (rank == 0 and ended):
                 output = _read_tail(error_files[rank])
-                raise CalibrationError(f"rank {rank} ended with {process.returncode} and no answer\n{output}")
+                raise CalibrationError(
+                    f"rank {rank} exited with code {process.returncode} and no result\n{output}"
+                )
         if time.monotonic() > deadline:
             raise TimeoutError(f"the calibration took longer than {limit:.0f} seconds")
         time.sleep(CHECK_SECONDS)

@@ -45,7 +45,7 @@ def main() -> None:
 
     try:
         print_line(progress=["starting PyTorch", 0.0])
-        curves = _measure(settings, lambda words, fraction: print_line(progress=[words, fraction]))
+        curves = _measure(settings, lambda title, fraction: print_line(progress=[title, fraction]))
         print_line(measured=curves)
     except BaseException as problem:
         print_line(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())

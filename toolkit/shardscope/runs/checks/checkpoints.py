@@ -15,7 +15,7 @@ SHARDED = (
     "over any number of ranks"
 )
 ON_RANK_0 = (
-    "if dist.get_rank() == 0: around the save (what gathers stays outside, for all ranks), or "
+    "if dist.get_rank() == 0: around the save (code that all-gathers stays outside, for all ranks), or "
     "torch.distributed.checkpoint.save, which writes a file for each rank"
 )
 SAVING_MODULES = ("torch", "np", "numpy", "pickle", "joblib")
@@ -53,7 +53,7 @@ def _describe_full_state(script: Script, line: int, option: str, on_rank_0: str,
         size = f"{gib(num_bytes)} GiB"
     number = None if num_bytes is None else num_bytes / 2**30
     if not on_one:
-        why = f"{option} without {on_rank_0} gathers {size} on every rank."
+        why = f"{option} without {on_rank_0} all-gathers {size} on every rank."
         return flag_line(
             line, "checkpoint-gathered-on-every-rank", "danger", why, f"{on_rank_0}, or {SHARDED}", number
         )

@@ -77,5 +77,5 @@ def check_set_device(script: Script) -> Iterator[Finding]:
             or any(script.reads_rank(*one.args, *one.keywords) for one in placed)
         ):
             return
-        why = "a process group on GPUs, and no rank chooses its own: all ranks of a node use GPU 0."
+        why = "a process group on GPUs, but no rank selects its GPU: all ranks of a node use GPU 0."
         yield flag_line(call.lineno, "device-never-set", "danger", why, SET_DEVICE)

@@ -96,7 +96,7 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
     yield Finding(
         name="never-profiled",
         severity="hint",
-        why=f"{before}: what the step waits for is predicted only, and nobody has seen it.",
+        why=f"{before}: the step's waiting times are only predicted, not measured.",
         number=float(number),
         change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
         task=changed_task(task, profile=True),

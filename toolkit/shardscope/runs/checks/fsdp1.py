@@ -28,9 +28,9 @@ BY_CONFIG_VALUE = {str(number): name for number, name in enumerate(STRATEGIES, 1
 """Strategies by accelerate's numbers and names."""
 
 PRECISION_WHY = (
-    "MixedPrecision held for everything inside the wrapped model. FSDP2's policy holds for the one "
-    "fully_shard call that it is given to: layers without it are gathered and reduced in their own type. "
-    "Buffers keep theirs (there is no buffer_dtype). The optimizer updates the shards in the type in which "
+    "MixedPrecision applied to the whole wrapped model. FSDP2's policy applies only to the "
+    "fully_shard call that it is passed to: other layers are all-gathered and reduced in their own dtype. "
+    "Buffers keep theirs (there is no buffer_dtype). The optimizer updates the shards in the dtype in which "
     "the model was loaded: in bf16 small updates are lost."
 )
 PRECISION_CHANGE = (
@@ -44,8 +44,9 @@ STATE_WHY = (
 )
 STATE_CHANGE = (
     "Make the optimizer after fully_shard; save with get_optimizer_state_dict(model, optimizer), load with "
-    "set_optimizer_state_dict. Of an FSDP1 checkpoint: gather it once with FSDP1 (FSDP.optim_state_dict under"
-    " FULL_STATE_DICT) and load that with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+    "set_optimizer_state_dict. To convert an FSDP1 checkpoint, gather it once with FSDP1 "
+    "(FSDP.optim_state_dict under FULL_STATE_DICT) and load that with "
+    "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
 )
 
 
@@ -103,7 +104,7 @@ def _check_names(script: Script) -> Iterator[Finding]:
         if name in REPLACEMENTS and not (is_variable or is_torchs or OPTIMIZER_STATE.fullmatch(name)):
             yield _flag_old_name(name, node.lineno, REPLACEMENTS[name])  # type: ignore[attr-defined]
     for line in script.uses.get("BACKWARD_POST", ()):
-        why = "FSDP2 has no BACKWARD_POST, which gathered later and held less."
+        why = "FSDP2 has no BACKWARD_POST, which all-gathered later and used less memory."
         change = "module.set_modules_to_backward_prefetch([]) where memory is short"
         yield flag_line(line, "fsdp1-backward-post", "hint", why, change)
 
@@ -150,5 +151,5 @@ def _check_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
             yield _flag_old_name(key, line, CONFIG_REPLACEMENTS[key])
         elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
             yield _flag_old_name(
-                key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT, which no rank gathers whole"
+                key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT: no rank gathers the full model"
             )

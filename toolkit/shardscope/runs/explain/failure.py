@@ -90,7 +90,7 @@ def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
     """
     if on_full_disk and (code is None or code >= 0):
         how = "ended" if code is None else f"exited with code {code}"
-        return f"{how}, and the disk of the run folder is full: what it had to say last is lost"
+        return f"{how}, and the disk of the run folder is full, so its last records are lost"
     if code is None:
         return "ended before its task returned; its exit code is not known"
     if code >= 0:

@@ -45,8 +45,8 @@ def explain_failures(
         )
         if was_killed:
             # A SIGKILL has no sender: report host memory only if the samples or OOM counters point to it.
-            is_memory = host is not None and first.rank is not None and host.ran_out(first.rank)
-            kill = "" if host is None else host.words(first.rank)
+            is_memory = host is not None and first.rank is not None and host.may_have_run_out(first.rank)
+            kill = "" if host is None else host.describe_kill(first.rank)
             numbers = "; ".join(filter(None, (kill, numbers if is_memory else "")))
             fix = fix if is_memory else ""
         who = "the launcher" if first.rank is None else f"rank {first.rank}"

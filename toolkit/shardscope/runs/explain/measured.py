@@ -49,10 +49,10 @@ _DESCRIPTIONS = {
     "parameters": "storages of the module's parameters",
     "gradients": "storages of the parameters' gradients",
     "optimizer": "storages of the optimizer's state",
-    "gather_buffers": "tensors that collectives of the framework filled or read, whole parameters among them",
-    "activations": "all other tensors alive: kept for backward, or in an operator's hands",
+    "gather_buffers": "tensors that the framework's collectives fill or read, full parameters included",
+    "activations": "all other live tensors: saved for backward, or temporaries of an operator",
     "logits": "tensors as wide as the vocabulary",
-    "communication": "copies that the communication library made for itself (gloo's, of what it reduces)",
+    "communication": "copies made by the communication library (gloo copies the tensors that it reduces)",
 }
 
 
@@ -136,7 +136,7 @@ class MeasuredMemory(MemoryReport):
             return "No rank has recorded its memory yet."
         peak = f"Measured {_format_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
         if self.predicted is None or self.error is None:
-            return f"{peak}; the plan of this run cannot be read, so there is no prediction beside it."
+            return f"{peak}; the plan of this run cannot be read, so it has no prediction."
         comparison = f"{peak}; predicted {_format_amount(sum_predicted_tensors(self.predicted))}"
         if abs(self.error) < 0.0005:
             return f"{comparison}, the same to 0.1 %."
@@ -153,7 +153,7 @@ class MeasuredMemory(MemoryReport):
         check_choice("component", name, (*COMPONENTS, OTHER))
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None:
-            return f"{name} was not measured apart: {self.missing or 'no rank recorded it'}"
+            return f"{name} was not measured separately: {self.missing or 'no rank recorded it'}"
         return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
 
 
@@ -216,9 +216,9 @@ def _predict(plan: Plan) -> MemoryReport | None:
 def _explain_missing(stage: StageMemory) -> str:
     named = {name for moment in stage.phases for name in moment.terms}
     if named <= {OTHER}:
-        return "the task did not train through the run's engine, so only a total is known"
+        return "the task does not use ctx.engine, so only a total is known"
     if "communication" not in named and "runtime" in named:
-        return "communicators are inside of runtime: the driver tells only what lies outside of the allocator"
+        return "communicators are part of runtime: the driver reports only memory outside torch's allocator"
     return ""
 
 
@@ -259,13 +259,13 @@ def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | No
             gaps = max(0, reserved - highest)
             terms["fragmentation"] = Term(
                 gaps,
-                lambda: f"{gib(reserved)} GiB reserved at most, less {gib(highest)} GiB allocated at most",
+                lambda: f"{gib(reserved)} GiB peak reserved, less {gib(highest)} GiB peak allocated",
             )
         if isinstance(outside := record.get("outside_allocator"), int):
             terms["runtime"] = Term(
                 outside,
                 lambda: (
-                    "in use on the GPU outside of torch's allocator (cudaMemGetInfo): CUDA context, "
+                    "in use on the GPU outside torch's allocator (cudaMemGetInfo): CUDA context, "
                     "libraries, communicators, and any other process there"
                 ),
             )

@@ -27,7 +27,7 @@ class OomKills(NamedTuple):
         return OomKills(*(None if now is None or then is None else now - then for now, then in pairs))
 
     @property
-    def struck(self) -> bool | None:
+    def any_kill(self) -> bool | None:
         """Whether there was a kill in this cgroup, or on this machine if no group counts; None if unknown."""
         number = self.machine if self.group is None else self.group
         return None if number is None else number > 0
@@ -49,17 +49,18 @@ def describe_kill_sender(kills: OomKills, *, is_full: bool) -> str:
     ``kills`` is the change of the counters since the start of the run; ``is_full`` whether little memory was
     free just before the signal.
     """
-    if kills.struck:
+    if kills.any_kill:
         number, where = kills.group, "in this memory group"
         if number is None:
             number, where = kills.machine, "on this machine"
         times = "once" if number == 1 else f"{number} times"
-        return f"host memory ran out, for the kernel's out-of-memory killer struck {times} {where} meanwhile"
-    if kills.struck is None:
-        unknown = "nothing here counts what the kernel kills for want of memory"
-        cause = "little was free: that, most likely" if is_full else "that, or another process sent it"
-        return f"{unknown}; {cause}"
-    still = "the kernel's out-of-memory counter stood still"
+        return f"host memory ran out: the kernel's out-of-memory killer struck {times} {where} during the run"
+    if kills.any_kill is None:
+        unknown = "this system does not count out-of-memory kills"
+        if is_full:
+            return f"{unknown}; the kernel most likely sent it, because little memory was free"
+        return f"{unknown}; the kernel or another process sent it"
+    still = "the kernel counted no out-of-memory kill"
     if kills.machine:
         still = "the kernel's out-of-memory killer struck elsewhere on this machine, not in this memory group"
     if is_full:

@@ -43,8 +43,8 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
     """Return the suggested fix as one paragraph; empty if none is known."""
     if not trains_the_plan:
         return (
-            f"{NEXT_TIME}the task is a function of its own, whose memory the plan does not know. "
-            "Smaller batches, or recomputation of activations, need less."
+            f"{NEXT_TIME}the task is your own function, whose memory the plan does not predict. "
+            "Smaller batches or recomputed activations need less."
         )
     report = plan.memory()
     on_gpu = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
@@ -67,7 +67,7 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
             return (
                 f"{NEXT_TIME}other processes held {others} GiB of the GPU, and with the predicted "
                 f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
-                "End them (nvidia-smi names them), or choose another GPU by CUDA_VISIBLE_DEVICES."
+                "End them (nvidia-smi names them), or choose another GPU with CUDA_VISIBLE_DEVICES."
             )
     # Third case: the plan was predicted to fit and did not, so save at least the missing bytes.
     fixes = _find_repairs(plan, _find_missing_bytes(shortage))

@@ -36,7 +36,7 @@ def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool,
     try:
         report = plan.memory()
     except FieldError as error:  # An option without a memory formula: only the run can measure it.
-        return f"what this plan takes of memory is not predicted: {error}"
+        return f"this plan's memory is not predicted: {error}"
     # The pipeline is the outermost mesh dimension: the ranks of a stage are adjacent.
     by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
     gpus_and_stages = zip(gpus, by_rank, strict=False)
@@ -48,13 +48,13 @@ def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool,
     peak = gib(stage.peak_bytes)
     if needs_peak:
         is_worst = stage.peak_bytes == report.peak_bytes
-        least = f" (its least: {gib(report.low_bytes)})" if is_worst else ""
+        least = f" (low estimate: {gib(report.low_bytes)})" if is_worst else ""
         fix = "; ".join(filter(None, (_suggest_fix(gpu, plan), other_runs)))
         raise TooLittleFreeError(
             f"launch.plan on GPU {gpu.index}",
             free,
             f"at least {peak} GiB free, {whose} predicted peak{least}",
-            f"{fix}; or force=True, to go on all the same",
+            f"{fix}; or force=True to launch anyway",
         )
     return f"GPU {gpu.index} has {free}, and {whose} predicted peak is {peak} GiB{_describe_users(gpu)}"
 
@@ -67,7 +67,7 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     try:
         report = plan.memory()
     except FieldError as error:
-        return f"what this plan takes of memory is not predicted: {error}"
+        return f"this plan's memory is not predicted: {error}"
     ranks_per_stage = plan.world_size // len(report.by_stage)
     needed = ranks_per_stage * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
     free_bytes, total_bytes = read_free_host_memory()
@@ -77,12 +77,12 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     ranks = count(plan.world_size, "CPU rank")
     if needs_peak:
         repairs = plan.repairs()
-        fix = repairs[0].change if repairs else "end what else runs here, or fewer ranks"
+        fix = repairs[0].change if repairs else "end other processes, or use fewer ranks"
         raise TooLittleFreeError(
             "launch.plan on this host",
             free,
             f"at least {gib(needed)} GiB free, the predicted peak of {ranks}",
-            f"{fix}; or force=True, to go on all the same",
+            f"{fix}; or force=True to launch anyway",
         )
     return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
 
@@ -101,7 +101,9 @@ def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuState]) -> str:
 def _suggest_fix(gpu: GpuState, plan: Plan) -> str:
     """Return a suggested fix: end the other processes on the GPU or, if there are none, change the plan."""
     if gpu.processes:
-        return f"end what is on it{_describe_users(gpu)}, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+        return (
+            f"end the processes on it{_describe_users(gpu)}, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        )
     repairs = plan.repairs()
     return repairs[0].change if repairs else "plan.repairs()[0].plan"
 

@@ -100,7 +100,7 @@ def launch(
         with _delay_interrupt():
             pending.create()
             write_task(pending.folder, payload)
-            reason = "; ".join(filter(None, ("the supervisor is coming up", tight)))
+            reason = "; ".join(filter(None, ("the supervisor is starting", tight)))
             pending.folder.set_status("starting", reason)
             pending.publish(description)
             pending.supervisor = _start_supervisor(pending.folder, outlive_kernel)
@@ -267,7 +267,9 @@ def _check_extra() -> None:
             f'Launching needs {", ".join(missing)}: pip install "shardscope[train]". Planning works without.'
         )
     if not hasattr(os, "fork"):
-        raise ValueError("Launching forks its ranks, which this system cannot; use Linux, macOS or WSL 2.")
+        raise ValueError(
+            "Launching forks ranks, which this system does not support; use Linux, macOS or WSL 2."
+        )
 
 
 def _check_machine(plan: Plan) -> str:
@@ -296,16 +298,16 @@ def _check_machine(plan: Plan) -> str:
     description = f"{machine.gpus_per_node}x{machine.gpu.name}"
     if machine.gpu.name != cluster.gpu.name:
         if machine.gpu.name == "cpu":
-            max_ranks, allowed = max_cpu_ranks(), "what is here: no GPU, and CPU ranks"
+            max_ranks, allowed = max_cpu_ranks(), "this machine: no GPU, only CPU ranks"
         else:
-            max_ranks, allowed = machine.gpus_per_node, f"what is here: {description}"
+            max_ranks, allowed = machine.gpus_per_node, f"this machine: {description}"
         fix = f'cluster=Cluster.parse("{min(world_size, max_ranks)}x{machine.gpu.name}")'
         refuse("plan.cluster.gpu", cluster.gpu.name, allowed, fix)
     if world_size > machine.gpus_per_node:
         refuse(
             "plan.world_size",
             world_size,
-            f"1 to {machine.gpus_per_node}: here is {description}",
+            f"1 to {machine.gpus_per_node} (this machine is {description})",
             Value(machine.gpus_per_node),
         )
     return "cuda"

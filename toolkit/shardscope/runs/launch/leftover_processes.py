@@ -13,7 +13,7 @@ from shardscope.machine import processes
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.verdict import is_finished_everywhere
-from shardscope.runs.watch.stack_requests import ANSWER_SECONDS, StackRequests
+from shardscope.runs.watch.stack_requests import REPLY_SECONDS, StackRequests
 
 GRACE_SECONDS = 10.0
 """Time that they may run after the task has returned on every rank; SHARDSCOPE_GRACE_SECONDS overrides it."""
@@ -35,8 +35,8 @@ class LeftoverDetector:
         """Monotonic time at which all ranks were first seen finished; None before."""
         self._idle_since = 0.0
         self._written: dict[int, int] = {}
-        self._asked_at: float | None = None
-        self._calls = StackRequests(folder, world_size)
+        self._requested_at: float | None = None
+        self._stacks = StackRequests(folder, world_size)
 
     def has_every_rank_returned(self) -> bool:
         """Return whether the task has returned on every rank, and record when that was first true."""
@@ -57,25 +57,29 @@ class LeftoverDetector:
             return None
         assert self.returned_at is not None
         now = time.monotonic()
-        if self._asked_at is not None:
-            return self._describe(launcher) if now - self._asked_at >= ANSWER_SECONDS else None
+        if self._requested_at is not None:
+            return self._describe(launcher) if now - self._requested_at >= REPLY_SECONDS else None
         # The time limit starts over while they write, up to `MAX_SECONDS`.
         before, self._written = self._written, count_written_bytes()
         grown = sum(count - before.get(pid, 0) for pid, count in self._written.items())
         if grown > WRITING_BYTES_PER_SECOND * seconds and now - self.returned_at < MAX_SECONDS:
             self._idle_since = now
         if now - self._idle_since >= self.grace_seconds:
-            self._calls.ask()
-            self._asked_at = now
+            self._stacks.send()
+            self._requested_at = now
         return None
 
     def _describe(self, launcher: int) -> str:
         """Describe ranks that did not exit and other processes; write the ranks' stacks to their logs."""
-        pids = {rank: pid for rank in range(self.world_size) if (pid := self._calls.living(rank)) is not None}
-        answers = self._calls.answers()
+        pids = {
+            rank: pid
+            for rank in range(self.world_size)
+            if (pid := self._stacks.find_live_pid(rank)) is not None
+        }
+        replies = self._stacks.read_replies()
         waited = time.monotonic() - (self.returned_at or 0.0)
-        message = f"the task returned {waited:.0f} s ago, and a thread goes on"
-        self._calls.write_into_logs(message, {rank: answers[rank] for rank in pids})
+        message = f"the task returned {waited:.0f} s ago, and a thread is still running"
+        self._stacks.write_into_logs(message, {rank: replies[rank] for rank in pids})
         other_processes = describe_processes(exclude={launcher, *pids.values()})
         ranks = [f"rank {rank}, which a thread kept alive" for rank in pids]
         more = [f"{len(ranks) - MAX_NAMED} more ranks"] if len(ranks) > MAX_NAMED else []

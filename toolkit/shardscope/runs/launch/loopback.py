@@ -25,7 +25,7 @@ def check_loopback() -> None:
             calling.connect(listening.getsockname())
         except OSError as error:
             raise OSError(
-                f"this machine cannot connect to itself at {ADDRESS} ({error}), as its ranks must: the "
-                "loopback interface is down, or a firewall drops what it carries. Nearest fix, as root: "
+                f"this machine cannot connect to itself at {ADDRESS} ({error}), but its ranks must: the "
+                "loopback interface is down, or a firewall drops its packets. Nearest fix, as root: "
                 "ip link set lo up"
             ) from error

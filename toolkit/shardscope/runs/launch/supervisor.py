@@ -167,22 +167,22 @@ class Supervisor:
         is_running = self.ranks_are_up and self.phase in ("run", "checkpoint") and not self.a_rank_died
         if self.phase in ("run", "checkpoint") and self.launcher is not None:
             self._end_leftovers(seconds, self.launcher.pid)
-        words = self.checks.check(seconds, is_running=is_running)
-        if words is None:
+        message = self.checks.check(seconds, is_running=is_running)
+        if message is None:
             return
-        self._log(words)
+        self._log(message)
         if self.phase == "run":
-            self._set_status("running", words)
+            self._set_status("running", message)
         else:
             self.deadline = self._get_checkpoint_deadline(now)
-            self._set_status("stopping", f"{self.stop_reason}; {words}")
+            self._set_status("stopping", f"{self.stop_reason}; {message}")
 
     def _end_leftovers(self, seconds: float, launcher: int) -> None:
         left = self.leftovers.check(seconds, launcher)
         if left is None:
             return
         self.ended_leftovers = left
-        self._log(f"the task returned on every rank, and something goes on; ended {left}")
+        self._log(f"the task returned on every rank, but threads or processes kept running; ended {left}")
         self.phase, self.deadline = "leave", time.monotonic() + TERMINATION_GRACE_SECONDS
         self._signal_all(signal.SIGKILL)
 
@@ -203,24 +203,23 @@ class Supervisor:
         if self.control.num_malformed > malformed:
             self._log(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
 
-    def _stop(self, asked: str, requested: object, *, checkpoint: bool) -> None:
+    def _stop(self, request: str, requested: object, *, checkpoint: bool) -> None:
         if not checkpoint:
-            self._terminate(asked, requested)
-        elif (
-            self.description.get("saves_when_asked") is False
-        ):  # Run.stop() refuses it; others write here too.
-            self._log("ignored a stop with a checkpoint: the task does not look whether one was asked")
+            self._terminate(request, requested)
+        elif self.description.get("saves_when_asked") is False:
+            # Run.stop() raises ValueError in this case, but other programs can write commands too.
+            self._log("ignored a stop with a checkpoint: the task never reads ctx.should_stop")
         elif self.phase == "run" and self.stop_reason is None:
             # The ranks read the same control file and agree on the step after which they leave.
             self.phase, self.save_requested_at = "checkpoint", time.monotonic()
             self.deadline = self._get_checkpoint_deadline(self.save_requested_at)
-            self.stop_reason, self.returned_first = asked, self._has_returned_before(requested)
+            self.stop_reason, self.returned_first = request, self._has_returned_before(requested)
             trains = self.description.get("trains_the_plan") is True
-            end = "finish their step and save" if trains else "end by themselves when they look"
-            words = f"{asked}: the ranks {end}"
+            end = "finish their step and save" if trains else "end when their task reads ctx.should_stop"
+            reason = f"{request}: the ranks {end}"
             if self.checks.hangs:
-                words += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
-            self._set_status("stopping", words)
+                reason += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
+            self._set_status("stopping", reason)
 
     def _get_checkpoint_deadline(self, now: float) -> float:
         """Return when (monotonic seconds) a stop with a checkpoint becomes a plain one."""
@@ -325,7 +324,7 @@ class Supervisor:
         try:
             return explain_failures(failures, self.description, self.checks.host)
         except Exception as error:  # Suggested fixes are optional; the failure itself is always reported.
-            self._log(f"no repair was found: {type(error).__name__}: {error}")
+            self._log(f"no fix is suggested: {type(error).__name__}: {error}")
             return FailureReport(failures[0].reason, failures[0].text)
 
     def _store_measured_step(self) -> None:
@@ -336,7 +335,7 @@ class Supervisor:
         try:
             store_measured_step(self.folder, self.description)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._log(f"the measured step was not kept: {error}")
+            self._log(f"the measured step was not stored: {error}")
 
     def _decide_status(self, failures: list[Failure]) -> Verdict:
         ended = self.phase in ("terminate", "kill") and not self.a_rank_died
@@ -375,7 +374,7 @@ class Supervisor:
         """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
         if self.launcher is None or self.launcher.returncode != -signal.SIGKILL:
             return ""
-        return self.checks.host.words(0 if self.world_size == 1 else None)
+        return self.checks.host.describe_kill(0 if self.world_size == 1 else None)
 
     def _set_status(self, status: Status, reason: str, **more: object) -> None:
         try:
@@ -407,14 +406,12 @@ def lock_run(folder: RunFolder) -> int | None:
         )
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{folder.path} has a supervisor already, which is at work.") from None
+        raise ValueError(f"{folder.path} already has a running supervisor.") from None
     except OSError:
         return None
     known = {str(record.get("status")) for record in read_lines(folder.status)} - {"starting"}
     if known:
-        raise ValueError(
-            f"the run in {folder.path} was started before; its status came to {', '.join(known)}."
-        )
+        raise ValueError(f"the run in {folder.path} was started before; its statuses: {', '.join(known)}.")
     return descriptor
 
 

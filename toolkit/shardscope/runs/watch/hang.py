@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
 from shardscope.runs.watch.stack_requests import (
-    ANSWER_SECONDS,
     MAX_NAMED_RANKS,
+    REPLY_SECONDS,
     StackRequests,
     describe_positions,
 )
@@ -98,11 +98,11 @@ class HangDetector:
             return None
         # Request the stacks, and judge them a second later, once the ranks have written them.
         if self._seconds_since_request is None:
-            self._stacks.ask()
+            self._stacks.send()
             self._seconds_since_request = 0.0
             return None
         self._seconds_since_request += seconds
-        if self._seconds_since_request < ANSWER_SECONDS:
+        if self._seconds_since_request < REPLY_SECONDS:
             return None
         self._seconds_since_request = None
         return self._judge(still, waited)
@@ -124,40 +124,38 @@ class HangDetector:
         if not self.hangs:
             return None
         self.hangs = False
-        return "steps come again"
+        return "steps are logged again"
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
-        answers = self._stacks.answers()
-        busy = {rank: reason for rank, answer in answers.items() if (reason := find_delay_reason(answer))}
+        replies = self._stacks.read_replies()
+        busy = {rank: reason for rank, reply in replies.items() if (reason := find_delay_reason(reply))}
         slowest_median = max(progress.median_seconds or 0.0 for progress in still.values())
         limit = max(self.least_seconds, MAX_MEDIANS * slowest_median)
         if busy and waited < BUSY_FACTOR * limit:
             self._next_request_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
         self.hangs = True
-        self._stacks.write_into_logs(f"no step for {waited:.0f} s", answers)
-        return self._describe(still, waited, answers, busy)
+        self._stacks.write_into_logs(f"no step for {waited:.0f} s", replies)
+        return self._describe(still, waited, replies, busy)
 
     def _describe(
         self,
         still: Mapping[int, Progress],
         waited: float,
-        answers: Mapping[int, str],
+        replies: Mapping[int, str],
         busy: Mapping[int, str],
     ) -> str:
         median = statistics.median(progress.median_seconds or 0.0 for progress in still.values())
         steps = {rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0}
         first = min(steps.values())
         behind = [rank for rank, step in steps.items() if step == first]
-        text = f"no step for {waited:.0f} s, where one takes {median:.2g} s"
+        text = f"no step for {waited:.0f} s, while a step takes {median:.2g} s"
         if len(behind) < len(steps):
-            text += (
-                f"; {_list_ranks(behind)} came no further than step {first}, others to {max(steps.values())}"
-            )
+            text += f"; {_list_ranks(behind)} reached only step {first}, others step {max(steps.values())}"
         if busy:
             named = list(busy.items())[:MAX_NAMED_RANKS]
             text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
-        return f"{text}{describe_positions(answers, behind)}. The Python stack of each rank is in its log"
+        return f"{text}{describe_positions(replies, behind)}. The Python stack of each rank is in its log"
 
 
 def _list_ranks(numbers: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ class HostSample:
 
 
 class HostMemoryMonitor:
-    """Host memory sampler of one run: call ``look`` once a second, and ``words`` for a killed rank."""
+    """Host memory sampler of one run: call ``sample`` once a second, ``describe_kill`` for a killed rank."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
@@ -45,22 +45,22 @@ class HostMemoryMonitor:
                 stored = (read_json(self.folder.rank(rank)) or {}).get("pid")
                 self.pids[rank] = stored if isinstance(stored, int) else None
             pid = self.pids[rank]
-            if pid is not None and (num_bytes := resident_bytes(pid)):
+            if isinstance(pid, int) and (num_bytes := read_resident_bytes(pid)):
                 self.seen[rank] = HostSample(rank_bytes=num_bytes, free_bytes=free, total_bytes=total)
 
-    def words(self, rank: int | None) -> str:
+    def describe_kill(self, rank: int | None) -> str:
         """Return the likely sender of the SIGKILL that ended ``rank`` (None: the launcher) and its memory."""
         seen = None if rank is None else self.seen.get(rank)
-        told = [describe_kill_sender(self._oom_kills(), is_full=seen is not None and seen.is_full)]
+        clauses = [describe_kill_sender(self._oom_kills(), is_full=seen is not None and seen.is_full)]
         if seen is not None:
-            held, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
-            told.append(f"it was last seen with {held} GiB, {free} free of {total}")
-        return "; ".join(told)
+            used, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
+            clauses.append(f"it last used {used} GiB, with {free} GiB of {total} free")
+        return "; ".join(clauses)
 
-    def ran_out(self, rank: int) -> bool:
+    def may_have_run_out(self, rank: int) -> bool:
         """Return whether ``rank`` may have been killed for lack of host memory, by the kernel or a daemon."""
         seen = self.seen.get(rank)
-        return self._oom_kills().struck is True or (seen is not None and seen.is_full)
+        return self._oom_kills().any_kill is True or (seen is not None and seen.is_full)
 
     def _oom_kills(self) -> OomKills:
         return read_oom_kills().since(self._kills_before)
@@ -75,11 +75,11 @@ def read_free_host_memory() -> tuple[int, int]:
     limit = find_memory_limit()
     if limit is not None and limit.num_bytes < total:  # psutil ignores cgroup limits.
         total = limit.num_bytes
-        free = min(free, max(0, total - used_bytes(limit.folder)))
+        free = min(free, max(0, total - read_used_bytes(limit.folder)))
     return free, total
 
 
-def used_bytes(folder: Path) -> int:
+def read_used_bytes(folder: Path) -> int:
     """Return the bytes of the cgroup in ``folder`` that cannot be reclaimed; 0 if unknown.
 
     Page cache can be reclaimed; the kernel's MemAvailable makes the same distinction for a whole machine.
@@ -95,7 +95,7 @@ def used_bytes(folder: Path) -> int:
     return 0
 
 
-def resident_bytes(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
     """Return the resident bytes of one process; 0 if it is gone or the system has no /proc."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

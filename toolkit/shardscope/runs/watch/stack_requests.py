@@ -1,4 +1,4 @@
-"""Requests for the ranks' Python stacks and their answers, used by the hang detection."""
+"""Requests for the ranks' Python stacks and their replies, used by the hang detection."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import open_to_append, size_of
 from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, describe_position, read_process_state
 
-ANSWER_SECONDS = 1.0
+REPLY_SECONDS = 1.0
 """Time that ranks get to write their stacks."""
-NO_ANSWER = "it did not answer\n"
+NO_REPLY = "it did not answer\n"
 MAX_NAMED_RANKS = 4
 
 
 class StackRequests:
-    """Stack requests of one run: call ``ask``, and ``answers`` after ``ANSWER_SECONDS``."""
+    """Stack requests of one run: call ``send``, and ``read_replies`` after ``REPLY_SECONDS``."""
 
     def __init__(self, folder: RunFolder, world_size: int) -> None:
         self.folder = folder
@@ -27,20 +27,20 @@ class StackRequests:
         self.marks: dict[int, int] = {}
         """Size of each rank's stack file at the last request, in bytes."""
 
-    def ask(self) -> None:
+    def send(self) -> None:
         """Request the stacks of every rank that can answer."""
         for rank in range(self.world_size):
-            pid, path = self.living(rank), self.folder.stacks(rank)
+            pid, path = self.find_live_pid(rank), self.folder.stacks(rank)
             # Without its handler the signal would kill the rank; the file exists once it is installed.
             if pid is not None and path.exists():
                 self.marks[rank] = path.stat().st_size
                 signal_process(pid, STACK_SIGNAL)
 
-    def answers(self) -> dict[int, str]:
-        """Return each rank's answer to the last request, or the reason why it cannot answer."""
-        return {rank: self._read_answer(rank) for rank in range(self.world_size)}
+    def read_replies(self) -> dict[int, str]:
+        """Return each rank's reply to the last request, or the reason why it cannot answer."""
+        return {rank: self._read_reply(rank) for rank in range(self.world_size)}
 
-    def living(self, rank: int) -> int | None:
+    def find_live_pid(self, rank: int) -> int | None:
         """Return the process id of ``rank``; None if it is gone or has not written its record."""
         marker = read_json(self.folder.rank(rank)) or {}
         pid = marker.get("pid")
@@ -49,17 +49,17 @@ class StackRequests:
         except OSError:  # Temporary: the next check tries again.
             return None
 
-    def write_into_logs(self, message: str, answers: Mapping[int, str]) -> None:
+    def write_into_logs(self, message: str, replies: Mapping[int, str]) -> None:
         """Append ``message`` and the rank's stacks to each rank's log."""
-        for rank, answer in answers.items():
+        for rank, reply in replies.items():
             with contextlib.suppress(OSError):  # A full disk must not prevent the status change.
-                self._append_to_log(rank, f"\nshardscope: {message}; where rank {rank} stands:\n{answer}")
+                self._append_to_log(rank, f"\nshardscope: {message}; where rank {rank} stands:\n{reply}")
 
     def _append_to_log(self, rank: int, text: str) -> None:
         with open_to_append(self.folder.log(rank)) as file:
             os.write(file.fileno(), text.encode(errors="replace"))
 
-    def _read_answer(self, rank: int) -> str:
+    def _read_reply(self, rank: int) -> str:
         path = self.folder.stacks(rank)
         num_bytes = size_of(path) - self.marks.get(rank, 0)
         if num_bytes > 0:
@@ -67,12 +67,12 @@ class StackRequests:
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
             return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
-        return NO_ANSWER
+        return NO_REPLY
 
 
-def describe_positions(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
+def describe_positions(replies: Mapping[int, str], first: Sequence[int] = ()) -> str:
     """Format the ranks' positions, those of ``first`` first: ``; rank 1: wait (task.py:7); rank 0: ...``."""
-    ranks = [*first, *(rank for rank in answers if rank not in first)][:MAX_NAMED_RANKS]
+    ranks = [*first, *(rank for rank in replies if rank not in first)][:MAX_NAMED_RANKS]
     return "".join(
-        f"; rank {rank}: {describe_position(answers[rank]) or answers[rank].strip()}" for rank in ranks
+        f"; rank {rank}: {describe_position(replies[rank]) or replies[rank].strip()}" for rank in ranks
     )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
 from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, read_hang_seconds
-from shardscope.runs.watch.stack_requests import ANSWER_SECONDS, NO_ANSWER, StackRequests, describe_positions
+from shardscope.runs.watch.stack_requests import NO_REPLY, REPLY_SECONDS, StackRequests, describe_positions
 from shardscope.runs.watch.stacks import find_delay_reason, parse_main_thread
 
 QUIET_FACTOR = 10.0
@@ -71,10 +71,10 @@ class StandstillDetector:
         self._since_sample += min(seconds, MAX_GAP_SECONDS)
         if self._seconds_since_request is not None:
             self._seconds_since_request += seconds
-            if self._seconds_since_request >= ANSWER_SECONDS:
+            if self._seconds_since_request >= REPLY_SECONDS:
                 self._seconds_since_request = None
-                answers = self._stacks.answers()
-                return self._judge({rank: answers[rank] for rank in self._before})  # Skip ended ranks.
+                replies = self._stacks.read_replies()
+                return self._judge({rank: replies[rank] for rank in self._before})  # Skip ended ranks.
         if has_steps or any(new.values()):
             self._before = {}
             return self._reset()
@@ -90,7 +90,7 @@ class StandstillDetector:
         if not self.hangs and self._seconds_since_request is None:
             half_way = self._stacks_at_half is None and self._quiet_so_far >= self._limit / 2
             if half_way or self._quiet_so_far >= self._limit:
-                self._stacks.ask()
+                self._stacks.send()
                 self._seconds_since_request = 0.0
         return None
 
@@ -110,34 +110,34 @@ class StandstillDetector:
         if not self.hangs:
             return None
         self.hangs = False
-        return "it goes on"
+        return "activity is seen again"
 
-    def _judge(self, answers: Mapping[int, str]) -> str | None:
-        earlier, self._stacks_at_half = self._stacks_at_half, answers
+    def _judge(self, replies: Mapping[int, str]) -> str | None:
+        earlier, self._stacks_at_half = self._stacks_at_half, replies
         if earlier is None:
             return None
         if any(
-            answer == NO_ANSWER or _get_position(earlier.get(rank, "")) != _get_position(answer)
-            for rank, answer in answers.items()
+            reply == NO_REPLY or _get_position(earlier.get(rank, "")) != _get_position(reply)
+            for rank, reply in replies.items()
         ):
             return self._reset()
-        if any(map(find_delay_reason, answers.values())) and self._limit == self.quiet_seconds:
+        if any(map(find_delay_reason, replies.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
             return None
         self.hangs = True
-        message = f"nothing moves for {self._quiet_so_far:.0f} s"
-        self._stacks.write_into_logs(message, answers)
+        message = f"no activity for {self._quiet_so_far:.0f} s"
+        self._stacks.write_into_logs(message, replies)
         for rank, activity in self._before.items():  # The lines that we added to its log are not activity.
             self._before[rank] = activity._replace(printed_bytes=self._count_printed(rank))
         return (
-            f"{message}: no metrics, no output, next to no CPU time, and the same place in the code"
-            f"{describe_positions(answers)}. The Python stack of each rank is in its log"
+            f"{message}: no metrics, no output, almost no CPU time, and unchanged stacks"
+            f"{describe_positions(replies)}. The Python stack of each rank is in its log"
         )
 
     def _read_activity(self) -> dict[int, Activity]:
         activity = {}
         for rank in range(self._stacks.world_size):
-            pid = self._stacks.living(rank)
+            pid = self._stacks.find_live_pid(rank)
             if pid is not None:
                 activity[rank] = Activity(
                     _read_cpu_seconds(pid), _read_file_bytes(pid), self._count_printed(rank)
