@@ -42,10 +42,8 @@ def test_fault_10_the_kernel_kills_a_rank_for_want_of_memory(tmp_path: Path) -> 
         )
         assert done.stdout.strip() == "failed", done.stderr
     run = Run.attach(tmp_path / "greedy")
-    killed = (
-        "rank 1 was killed by SIGKILL: host memory ran out, for the kernel's out-of-memory killer struck "
-    )
+    killed = "rank 1 was killed by SIGKILL: host memory ran out: the kernel's out-of-memory killer struck "
     assert run.reason.startswith(killed), run.reason
     assert "in this memory group during the run; it last used " in run.reason
-    assert "free of 1.5" in run.reason, run.reason
+    assert " of 1.50 GiB free" in run.reason, run.reason
     assert run.error is not None and "rank 1 takes all there is" in run.error

@@ -273,7 +273,7 @@ def test_a_damaged_run_beside_a_good_one(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad/run\.json is damaged: .*Nearest fix"):
         Run.attach(bad)
     shutil.rmtree(good.folder)
-    with pytest.raises(ValueError, match=r"it holds: bad \(damaged\)"):
+    with pytest.raises(ValueError, match=r"it contains: bad \(damaged\)"):
         Run.attach(tmp_path)
 
 

@@ -254,7 +254,7 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     assert watch.describe_kill(None) == watch.describe_kill(0) and still in watch.describe_kill(0)
     watch.seen[0] = HostSample(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
     words = watch.describe_kill(0)
-    assert still in words and "21.0 GiB, with 20.0 GiB of 24.0 free" in words
+    assert still in words and "21.0 GiB, with 20.0 of 24.0 GiB free" in words
     assert not watch.may_have_run_out(0) and not watch.may_have_run_out(1)
     watch.seen[1] = HostSample(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
     assert watch.may_have_run_out(1), "a daemon may be quicker than the kernel"
@@ -262,7 +262,7 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     counted.append(OomKills(4, 9))
     assert watch.describe_kill(0) == (
         "host memory ran out: the kernel's out-of-memory killer struck once in this memory group "
-        "during the run; it last used 21.0 GiB, with 20.0 GiB of 24.0 free"
+        "during the run; it last used 21.0 GiB, with 20.0 of 24.0 GiB free"
     )
     assert watch.may_have_run_out(0) and watch.may_have_run_out(1)
     write_json(watch.folder.rank(1), {"pid": 1})

@@ -54,7 +54,7 @@ class HostMemoryMonitor:
         clauses = [describe_kill_sender(self._oom_kills(), is_full=seen is not None and seen.is_full)]
         if seen is not None:
             used, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
-            clauses.append(f"it last used {used} GiB, with {free} GiB of {total} free")
+            clauses.append(f"it last used {used} GiB, with {free} of {total} GiB free")
         return "; ".join(clauses)
 
     def may_have_run_out(self, rank: int) -> bool:
