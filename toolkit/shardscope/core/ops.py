@@ -123,12 +123,12 @@ def ceil_div(amount: int, parts: int) -> int:
     return -(-amount // parts)
 
 
-def all_true(condition: bool) -> bool:
+def all_true(condition: int) -> bool:
     """Return whether a condition is true, for all plans if it is an array."""
     return bool(condition.all()) if isinstance(condition, (Array, np.ndarray)) else bool(condition)
 
 
-def any_true(condition: bool) -> bool:
+def any_true(condition: int) -> bool:
     """Return whether a condition is true, for any plan if it is an array."""
     return bool(condition.any()) if isinstance(condition, (Array, np.ndarray)) else bool(condition)
 

@@ -5,7 +5,7 @@ Every listed value has a formula in the memory model; other values raise ``Value
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, find_nearest, refuse
 from shardscope.families.registry import families_with, family_of
@@ -73,10 +73,10 @@ def check_sequence(arch: Architecture, recipe: Recipe) -> None:
         )
 
 
-def list_supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
+def list_supported(layout: Layout | type[Layout], field: str) -> tuple[object, ...]:
     """Return the values of a recipe field that ``layout`` supports; ``()`` for a field without a list."""
-    found: tuple[Any, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
-    return found
+    values: tuple[object, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
+    return values
 
 
 def check_supported(plan: Plan) -> None:
@@ -96,7 +96,7 @@ def check_supported(plan: Plan) -> None:
     plan.layout.check_together(plan.architecture, plan.recipe, plan.degrees)
 
 
-def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
+def _refuse_unsupported(plan: Plan, field: str, value: object) -> None:
     values = list_supported(plan.layout, field)
     open_field = field in ("kernels", "attention", "loss", "quantization")
     allowed = ", ".join(map(repr, (None, *values) if open_field else values))
@@ -148,7 +148,7 @@ def _check_compiled(plan: Plan) -> None:
             {"kernels": None},
         )
     autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
-    counted: dict[str, tuple[Any, ...]] = {
+    counted: dict[str, tuple[object, ...]] = {
         "method": ("full", "lora"),
         "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
         # No formula covers the weight copies of autocast when a compiled graph is recomputed.

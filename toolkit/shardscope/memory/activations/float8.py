@@ -8,7 +8,7 @@ an fp32 copy, a scaled copy and the 8-bit tensor. Checked in ``tests/runs/test_f
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.ops import maximum
 from shardscope.core.precision import FP32, HALF
@@ -21,19 +21,19 @@ CAST = 2 * FP32 + 1
 """Bytes per element during a cast."""
 
 
-def compute_linear_working(tokens: Any, out: Any, inner: Any) -> Any:
+def compute_linear_working(tokens: int, out: int, inner: int) -> int:
     """Return the peak bytes of one Linear's backward, on top of its saved input and its output's gradient.
 
     The maximum of three points: the weight's cast, with the cast gradient; the second cast of the gradient,
     for the weight's gradient, with the input's gradient and the cast weight; and the cast of the input after
     that.
     """
-    gradient, weight, given = tokens * out, out * inner, tokens * inner
-    last = HALF * given + weight + maximum(CAST * gradient + gradient, CAST * given + 2 * gradient)
-    return maximum(gradient + CAST * weight, last)
+    gradient, weight, saved_input = tokens * out, out * inner, tokens * inner
+    casts = maximum(CAST * gradient + gradient, CAST * saved_input + 2 * gradient)
+    return maximum(gradient + CAST * weight, HALF * saved_input + weight + casts)
 
 
-def compute_layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
+def compute_layer_working(architecture: Architecture, moe: bool, tokens: int) -> int:
     """Return the maximum over one layer's Linears; fused experts stay in bf16."""
     return maximum(
         *(compute_linear_working(tokens, out, inner) for out, inner in _list_shapes(architecture, moe))

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import refuse
-from shardscope.core.ops import all_true
+from shardscope.core.ops import all_true, ceil_div
 from shardscope.core.precision import FP32, widths
 from shardscope.families.parameter_names import names_of
 from shardscope.families.parameter_shapes import find_first_layer
@@ -55,6 +55,28 @@ class LayerActivations(NamedTuple):
     """Bytes that backward recomputes or fetches before the layer's backward starts."""
 
 
+FAMILIES_WITH_ACTIVATIONS = frozenset(FAMILIES)
+"""Families tested tensor by tensor against transformers' modules (tests/runs/test_saved_tensors.py)."""
+
+
+def check_known(arch: Architecture) -> None:
+    """Raise ``ValueError`` if the saved tensors of the family's modules are not listed."""
+    if arch.model_type not in FAMILIES_WITH_ACTIVATIONS:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"a family whose activations are known: {', '.join(sorted(FAMILIES_WITH_ACTIVATIONS))}",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )
+    if arch.position_embedding == "alibi":
+        refuse(
+            "Architecture.position_embedding",
+            "alibi",
+            "rope or learned; the memory of alibi's mask of biases for each head is not known",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )
+
+
 def find_modules(plan: Plan) -> Modules:
     """Return the modules that a plan runs. Raise ``ValueError`` for a family with unknown activations."""
     check_known(plan.architecture)
@@ -92,10 +114,10 @@ def compute_layer_activations(
     modules: Modules,
     recompute: str,
     tp: int,
-    cut: int,
+    num_stream_shards: int,
     joins: int = 0,
 ) -> LayerActivations:
-    """Return the bytes per token of one decoder layer; the residual stream is sharded ``cut`` ways.
+    """Return the bytes per token of one decoder layer; the residual stream has ``num_stream_shards`` shards.
 
     ``joins`` is 1 if attention's output is concatenated from sequence chunks in head-major layout.
 
@@ -107,54 +129,51 @@ def compute_layer_activations(
     if modules.windowed is None and _mixes_windows(architecture, modules):
         inside, outside = (
             compute_layer_activations(
-                architecture, moe, modules._replace(windowed=windowed), recompute, tp, cut
+                architecture, moe, modules._replace(windowed=windowed), recompute, tp, num_stream_shards
             )
             for windowed in (True, False)
         )
         layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
         mean = LayerActivations(*(
-            -(-(sliding * one + (layers - sliding) * other) // layers)
+            ceil_div(sliding * one + (layers - sliding) * other, layers)
             for one, other in zip(inside, outside, strict=True)
         ))  # fmt: skip
-        return mean._replace(
-            recomputed=max(inside.recomputed, outside.recomputed),
-        )
-    saved = list_saved_tensors(architecture, moe, modules)
-    parts = {
+        return mean._replace(recomputed=max(inside.recomputed, outside.recomputed))
+    tensors = list_saved_tensors(architecture, moe, modules)
+    num_shards = {
         "tp": tp,
         "key_value_heads": min(tp, architecture.num_key_value_heads),
-        "sequence": cut,
+        "sequence": num_stream_shards,
         "whole": 1,
     }
 
-    def on_rank(tensors: tuple[SavedTensor, ...], *operators: str) -> int:
+    def sum_on_rank(tensors: tuple[SavedTensor, ...], *operators: str) -> int:
         return sum(
-            -(-tensor.bytes_per_token // parts[tensor.cut_by])
+            ceil_div(tensor.bytes_per_token, num_shards[tensor.cut_by])
             for tensor in tensors
             if not operators or tensor.operator in operators
         )
 
-    everything = on_rank(saved)
-    stream = -(-architecture.hidden_size * modules.stream // parts["sequence"])
-    kept = everything
+    all_saved = sum_on_rank(tensors)
+    stream = ceil_div(architecture.hidden_size * modules.stream, num_stream_shards)
+    kept = all_saved
     if recompute == "full":
         kept = stream
     elif recompute == "selective":
-        kept = on_rank(list_kept_by_selective(architecture, moe, modules))
+        kept = sum_on_rank(list_kept_by_selective(architecture, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
         # On a CPU rank nothing is freed: the offloaded tensors stay in the same memory.
         kept = 0
-    kept += compute_int8_inputs(architecture, moe, modules, recompute)
+    if modules.int8_base:
+        kept += compute_int8_inputs(architecture, moe, modules, recompute)
+    kept_inputs = compute_kept_for_recomputation(architecture, moe, modules, recompute, stream)
     return LayerActivations(
-        norms=on_rank(saved, "norms"),
-        attention=on_rank(saved, "attention"),
-        mlp=on_rank(saved, "mlp", "experts"),
+        norms=sum_on_rank(tensors, "norms"),
+        attention=sum_on_rank(tensors, "attention"),
+        mlp=sum_on_rank(tensors, "mlp", "experts"),
         saved=kept,
-        offloaded=everything if kept == 0 else 0,
-        recomputed=max(
-            0,
-            everything + compute_kept_for_recomputation(architecture, moe, modules, recompute, stream) - kept,
-        ),
+        offloaded=all_saved if kept == 0 else 0,
+        recomputed=max(0, all_saved + kept_inputs - kept),
     )
 
 
@@ -176,13 +195,15 @@ def compute_kept_for_recomputation(
     casts = casts or modules.normed > modules.stream
     if family_of(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
-    apart = stream if casts else 0
+    kept = stream if casts else 0
     experts = arch.mixture_of_experts
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
     only_before = arch.norms_per_layer <= 2 and not family_of(arch).is_post_norm
     if recompute == "selective" and ends_dense and only_before:
-        apart += arch.hidden_size * modules.compute
-    return apart + compute_int8_inputs(arch, moe, modules, recompute)
+        kept += arch.hidden_size * modules.compute
+    if modules.int8_base:
+        kept += compute_int8_inputs(arch, moe, modules, recompute)
+    return kept
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
@@ -247,8 +268,8 @@ def count_weight_casts(modules: Modules, recompute: str) -> tuple[int, int]:
     Autocast's cache keeps them until its context exits, and autograd keeps those it needs. On a CPU rank,
     "offload" to host is a second copy in the same memory.
     """
-    copied = recompute == "offload" and not modules.on_gpu
-    return 1 + copied, int(recompute == "none" or copied)
+    copies_on_cpu = recompute == "offload" and not modules.on_gpu
+    return 1 + copies_on_cpu, int(recompute == "none" or copies_on_cpu)
 
 
 @lru_cache(maxsize=4096)
@@ -264,19 +285,21 @@ def compute_kept_masks(
     if recompute not in ("full", "selective") or modules.kernels == "megatron":
         return 0
     windows = find_window_layers(architecture.num_hidden_layers, architecture.sliding_window_layers)
-    again = windows[::interval]
+    recomputed = windows[::interval]
     if is_eager(architecture, modules):
-        return len(set(again)) * modules.seq_len * modules.stream
-    needed = any(again) or not any(windows)  # Falcon needs one without windows
+        return len(set(recomputed)) * modules.seq_len * modules.stream
+    needed = any(recomputed) or not any(windows)  # Falcon needs one without windows
     return modules.seq_len if needed and passes_mask(architecture, modules) else 0
 
 
 @lru_cache(maxsize=4096)
-def compute_unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut: int) -> int:
+def compute_unsaved_at_start(
+    architecture: Architecture, modules: Modules, tp: int, num_stream_shards: int
+) -> int:
     """Return the bytes per token that the first layer does not save under adapters: no gradient passes it."""
-    parts = {"tp": tp, "sequence": cut}
+    num_shards = {"tp": tp, "sequence": num_stream_shards}
     return sum(
-        -(-tensor.bytes_per_token // parts[tensor.cut_by])
+        ceil_div(tensor.bytes_per_token, num_shards[tensor.cut_by])
         for tensor in list_unsaved_in_first_layer(architecture, modules)
     )
 
@@ -328,25 +351,3 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
     product = (names_of(arch).down, arch.intermediate_size)
     copies -= adapted.count(product) * arch.intermediate_size * c
     return masks + copies
-
-
-KNOWN = frozenset(FAMILIES)
-"""Families tested tensor by tensor against transformers' modules (tests/runs/test_saved_tensors.py)."""
-
-
-def check_known(arch: Architecture) -> None:
-    """Raise ``ValueError`` if the saved tensors of the family's modules are not listed."""
-    if arch.model_type not in KNOWN:
-        refuse(
-            "Architecture.model_type",
-            arch.model_type,
-            f"a family whose activations are known: {', '.join(sorted(KNOWN))}",
-            "plan.rehearse(), which runs the family's own modules on fake tensors",
-        )
-    if arch.position_embedding == "alibi":
-        refuse(
-            "Architecture.position_embedding",
-            "alibi",
-            "rope or learned: what a mask of biases for each head takes is not known",
-            "plan.rehearse(), which runs the family's own modules on fake tensors",
-        )

@@ -7,7 +7,7 @@ Read from ``torch.optim`` 2.13 (``_adafactor.py``, ``_muon.py``, ``sgd.py``), bi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardscope.core.ops import ceil_div, minimum, where
 from shardscope.core.precision import FP32, HALF
@@ -28,21 +28,21 @@ ELEMENTWISE: dict[str, int] = {"adamw": 2, "adamw_foreach": 2, "sgd": 1, "lion":
 class TensorState(NamedTuple):
     """Optimizer bytes of one tensor."""
 
-    state: Any
+    state: int
     """State kept on the device between steps."""
-    paged: Any = 0
+    paged: int = 0
     """State in managed memory, which the driver moves to the host when the GPU is full."""
-    working: Any = 0
+    working: int = 0
     """Temporaries of this tensor's update."""
 
 
 def compute_tensor_state(
     optimizer: str,
-    rows: Any,
-    columns: Any,
+    rows: int,
+    columns: int,
     width: int,
     *,
-    copies: Any = 1,
+    copies: int = 1,
     hidden: bool = False,
     embedding: bool = False,
     library: str = "bitsandbytes",
@@ -60,14 +60,14 @@ def compute_tensor_state(
         return _compute_adafactor_state(copies, rows, columns, width)
     if optimizer == "muon":
         return _compute_muon_state(rows, columns, width) if hidden else TensorState(2 * width * numel)
-    eight = optimizer.endswith("8bit")
+    is_eight_bit = optimizer.endswith("8bit")
     if library == "torchao":
         return TensorState(
             where(_is_quantized_by_torchao(numel), _compute_torchao_moments(numel), 2 * width * numel)
         )
-    quantised = (numel >= MIN_EIGHT_BIT) * (eight and not embedding)
-    moments = where(quantised, 2 * numel, 2 * FP32 * numel)
-    scales = where(quantised, 2 * FP32 * ceil_div(numel, EIGHT_BIT_BLOCK), 0)
+    is_quantized = (numel >= MIN_EIGHT_BIT) & (is_eight_bit and not embedding)
+    moments = where(is_quantized, 2 * numel, 2 * FP32 * numel)
+    scales = where(is_quantized, 2 * FP32 * ceil_div(numel, EIGHT_BIT_BLOCK), 0)
     if not optimizer.startswith("paged"):
         return TensorState(moments + scales)
     is_paged = numel >= MIN_PAGED
@@ -82,7 +82,7 @@ def compute_constant_state(optimizer: str, library: str) -> int:
     return 2 * QUANTILE_MAP if optimizer.endswith("8bit") and library == "bitsandbytes" else 0
 
 
-def compute_flat_state(optimizer: str, numel: Any) -> Any:
+def compute_flat_state(optimizer: str, numel: int) -> int:
     """Return state bytes of a flat fp32 buffer of ``numel`` elements, without rows or embeddings.
 
     Adafactor keeps a full second moment of it, as of any vector.
@@ -94,7 +94,7 @@ def compute_flat_state(optimizer: str, numel: Any) -> Any:
     )
 
 
-def compute_flat_working(optimizer: str, numel: Any) -> Any:
+def compute_flat_working(optimizer: str, numel: int) -> int:
     """Return temporary bytes while such a buffer is updated, besides its state and gradient.
 
     Adafactor squares a vector's gradient, and copies its second moment (``_adafactor.py``).
@@ -102,7 +102,7 @@ def compute_flat_working(optimizer: str, numel: Any) -> Any:
     return 2 * FP32 * numel if optimizer == "adafactor" else 0
 
 
-def _compute_adafactor_state(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:
+def _compute_adafactor_state(copies: int, rows: int, columns: int, width: int) -> TensorState:
     """Return second moments of rows and columns, and their product as temporary (``_adafactor.py``).
 
     Vectors keep a full second moment.
@@ -111,7 +111,7 @@ def _compute_adafactor_state(copies: Any, rows: Any, columns: Any, width: int) -
     return TensorState(width * factors, working=width * copies * rows * columns)
 
 
-def _compute_muon_state(rows: Any, columns: Any, width: int) -> TensorState:
+def _compute_muon_state(rows: int, columns: int, width: int) -> TensorState:
     """Return one momentum, and temporaries of five Newton-Schulz iterations in bf16 (``_muon.py``).
 
     Alive at once: the update in the weight's dtype, the iteration's matrix before and after, its Gram matrix
@@ -121,10 +121,10 @@ def _compute_muon_state(rows: Any, columns: Any, width: int) -> TensorState:
     return TensorState(width * numel, working=(width + 2 * HALF) * numel + 2 * HALF * short * short)
 
 
-def _is_quantized_by_torchao(numel: Any) -> Any:
-    return (numel >= MIN_EIGHT_BIT) * (numel % EIGHT_BIT_BLOCK == 0)
+def _is_quantized_by_torchao(numel: int) -> bool:
+    return (numel >= MIN_EIGHT_BIT) & (numel % EIGHT_BIT_BLOCK == 0)
 
 
-def _compute_torchao_moments(numel: Any) -> Any:
+def _compute_torchao_moments(numel: int) -> int:
     """Return bytes of two moments: codes, block scales and a quantile map (``optim/subclass_8bit.py``)."""
     return 2 * (numel + FP32 * (numel // EIGHT_BIT_BLOCK) + QUANTILE_MAP)

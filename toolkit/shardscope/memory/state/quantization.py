@@ -9,7 +9,7 @@ against it in ``tests/unit/memory/test_quantization.py``.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, maximum
@@ -31,7 +31,7 @@ CODES = 16 * FP32
 """Bytes of the 16 values of the 4-bit code, once per tensor."""
 
 
-def compute_nf4_bytes(numel: Any, double: bool) -> Any:
+def compute_nf4_bytes(numel: int, double: bool) -> int:
     """Return bytes of one matrix of ``numel`` weights: 4 bits each, and one scale per block.
 
     ``double``: scales are 8 bits each, with an fp32 scale per block of scales, one offset and a map of the
@@ -55,7 +55,7 @@ def check_kernels(recipe: Recipe) -> None:
         )
 
 
-def compute_int8_bytes(rows: Any, columns: Any) -> Any:
+def compute_int8_bytes(rows: int, columns: int) -> int:
     """Return bytes of one int8 matrix: a byte per weight, and an fp32 scale per row."""
     return rows * columns + FP32 * rows
 
@@ -69,27 +69,26 @@ def measure_layer_linears(architecture: Architecture, moe: bool, kind: str) -> t
     shapes = [shape for _, shape in architecture.layer_linears(find_first_layer(architecture, moe))]
     sizes = [out * inner for out, inner in shapes]
     if kind == "int8":
-        quantised = sum(compute_int8_bytes(*shape) for shape in shapes)
+        quantized = sum(compute_int8_bytes(*shape) for shape in shapes)
     else:
-        quantised = sum(compute_nf4_bytes(size, kind == "nf4_double") for size in sizes)
-    return sum(sizes), quantised, max(sizes)
+        quantized = sum(compute_nf4_bytes(size, kind == "nf4_double") for size in sizes)
+    return sum(sizes), quantized, max(sizes)
 
 
 def compute_frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Return bytes of a stage's frozen weights: quantized Linears, and the rest at ``width`` bytes each."""
     kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
-    quantised = saved = 0
+    quantized = saved = 0
     for moe, layers in count_layers_by_kind(plan.architecture, stage):
         numel, num_bytes, _ = measure_layer_linears(plan.architecture, moe, kind)
-        quantised += layers * num_bytes
+        quantized += layers * num_bytes
         saved += layers * numel
-    return quantised + width * (stage.base - saved)
+    return quantized + width * (stage.base - saved)
 
 
 def find_largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Return the number of weights of the largest quantized matrix, dequantized during its matmul."""
-    found: int = maximum(*(
+    return maximum(*(
         (layers > 0) * measure_layer_linears(architecture, moe, "nf4")[2]
         for moe, layers in count_layers_by_kind(architecture, stage)
     ))  # fmt: skip
-    return found

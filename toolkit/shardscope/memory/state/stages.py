@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import (
     any_true,
@@ -14,6 +14,7 @@ from shardscope.core.ops import (
     map_distinct,
     maximum,
 )
+from shardscope.families.parameter_names import names_of
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import family_of
 from shardscope.memory.state.lora import count_layer_adapters
@@ -135,13 +136,13 @@ def find_stage_shapes(
             before[end] - before[end - layers] for end, layers in zip(ends, stage_layers, strict=True)
         )
     kinds: dict[tuple[bool, bool, int, int], StageShape] = {}
-    seen: list[tuple[bool, bool, int, int]] = []
+    keys: list[tuple[bool, bool, int, int]] = []
     for number, counts in enumerate(zip(stage_layers, moe_layers, strict=True)):
         shape = (number == 0, number == len(stage_layers) - 1, *counts)
         kinds.setdefault(shape, StageShape(number, *shape))
-        seen.append(shape)
-    places = {shape: place for place, shape in enumerate(kinds)}
-    return StageShapes(tuple(kinds.values()), tuple(places[shape] for shape in seen))
+        keys.append(shape)
+    indices = {shape: index for index, shape in enumerate(kinds)}
+    return StageShapes(tuple(kinds.values()), tuple(indices[shape] for shape in keys))
 
 
 def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
@@ -151,38 +152,38 @@ def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) 
     """
     degrees = plan.degrees
     num_shards = group_equal(degrees.shard * degrees.cp)
-    found: Stage = _count_trained_stage(
+    weights = _count_trained_stage(
         plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape
     )
     if not plan.recipe.has_adapters:
-        return found
+        return weights
     kinds = _count_by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
     adapters, adapters_shard = _count_adapters(plan, kinds, num_shards)
-    return found._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
+    return weights._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
 
 
 @cache_by_numbers
 def _count_trained_stage(
     arch: Architecture,
-    tp: Any,
-    ep: Any,
-    num_shards: Any,
-    vocab_multiple: Any,
-    number: Any,
-    is_first: Any,
-    is_last: Any,
-    num_layers: Any,
-    moe_layers: Any,
+    tp: int,
+    ep: int,
+    num_shards: int,
+    vocab_multiple: int,
+    number: int,
+    is_first: bool,
+    is_last: bool,
+    num_layers: int,
+    moe_layers: int,
 ) -> Stage:
     """Return a fully trained stage; cached, because memory and timing of many plans need the same ones."""
-    layers = experts = edges = shard = edge_shard = most = largest_shard = 0
+    layers = experts = edges = shard = edge_shard = largest_layer = largest_shard = 0
     for moe, count in _count_by_kind(arch, num_layers, moe_layers):
-        one = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, num_shards)
-        layers += count * one.dense
-        experts += count * one.experts
-        padded = one.dense_padded + one.experts_padded
+        layer = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, num_shards)
+        layers += count * layer.dense
+        experts += count * layer.experts
+        padded = layer.dense_padded + layer.experts_padded
         shard += count * padded
-        most = maximum(most, (count > 0) * (one.dense + one.experts))
+        largest_layer = maximum(largest_layer, (count > 0) * (layer.dense + layer.experts))
         largest_shard = maximum(largest_shard, (count > 0) * padded)
     for _, rows, columns in list_outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
         edges += rows * columns
@@ -200,7 +201,7 @@ def _count_trained_stage(
         head=is_last * _count_vocab_rows(arch, tp, vocab_multiple) * arch.hidden_size,
         shard=shard,
         edge_shard=edge_shard,
-        largest_layer=most,
+        largest_layer=largest_layer,
         largest_shard=largest_shard,
         trainable=layers + experts + edges,
         trainable_shard=shard,
@@ -211,21 +212,20 @@ def _count_trained_stage(
 def _count_adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
     """Return adapter weights of a stage, and one rank's shard of them."""
     arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
-    whole = part = 0
+    total = shard = 0
     for moe, layers in kinds:
-        each: tuple[int, int] = map_distinct(partial(count_layer_adapters, arch, recipe, moe), num_shards)
-        whole += layers * ceil_div(each[0], tp)
-        part += layers * ceil_div(each[1], tp)
-    return whole, part
+        in_layer, in_shard = map_distinct(partial(count_layer_adapters, arch, recipe, moe), num_shards)
+        total += layers * ceil_div(in_layer, tp)
+        shard += layers * ceil_div(in_shard, tp)
+    return total, shard
 
 
 def count_vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
     """Return rows of the embedding or head on one tensor-parallel rank, padding included."""
-    rows: int = _count_vocab_rows(plan.architecture, plan.degrees.tp, vocab_multiple)
-    return rows
+    return _count_vocab_rows(plan.architecture, plan.degrees.tp, vocab_multiple)
 
 
-def _count_vocab_rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
+def _count_vocab_rows(arch: Architecture, tp: int, vocab_multiple: int) -> int:
     return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
 
 
@@ -234,28 +234,28 @@ EMBEDDING_GROUPS = ("embedding", "positions")
 
 
 def list_outer_tensors(
-    arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
+    arch: Architecture, tp: int, is_first: int, is_last: int, vocab_multiple: int = 1
 ) -> list[tuple[str, int, int]]:
     """Return (group, rows, columns) of each tensor outside the layers on one rank of a stage.
 
     For arrays of plans, plans without a tensor have 0 rows of it.
     """
     rows, hidden = _count_vocab_rows(arch, tp, vocab_multiple), arch.hidden_size
-    found: list[tuple[str, int, int]] = []
+    tensors: list[tuple[str, int, int]] = []
     if any_true(is_first):
-        found.append(("embedding", is_first * rows, hidden))
-        positions: int = ceil_div(arch.position_embedding_parameters, hidden)
+        tensors.append(("embedding", is_first * rows, hidden))
+        positions = ceil_div(arch.position_embedding_parameters, hidden)
         if positions:
-            found.append(("positions", is_first * positions, hidden))
+            tensors.append(("positions", is_first * positions, hidden))
     if any_true(is_last):
-        found += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
+        tensors += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
         has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
         if any_true(has_head):
-            found.append(("lm_head", has_head * rows, hidden))
+            tensors.append(("lm_head", has_head * rows, hidden))
         if family_of(arch).has_head_bias:
-            found.append(("lm_head", is_last * rows, 1))
-    return found
+            tensors.append(("lm_head", is_last * rows, 1))
+    return tensors
 
 
 @lru_cache(maxsize=256)
@@ -295,7 +295,7 @@ class RankShape(NamedTuple):
 @lru_cache(maxsize=4096)
 def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
     """Return every tensor of one decoder layer on one rank."""
-    found = []
+    tensors = []
     for group, name, shape in architecture.layer_shapes(find_first_layer(architecture, moe)):
         numel = 1
         for size in shape:
@@ -306,7 +306,7 @@ def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) ->
             columns = numel // shape[0] // rows
             if not name.endswith("down_proj_bias"):  # added once the ranks' parts are summed
                 columns = ceil_div(columns, tp)
-            found.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
+            tensors.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
             continue
         rows, columns = shape[0], numel // shape[0]
         if _is_sharded(name, shape):
@@ -314,8 +314,8 @@ def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) ->
                 columns = ceil_div(columns, tp)
             else:
                 rows = ceil_div(rows, tp)
-        found.append(RankShape(group, name, 1, rows, columns))
-    return tuple(found)
+        tensors.append(RankShape(group, name, 1, rows, columns))
+    return tuple(tensors)
 
 
 def _is_sharded(name: str, shape: tuple[int, ...]) -> bool:
@@ -329,3 +329,54 @@ def _is_sharded(name: str, shape: tuple[int, ...]) -> bool:
 def _get_module_name(name: str) -> str:
     """Return the parameter's module: "o_proj" for "self_attn.o_proj.weight"."""
     return name.split(".")[-2]
+
+
+class LayerWeights(NamedTuple):
+    """Number of weights of one layer's matrices on one rank, in groups that get gradients together."""
+
+    down: int
+    up: int
+    """The largest matrix that reads the feed-forward's input."""
+    feed_forward: int
+    """The whole feed-forward, without its norm."""
+    output: int
+    query: int
+    """The largest matrix that reads attention's input."""
+    everything: int
+    expert_down: int
+    expert_up: int
+
+
+@lru_cache(maxsize=4096)
+def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> LayerWeights:
+    """Return the :class:`LayerWeights` of one layer on one of ``tp`` ranks."""
+    names = names_of(arch)
+    shapes = list_rank_shapes(arch, moe, tp, 1)
+
+    def count_groups(*groups: str) -> int:
+        return sum(s.copies * s.rows * s.columns for s in shapes if s.group in groups)
+
+    def find_largest(module: str, group: str) -> int:
+        numels = [
+            s.copies * s.rows * s.columns for s in shapes if s.group == group and f".{module}" in s.name
+        ]
+        return max(numels, default=0)
+
+    feed_forward = count_groups("mlp", "experts", "shared_experts", "router")
+    dense_group = "shared_experts" if moe else "mlp"
+    inputs = [
+        s.rows * s.columns for s in shapes if s.group == dense_group and f".{names.down}." not in s.name
+    ]
+    attention = [
+        s.rows * s.columns for s in shapes if s.group == "attention" and f".{names.output}." not in s.name
+    ]
+    return LayerWeights(
+        down=find_largest(f"{names.down}.", dense_group),
+        up=max(inputs, default=0),
+        feed_forward=feed_forward,
+        output=find_largest(f"{names.output}.", "attention"),
+        query=max(attention, default=0),
+        everything=sum(s.copies * s.rows * s.columns for s in shapes),
+        expert_down=find_largest("down_proj", "experts"),
+        expert_up=find_largest("gate_up_proj", "experts"),
+    )

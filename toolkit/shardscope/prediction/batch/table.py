@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -192,7 +192,7 @@ def split_columns(arch: Architecture, columns: Columns) -> Iterator[Columns]:
     """
     number = len(columns[MICRO_BATCH_SIZE])
     stages = columns.get("pp", np.ones(number, np.int64)) > 1
-    views = np.broadcast_to(broadcasts_views(arch, columns[MICRO_BATCH_SIZE]), number)
+    views = np.broadcast_to(broadcasts_views(arch, cast("int", columns[MICRO_BATCH_SIZE])), number)
     for has_stages in (False, True):
         for has_views in (False, True):
             found = select_rows(columns, (stages == has_stages) & (views == has_views))

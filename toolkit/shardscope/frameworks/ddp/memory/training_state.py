@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import count, gib
 from shardscope.core.precision import FP32, base_width, widths
-from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, find_peaks
+from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, explain_accumulated, find_peaks
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
 from shardscope.memory.state.quantization import compute_frozen_base_bytes
@@ -38,39 +38,40 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
 
     Gradients are views of the reducer's buckets.
     """
-    width, frozen = widths[plan.recipe.precision], base_width(plan.recipe)
-    quantised = plan.recipe.base_quantization is not None
+    width, frozen_width = widths[plan.recipe.precision], base_width(plan.recipe)
+    is_quantized = plan.recipe.base_quantization is not None
     # peft creates the adapters of an int8 Linear in fp32 (tuners_utils.py,
     # _move_adapter_to_device_of_base_layer: an integer type is not adopted).
     int8 = plan.recipe.base_quantization == "int8"
-    each = FP32 if int8 else width.original
-    trained = each * stage.trainable
-    optimizer = compute_optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
-    base = compute_frozen_base_bytes(plan, stage, frozen) if quantised else frozen * stage.base
-    parameters = base + each * stage.adapters
+    trained_width = FP32 if int8 else width.original
+    trained = trained_width * stage.trainable
+    optimizer = compute_optimizer_bytes(plan, stage, trained_width, num_shards=1, library="bitsandbytes")
+    base = compute_frozen_base_bytes(plan, stage, frozen_width) if is_quantized else frozen_width * stage.base
+    parameters = base + trained_width * stage.adapters
 
-    def parameter_words() -> str:
-        if quantised:
+    def explain_parameters() -> str:
+        if is_quantized:
             kind, source = ("int8", "2022") if int8 else ("NF4", "2023")
             return (
                 f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
-                f"{frozen} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
-                f"{source}, bitsandbytes)"
+                f"{frozen_width} bytes + {stage.adapters:,} of adapters × {trained_width} bytes (Dettmers et "
+                f"al. {source}, bitsandbytes)"
             )
         if plan.recipe.has_adapters:
             return (
-                f"{stage.base:,} frozen × {frozen} bytes + {stage.adapters:,} of adapters × {each} bytes · "
-                "whole on every rank (Li et al. 2020); what never updates has no fp32 original"
+                f"{stage.base:,} frozen × {frozen_width} bytes + {stage.adapters:,} of adapters × "
+                f"{trained_width} bytes · unsharded on every rank (Li et al. 2020); frozen weights have no "
+                "fp32 original"
             )
         weights = count(stage.base, "parameter")
-        return f"{weights} × {width.original} bytes · whole on every rank (Li et al. 2020)"
+        return f"{weights} × {width.original} bytes · unsharded on every rank (Li et al. 2020)"
 
     return TrainingState(
-        parameters=Term(parameters, parameter_words),
+        parameters=Term(parameters, explain_parameters),
         gradients=Term(
             trained,
             lambda: (
-                f"{count(stage.trainable, 'gradient')} × {each} bytes · views of the reduction "
+                f"{count(stage.trainable, 'gradient')} × {trained_width} bytes · views of the reduction "
                 "buckets (gradient_as_bucket_view=True)"
             ),
         ),
@@ -82,16 +83,10 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         # DDP's reducer allocates its buckets when it wraps the model and keeps them for the whole run.
         keeps_gradients=True,
         gradients_accumulated=_compute_unreduced_gradients(trained),
-        find_backward_peaks=lambda shape: find_peaks(plan, stage, shape, trained),
+        find_backward_peaks=lambda backward: find_peaks(plan, stage, backward, trained),
     )
 
 
 def _compute_unreduced_gradients(trained: int) -> Term:
     """Return the buckets and the gradients that ``no_sync`` keeps separate until the last backward. Bytes."""
-    return Term(
-        2 * trained,
-        lambda: (
-            f"{gib(trained)} GiB buckets + {gib(trained)} GiB sums of earlier micro-batches beside them, for "
-            "no_sync leaves gradients out of the buckets"
-        ),
-    )
+    return Term(2 * trained, lambda: f"{gib(trained)} GiB buckets + {explain_accumulated(trained)}")

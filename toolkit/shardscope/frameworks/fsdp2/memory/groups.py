@@ -10,10 +10,11 @@ type (``_init_mp_dtypes``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from shardscope.core.ops import ceil_div, group_equal, map_distinct, minimum, where
+from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.memory.quantized import count_saved_elements
@@ -24,43 +25,35 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
+    from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
     from shardscope.memory.state.stages import Stage
+
+
+def get_layout(plan: Plan) -> Fsdp2Layout:
+    """Return the plan's layout by its own type; in a batch of plans it is an object with the same fields."""
+    return cast("Fsdp2Layout", plan.layout)
 
 
 class GroupBuffers(NamedTuple):
     """Buffer sizes of one decoder layer's group, in bytes."""
 
-    parameters: Any
+    parameters: int
     """All-gathered parameters in the compute type, each tensor's rows padded to a multiple of the ranks."""
-    staging: Any
-    """Flat all-gather output, in addition to ``parameters``; 0 with one rank, which copies directly."""
-    copying: Any
+    all_gather_output: int
+    """Flat output, in addition to ``parameters``; 0 with one rank, which copies directly."""
+    all_gather_temporaries: int
     """Temporary memory of an all-gather besides its output: its input if that is cast or copied from the
     host; with one rank, the casts of one tensor and the previous one."""
-    kept: Any
+    kept_after_forward: int
     """All-gathered parameters that stay from forward to backward."""
-    reduction: Any
-    """Reduce-scatter input."""
-    shard: Any
+    reduce_scatter_input: int
+    gradient_shard: int
     """Reduce-scatter output: this rank's gradient shards."""
-    gradient: Any
+    unsharded_gradient: int
     """Unsharded gradients in the reduction type, without padding."""
 
 
-_NOTHING = GroupBuffers(0, 0, 0, 0, 0, 0, 0)
-
-
-class GroupSums(NamedTuple):
-    """Sums over all layers before a given one, in bytes."""
-
-    kept: Any
-    """All-gathered parameters that stay from forward to backward."""
-    shard: Any
-    """This rank's gradient shards."""
-    parameters: Any
-    """All-gathered parameters."""
-    gradient: Any
-    """Unsharded gradients."""
+_NO_GROUP = GroupBuffers(0, 0, 0, 0, 0, 0, 0)
 
 
 class StageGroups(NamedTuple):
@@ -70,160 +63,157 @@ class StageGroups(NamedTuple):
     """Group of a layer without routed experts."""
     experts: GroupBuffers
     """Group of a layer with routed experts."""
-    first_with_experts: Any
-    """Index of the first layer with routed experts."""
-    root: Any
+    first_with_experts: int
+    """Position of the first layer with routed experts."""
+    root: int
     """Embedding, final norm and head, all-gathered from forward to the end of backward."""
-    root_staging: Any
-    head: Any
-    """Gradient of the head's weight."""
-    root_gradient: Any
-    root_reduction: Any
-    root_shard: Any
-    embedding: Any
+    root_all_gather_output: int
+    head_gradient: int
+    """Gradient of the head's weight, unsharded in the compute type."""
+    root_gradient: int
+    """Gradients of the root group, unsharded in the compute type."""
+    root_reduce_scatter_input: int
+    root_gradient_shard: int
+    embedding_gradient: int
     """Unsharded gradient of the embedding with tp > 1, before it is sharded: DTensor's embedding backward
     does not support a vocabulary shard (torch, tensor/_ops/_embedding_ops.py)."""
-    left_over: Any
+    previous_reduce_scatter_input: int
     """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
     root's, or the first layer's if the root is frozen."""
 
-    def at(self, index: Any) -> GroupBuffers:
-        """Return the group of the layer at ``index``; all zeros for an index below 0."""
-        if type(index) is int and type(self.first_with_experts) is int:
-            if index < 0:
-                return _NOTHING
-            return self.experts if index >= self.first_with_experts else self.dense
-        if self.experts is _NOTHING:
-            there = (index >= 0) & (index < self.first_with_experts)
-            return GroupBuffers(*(there * field for field in self.dense))
-        found, there = where(index >= self.first_with_experts, self.experts, self.dense), index >= 0
-        return GroupBuffers(*(there * field for field in found))
+    def get_group(self, position: int) -> GroupBuffers:
+        """Return the group of the layer at ``position``; all zeros for a position below 0."""
+        if not is_array(position) and not is_array(self.first_with_experts):
+            if position < 0:
+                return _NO_GROUP
+            return self.experts if position >= self.first_with_experts else self.dense
+        if self.experts is _NO_GROUP:
+            exists, group = (position >= 0) & (position < self.first_with_experts), self.dense
+        else:
+            exists = position >= 0
+            group = where(position >= self.first_with_experts, self.experts, self.dense)
+        return GroupBuffers(*(exists * field for field in group))
 
-    def kept_before(self, index: Any) -> Any:
-        """Return the bytes of all layers before ``index`` that stay all-gathered from forward to backward."""
-        dense = minimum(index, self.first_with_experts)
-        return dense * self.dense.kept + (index - dense) * self.experts.kept
-
-    def shards_before(self, index: Any) -> Any:
-        """Return this rank's gradient shards of all layers before ``index``. Bytes."""
-        dense = minimum(index, self.first_with_experts)
-        return dense * self.dense.shard + (index - dense) * self.experts.shard
-
-    def before(self, index: Any) -> GroupSums:
-        """Return the sums over all layers before ``index``."""
-        dense = minimum(index, self.first_with_experts)
-        experts = index - dense
-        return GroupSums(
-            dense * self.dense.kept + experts * self.experts.kept,
-            dense * self.dense.shard + experts * self.experts.shard,
-            dense * self.dense.parameters + experts * self.experts.parameters,
-            dense * self.dense.gradient + experts * self.experts.gradient,
-        )
+    def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:
+        """Return the sum of ``get_bytes`` over the groups of all layers before ``position``."""
+        dense = minimum(position, self.first_with_experts)
+        return dense * get_bytes(self.dense) + (position - dense) * get_bytes(self.experts)
 
 
 def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
     """Return the buffer sizes of all groups of ``stage``."""
     width = widths[plan.recipe.precision]
     ranks = group_equal(plan.degrees.shard * plan.degrees.cp)
-    trains_edges = not plan.recipe.has_adapters
+    trains_root = not plan.recipe.has_adapters
     root = width.compute * ranks * stage.edge_shard
-    root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard
+    root_reduce_scatter_input = trains_root * width.reduce * ranks * stage.edge_shard
     dense, experts = _compute_group(plan, False, ranks), _compute_group(plan, True, ranks)
     first_with_experts = stage.num_layers - stage.num_moe_layers
-    last_reduction = root_reduction
-    if not trains_edges:
-        last_reduction = where(first_with_experts > 0, dense.reduction, experts.reduction)
+    last_reduce_scatter_input = root_reduce_scatter_input
+    if not trains_root:
+        last_reduce_scatter_input = where(
+            first_with_experts > 0, dense.reduce_scatter_input, experts.reduce_scatter_input
+        )
+    embedding_numel = plan.architecture.vocab_size * plan.architecture.hidden_size
     return StageGroups(
         dense=dense,
         experts=experts,
         first_with_experts=first_with_experts,
         root=root,
-        root_staging=where(ranks > 1, root, 0),
-        head=trains_edges * width.compute * stage.head,
-        root_gradient=trains_edges * width.compute * stage.edges,
-        root_reduction=root_reduction,
-        root_shard=trains_edges * width.original * stage.edge_shard,
-        embedding=(plan.degrees.tp > 1)
-        * stage.is_first
-        * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
-        left_over=where((plan.num_micro_batches > 1) & (plan.degrees.pp == 1), last_reduction, 0),
+        root_all_gather_output=where(ranks > 1, root, 0),
+        head_gradient=trains_root * width.compute * stage.head,
+        root_gradient=trains_root * width.compute * stage.edges,
+        root_reduce_scatter_input=root_reduce_scatter_input,
+        root_gradient_shard=trains_root * width.original * stage.edge_shard,
+        embedding_gradient=(plan.degrees.tp > 1) * stage.is_first * (width.compute * embedding_numel),
+        previous_reduce_scatter_input=where(
+            (plan.num_micro_batches > 1) & (plan.degrees.pp == 1), last_reduce_scatter_input, 0
+        ),
     )
 
 
-def _compute_group(plan: Plan, moe: bool, ranks: Any) -> GroupBuffers:
-    layout: Any = plan.layout
-    arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
+def _compute_group(plan: Plan, moe: bool, ranks: int) -> GroupBuffers:
+    """Return the buffers of one layer's group, dense or with routed experts; zeros if the model has none."""
+    layout, arch, degrees, recipe = get_layout(plan), plan.architecture, plan.degrees, plan.recipe
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
-        return _NOTHING
+        return _NO_GROUP
     width = widths[recipe.precision]
-    weights: Any = map_distinct(partial(count_layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
-    own = weights.dense_padded + weights.experts_padded
-    whole = weights.dense + weights.experts
+
+    # Elements of the layer on one rank: padded shards, and unsharded ones that get gradients.
+    shard = map_distinct(partial(count_layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
+    base = shard.dense_padded + shard.experts_padded
+    trained_unsharded = shard.dense + shard.experts
     if recipe.base_quantization is not None:
-        own = own - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
-    adapters: Any = 0
+        base = base - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
+    adapters = 0
     if recipe.has_adapters:
-        adapters = map_distinct(partial(count_layer_adapters, arch, recipe, moe), ranks)[1]
-        adapters = ceil_div(adapters, degrees.tp)
-        whole = ceil_div(count_layer_adapters(arch, recipe, moe)[0], degrees.tp)
-    parameters = width.compute * ranks * (own + adapters)
-    casts = width.compute != width.original
-    trained = adapters if recipe.has_adapters else own
-    copied: Any = casts * width.compute * trained
+        adapters_on_shard = map_distinct(partial(count_layer_adapters, arch, recipe, moe), ranks)[1]
+        adapters = ceil_div(adapters_on_shard, degrees.tp)
+        trained_unsharded = ceil_div(count_layer_adapters(arch, recipe, moe)[0], degrees.tp)
+    trained = adapters if recipe.has_adapters else base
+    parameters = width.compute * ranks * (base + adapters)
+
+    # An all-gather's input is a copy only if it is cast, or comes from the host.
+    is_cast = width.compute != width.original
+    all_gather_input = is_cast * width.compute * trained
     if layout.offload == "cpu":
-        copied = width.compute * (own + adapters)
-    alone: Any = 0
-    if casts:
-        adapted = recipe if recipe.has_adapters else None
-        alone = width.compute * map_distinct(
-            partial(_count_cast_elements, arch, adapted, moe), degrees.tp, degrees.ep
-        )
+        all_gather_input = width.compute * (base + adapters)
+    casts_on_one_rank = 0
+    if is_cast:
+        adapter_recipe = recipe if recipe.has_adapters else None
+        count_casts = partial(_count_cast_elements, arch, adapter_recipe, moe)
+        casts_on_one_rank = width.compute * map_distinct(count_casts, degrees.tp, degrees.ep)
+
+    # reshard_after_forward: True frees all, False nothing, a number keeps 1/number of the parameters.
     reshard = layout.reshard_after_forward
-    kept: Any = 0
+    kept_after_forward = 0
     if reshard is False:
-        kept = parameters
+        kept_after_forward = parameters
     elif reshard is not True:
-        kept = where(reshard == ranks, 0, parameters // reshard)
+        kept_after_forward = where(reshard == ranks, 0, parameters // reshard)
     return GroupBuffers(
         parameters=parameters,
-        staging=where(ranks > 1, parameters, 0),
-        copying=where(ranks > 1, copied, alone),
-        kept=kept,
-        reduction=width.reduce * ranks * trained,
-        shard=width.original * trained,
-        gradient=width.reduce * whole,
+        all_gather_output=where(ranks > 1, parameters, 0),
+        all_gather_temporaries=where(ranks > 1, all_gather_input, casts_on_one_rank),
+        kept_after_forward=kept_after_forward,
+        reduce_scatter_input=width.reduce * ranks * trained,
+        gradient_shard=width.original * trained,
+        unsharded_gradient=width.reduce * trained_unsharded,
     )
 
 
 @lru_cache(maxsize=1024)
-def _count_cast_elements(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int) -> int:
+def _count_cast_elements(
+    arch: Architecture, adapter_recipe: Recipe | None, moe: bool, tp: int, ep: int
+) -> int:
     """Return the most temporary elements while a single rank casts a layer's parameters, tensor by tensor.
 
     Each cast is copied into a new parameter tensor, and freed once the next cast exists
     (``FSDPParamGroup.wait_for_unshard``). With adapters only the adapters are cast.
     """
-    made = most = last = 0
-    for size, is_cast in _list_tensors(arch, adapted, moe, tp, ep):
-        cast = is_cast * size
-        most = max(most, made + last + cast)
-        made += size
-        most = max(most, made + cast)
-        last = cast
-    return most - made
+    copied = largest = previous_cast = 0
+    for numel, is_trained in _list_tensors(arch, adapter_recipe, moe, tp, ep):
+        cast_numel = is_trained * numel
+        largest = max(largest, copied + previous_cast + cast_numel)
+        copied += numel
+        largest = max(largest, copied + cast_numel)
+        previous_cast = cast_numel
+    return largest - copied
 
 
 def _list_tensors(
-    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
+    arch: Architecture, adapter_recipe: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, bool]]:
     """Return (elements, whether trainable) of a layer's tensors in order, adapters after their Linear."""
-    found = []
+    tensors = []
     linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
-    targets = find_adapter_targets(arch, adapted) if adapted else ()
+    targets = find_adapter_targets(arch, adapter_recipe) if adapter_recipe else ()
     for shape in list_rank_shapes(arch, moe, tp, ep):
-        found.append((shape.copies * shape.rows * shape.columns, adapted is None))
+        tensors.append((shape.copies * shape.rows * shape.columns, adapter_recipe is None))
         module, _, kind = shape.name.rpartition(".")
         target = module.rpartition(".")[2]
-        if adapted and kind == "weight" and target in targets and target in linears:
+        if adapter_recipe and kind == "weight" and target in targets and target in linears:
             out, inner = linears[target]
-            found += [(ceil_div(adapted.adapter_rank * size, tp), True) for size in (inner, out)]
-    return found
+            rank = adapter_recipe.adapter_rank
+            tensors += [(ceil_div(rank * size, tp), True) for size in (inner, out)]
+    return tensors

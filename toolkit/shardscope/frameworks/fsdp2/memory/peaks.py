@@ -7,291 +7,358 @@ until the next reduce-scatter, and unsharded gradients until they are copied int
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
-from shardscope.frameworks.fsdp2.memory import words as said
-from shardscope.memory.activations.stage_activations import StageBackward
+from shardscope.frameworks.fsdp2.memory import explanations
+from shardscope.frameworks.fsdp2.memory.groups import get_layout
 from shardscope.memory.report import Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import GroupBuffers, StageGroups
-    from shardscope.frameworks.fsdp2.memory.pipeline import Waiting
-    from shardscope.memory.activations.stage_activations import StageLayer
+    from shardscope.frameworks.fsdp2.memory.pipeline import PipelineBuffers
+    from shardscope.memory.activations.stage_activations import StageBackward, StageLayer
     from shardscope.memory.report import Phase
     from shardscope.memory.state.stages import Stage
 
 
-def compute_gathered_at_loss(plan: Plan, stage: Stage, groups: StageGroups, waits: Waiting) -> Term:
+def compute_gathered_at_loss(
+    plan: Plan, stage: Stage, groups: StageGroups, pipeline: PipelineBuffers | None
+) -> Term:
     """Return the all-gather buffers at the loss.
 
     They are the root group, the layers that stay all-gathered after forward and the last all-gather's output.
+    ``pipeline``: the stage's buffers with pp > 1.
     """
-    last = stage.num_layers - 1
-    # A pipeline computes the loss outside the root module, which has freed its staging buffer by then.
-    staging = (plan.degrees.pp == 1) * groups.at(last).staging
-    kept = groups.kept_before(stage.num_layers)
-    reshard = getattr(plan.layout, "reshard_after_forward", True)
+    # A pipeline computes the loss outside the root module, which has freed its all-gather's output by then.
+    is_in_root = plan.degrees.pp == 1
+    last_output = is_in_root * groups.get_group(stage.num_layers - 1).all_gather_output
+    kept = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+    previous_input = groups.previous_reduce_scatter_input
 
-    def words() -> str:
+    def explain() -> str:
         parts = [
             f"{gib(groups.root)} GiB root group (embedding, final norm, head)",
-            f"{gib(staging)} GiB last all-gather",
+            f"{gib(last_output)} GiB last all-gather",
         ]
         if kept:
+            reshard = get_layout(plan).reshard_after_forward
             parts.append(f"{gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})")
-        if groups.left_over:
-            parts.append(f"{gib(groups.left_over)} GiB reduce-scatter input of the micro-batch before")
-        return " + ".join(parts) + waits.words()
+        if previous_input:
+            parts.append(f"{gib(previous_input)} GiB reduce-scatter input of the previous micro-batch")
+        return " + ".join(parts) + ("" if pipeline is None else pipeline.explain())
 
-    return Term(groups.root + staging + kept + groups.left_over + waits.gathered, words)
+    in_pipeline = 0 if pipeline is None else pipeline.allocated
+    return Term(groups.root + last_output + kept + previous_input + in_pipeline, explain)
 
 
-class Step:
+class StepPeaks:
     """Peak candidates of the step's last micro-batch on one rank."""
 
     def __init__(
-        self,
-        plan: Plan,
-        stage: Stage,
-        shape: StageBackward,
-        groups: StageGroups,
-        waits: Waiting,
-        trained: Any,
+        self, plan: Plan, stage: Stage, backward: StageBackward, groups: StageGroups, trained: int
     ) -> None:
-        self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
-        self.waits = waits
-        layout: Any = plan.layout
-        self.whole = layout.reshard_after_forward is False
+        """``trained``: bytes of this rank's gradient shards, 0 if they are offloaded."""
+        self.stage, self.backward, self.groups, self.trained = stage, backward, groups, trained
+        self.keeps_all_gathered = get_layout(plan).reshard_after_forward is False
         """Whether layers stay all-gathered until their backward is done."""
         self.accumulates = plan.num_micro_batches > 1
-        self.outputs = self.accumulates | (trained == 0)
+        self.allocates_output = self.accumulates | (trained == 0)
         """Whether a reduce-scatter's output is allocated besides the gradients: it is added to them, or moved
         to the host."""
         width = widths[plan.recipe.precision]
         self.compute, self.original = width.compute, width.original
         # Autograd holds a tied head's gradient until the embedding's exists: it is not yet in ``.grad``.
-        tied = plan.architecture.tie_word_embeddings
-        self.held_head = groups.head if tied else 0
-        self.own_head = 0 if tied else groups.head
-        self.waiting = (groups.root, waits.gradients, waits.received)
-        self.in_forward = (groups.root, 0, waits.received)
-        self.in_layers = groups.before(stage.num_layers)
-        self.none = self._gradients(self.in_layers.shard)
+        is_tied = plan.architecture.tie_word_embeddings
+        self.tied_head_gradient = groups.head_gradient if is_tied else 0
+        self.head_gradient = 0 if is_tied else groups.head_gradient
+        self.received, self.sent, self.unreduced = 0, 0, 0
+        """Receive buffers, sent hidden states and unreduced gradients of a pipeline; 0 without stages."""
+        self.all_shards = groups.sum_before(stage.num_layers, lambda group: group.gradient_shard)
+        self.all_kept = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+        self.no_gradients = self._sum_reduced(self.all_shards)
 
-    def peaks(self) -> list[PeakCandidate]:
-        shape = self.shape
-        order = shape.find_layer_order()
-        found: list[PeakCandidate] = []
-        for place in order.find_last_layers(shape.saved_by_layers):
-            found += self._forward(place)
-        fullest: dict[int, tuple[Any, Any]] = {}
-        for place in order.find_peak_layers(shape.saved_by_layers, self._growth):
-            kind = id(place.kind)
-            if kind not in fullest:
-                fullest[kind] = self._fullest(place)
-            found += self._layer(place, *fullest[kind])
-        return [*found, self._first(), *self._loss_and_norm(), *self._root()]
+    def list_candidates(self) -> list[PeakCandidate]:
+        """Return the candidates.
 
-    def _loss_and_norm(self) -> list[PeakCandidate]:
-        """Return the candidates in the backward of the loss and of the final norm."""
-        shape, groups = self.shape, self.groups
-        full = (shape.saved_by_layers, shape.saved_by_head, shape.weight_casts, 0)
-        gathered = (groups.root, 0, 0, self.in_layers.kept, groups.left_over)
-        prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
-        norm = (*full, shape.in_final_norm, self.held_head)
-        coming = (self.own_head, prefetched)
-        return [
-            self._peak(0.34, full, (*gathered, prefetched), self.none, said.AT_LOSS, shape.logits),
-            self._peak(0.35, norm, (*gathered, *coming), self.none, said.IN_NORM),
-        ]
+        They cover the layers in forward, the loss, the final norm, the layers in backward, the embedding and
+        the reduce-scatters.
+        """
+        order = self.backward.find_layer_order()
+        candidates: list[PeakCandidate] = []
+        for layer in order.find_last_layers(self.backward.saved_by_layers):
+            candidates += self._list_in_forward(layer)
+        peaks: dict[int, tuple[int, int]] = {}
+        for layer in order.find_peak_layers(self.backward.saved_by_layers, self._compute_growth):
+            kind = id(layer.kind)
+            if kind not in peaks:
+                peaks[kind] = self._find_layer_peak(layer)
+            candidates += self._list_in_backward(layer, *peaks[kind])
+        return [*candidates, self._build_first(), *self._list_loss_and_norm(), *self._list_root()]
 
-    def _growth(self, moe: bool) -> Any:
+    # ---- Gradient shards ----
+
+    def _compute_growth(self, moe: bool) -> int:
         """Return the bytes allocated minus the bytes freed by each layer whose backward is done."""
         group = self.groups.experts if moe else self.groups.dense
-        return where(self.accumulates, 0, group.shard) - group.kept
+        return where(self.accumulates, 0, group.gradient_shard) - group.kept_after_forward
 
-    def _gradients(self, before: Any) -> Any:
+    def _sum_reduced(self, unreduced_shards: int) -> int:
         """Return the gradient shards that are reduced so far. Bytes.
 
-        ``before`` is the size of the gradient shards of the layers that are not reduced yet.
+        ``unreduced_shards`` is the size of the gradient shards of the layers that are not reduced yet.
         """
-        done = (self.trained > 0) * (self.in_layers.shard - before)
-        return where(self.accumulates, self.trained, done)
+        reduced = (self.trained > 0) * (self.all_shards - unreduced_shards)
+        return where(self.accumulates, self.trained, reduced)
 
-    def _forward(self, place: StageLayer) -> list[PeakCandidate]:
-        """Return the candidates of one layer's forward: during its all-gather and during its compute."""
-        groups, index = self.groups, place.position
-        group, before_it = groups.at(index), groups.at(index - 1)
-        fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
-        gathered = (
-            *self.in_forward,
-            groups.kept_before(index),
-            groups.left_over,
-            group.parameters,
-            group.staging,
-        )
-        before = (place.saved_before, self.waits.sent)
-        previous = where(index > 0, before_it.staging, groups.root_staging)
-        alone = (group.staging == 0) * group.copying
-        return [
-            self._peak(
-                fraction - 0.01,
-                before,
-                (*gathered, previous, alone),
-                self.none,
-                said.BEFORE_FORWARD,
-                None,
-                "forward",
-            ),
-            self._peak(
-                fraction,
-                (*before, place.kind.forward),
-                gathered,
-                self.none,
-                said.IN_FORWARD,
-                None,
-                "forward",
-            ),
-        ]
+    # ---- Forward and loss ----
 
-    def _first(self) -> PeakCandidate:
+    def _build_first(self) -> PeakCandidate:
         """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
-        groups, first = self.groups, self.groups.at(0)
+        groups, first = self.groups, self.groups.get_group(0)
         gathered = (
             groups.root,
-            groups.root_staging,
-            self.waits.received,
-            groups.left_over,
+            groups.root_all_gather_output,
+            self.received,
+            groups.previous_reduce_scatter_input,
             first.parameters,
-            first.staging,
+            first.all_gather_output,
         )
-        return self._peak(
-            0.02, (self.shape.stream_gradient,), gathered, self.none, said.FIRST, None, "forward"
+        activations = (self.backward.stream_gradient,)
+        return self._build(
+            0.02, activations, gathered, self.no_gradients, explanations.FIRST_ALL_GATHER, phase="forward"
         )
 
-    def _layer(self, place: StageLayer, held: Any, done: Any) -> list[PeakCandidate]:
+    def _list_in_forward(self, layer: StageLayer) -> list[PeakCandidate]:
+        """Return the candidates of one layer's forward: during its all-gather and during its compute."""
+        groups, position = self.groups, layer.position
+        group, previous = groups.get_group(position), groups.get_group(position - 1)
+        fraction = 0.02 + 0.3 * (position + 1) / self.stage.num_layers
+        gathered = (
+            groups.root,
+            0,
+            self.received,
+            groups.sum_before(position, lambda group: group.kept_after_forward),
+            groups.previous_reduce_scatter_input,
+            group.parameters,
+            group.all_gather_output,
+        )
+        previous_output = where(position > 0, previous.all_gather_output, groups.root_all_gather_output)
+        # One rank has no all-gather output: it casts the parameters one by one.
+        casts = (group.all_gather_output == 0) * group.all_gather_temporaries
+        saved = (layer.saved_before, self.sent)
+        return [
+            self._build(
+                fraction - 0.01,
+                saved,
+                (*gathered, previous_output, casts),
+                self.no_gradients,
+                explanations.BEFORE_FORWARD,
+                phase="forward",
+            ),
+            self._build(
+                fraction,
+                (*saved, layer.kind.forward),
+                gathered,
+                self.no_gradients,
+                explanations.IN_FORWARD,
+                phase="forward",
+            ),
+        ]
+
+    def _list_loss_and_norm(self) -> list[PeakCandidate]:
+        """Return the candidates in the backward of the loss and of the final norm."""
+        backward, groups = self.backward, self.groups
+        saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, 0)
+        gathered = (groups.root, 0, 0, self.all_kept, groups.previous_reduce_scatter_input)
+        prefetched = self._get_last_output()
+        in_norm = (*saved, backward.in_final_norm, self.tied_head_gradient)
+        return [
+            self._build(
+                0.34,
+                saved,
+                (*gathered, prefetched),
+                self.no_gradients,
+                explanations.AT_LOSS,
+                backward.logits,
+            ),
+            self._build(
+                0.35,
+                in_norm,
+                (*gathered, self.head_gradient, prefetched),
+                self.no_gradients,
+                explanations.IN_NORM,
+            ),
+        ]
+
+    def _get_last_output(self) -> int:
+        """Return the output of the last layer's all-gather; 0 if the layer is all-gathered anyway."""
+        if self.keeps_all_gathered:
+            return 0
+        return self.groups.get_group(self.stage.num_layers - 1).all_gather_output
+
+    # ---- Layers in backward ----
+
+    def _list_in_backward(
+        self, layer: StageLayer, peak_activations: int, weights_with_gradient: int
+    ) -> list[PeakCandidate]:
         """Return the candidates of one layer's backward.
 
-        They are before it starts, at its own maximum, and after it with its gradients unsharded. ``held`` and
-        ``done`` are the result of :meth:`_fullest`.
+        They are before it starts, at its own maximum (:meth:`_find_layer_peak`), and after it with its
+        gradients unsharded.
         """
-        groups, shape, index = self.groups, self.shape, place.position
-        layers = self.stage.num_layers
-        group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
-        fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, shards = (place.saved_before, self.held_head, 0), groups.shards_before(index)
-        kept = (groups.root, 0, 0, self.own_head, groups.kept_before(index), 0)
-        reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
-        own = (*kept, group.parameters, reducing)
-        coming, arriving = self._arriving(group, next_one)
-        gradient = self.compute * place.kind.weights
+        groups, backward, position = self.groups, self.backward, layer.position
+        num_layers = self.stage.num_layers
+        group, next_group = groups.get_group(position), groups.get_group(position - 1)
+        fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
+        saved = (layer.saved_before, self.tied_head_gradient, 0)
+        kept = groups.sum_before(position, lambda group: group.kept_after_forward)
+        around_layer = (groups.root, 0, 0, self.head_gradient, kept, 0)
+        previous_input = where(
+            position + 1 < num_layers,
+            groups.get_group(position + 1).reduce_scatter_input,
+            groups.previous_reduce_scatter_input,
+        )
+        with_layer = (*around_layer, group.parameters, previous_input)
+        prefetched, pending = self._compute_all_gathers(group, next_group)
+        unsharded = self.compute * layer.kind.weights
         # Either the unsharded gradients and the reduce-scatter's input are alive, or its input and output.
-        is_reduced = where(group.shard > gradient, 1, 0)
-        output = self.outputs * group.shard
-        not_yet = self._gradients(shards + group.shard)
+        is_reduced = where(group.gradient_shard > unsharded, 1, 0)
+        output = self.allocates_output * group.gradient_shard
+        unreduced = groups.sum_before(position, lambda group: group.gradient_shard)
+        before_reduction = self._sum_reduced(unreduced + group.gradient_shard)
         return [
-            self._peak(
+            self._build(
                 fraction - 0.005,
-                (*before, place.kind.saved, shape.stream_gradient),
-                (*own, arriving),
-                not_yet,
-                said.BEFORE_LAYER,
+                (*saved, layer.kind.saved, backward.stream_gradient),
+                (*with_layer, pending),
+                before_reduction,
+                explanations.BEFORE_LAYER,
             ),
-            self._peak(
-                fraction, (*before, held), (*own, coming, self.compute * done), not_yet, said.IN_LAYER
+            self._build(
+                fraction,
+                (*saved, peak_activations),
+                (*with_layer, prefetched, self.compute * weights_with_gradient),
+                before_reduction,
+                explanations.IN_LAYER,
             ),
-            self._peak(
+            self._build(
                 fraction + 0.01,
-                (*before, 2 * shape.stream_gradient),
-                (*kept, coming, group.reduction, where(is_reduced > 0, output, gradient)),
-                self._gradients(shards + (1 - is_reduced) * group.shard),
-                said.AFTER_LAYER,
+                (*saved, 2 * backward.stream_gradient),
+                (
+                    *around_layer,
+                    prefetched,
+                    group.reduce_scatter_input,
+                    where(is_reduced > 0, output, unsharded),
+                ),
+                self._sum_reduced(unreduced + (1 - is_reduced) * group.gradient_shard),
+                explanations.AFTER_LAYER,
             ),
         ]
 
-    def _arriving(self, group: GroupBuffers, next_one: GroupBuffers) -> tuple[Any, Any]:
-        """Return the buffers of pending all-gathers in backward: during a layer's compute, and before it."""
-        if self.whole:
-            return 0, 0
-        coming = next_one.staging
-        # The all-gather's input is allocated before its output; the parameters are copied out of the output.
-        arriving = maximum(
-            group.kept + group.staging + (group.staging == 0) * group.copying,
-            coming + (coming > 0) * next_one.copying,
-        )
-        return coming, arriving
+    def _compute_all_gathers(self, group: GroupBuffers, next_group: GroupBuffers) -> tuple[int, int]:
+        """Return the buffers of all-gathers in backward: prefetched during a layer's compute, pending before.
 
-    def _fullest(self, place: StageLayer, adds: Any = True) -> tuple[Any, Any]:
+        ``next_group`` is the layer before, which backward prefetches.
+        """
+        if self.keeps_all_gathered:
+            return 0, 0
+        prefetched = next_group.all_gather_output
+        # The all-gather's input is allocated before its output; the parameters are copied out of the output.
+        casts = (group.all_gather_output == 0) * group.all_gather_temporaries
+        pending = maximum(
+            group.kept_after_forward + group.all_gather_output + casts,
+            prefetched + (prefetched > 0) * next_group.all_gather_temporaries,
+        )
+        return prefetched, pending
+
+    def _find_layer_peak(self, layer: StageLayer, adds_gradients: bool = True) -> tuple[int, int]:
         """Return (activation bytes, weights with new gradients) at the maximum of both in a layer's backward.
 
-        Without ``adds`` only gradients being computed count: finished ones were added to the gradients of
-        earlier micro-batches.
+        Without ``adds_gradients`` only gradients being computed count: finished ones were added to the
+        gradients of earlier micro-batches.
         """
-        compute, rows = self.compute, []
-        for one in place.kind.backward:
-            made = (
-                one.weights_with_gradient
-                if adds is True
-                else where(adds, one.weights_with_gradient, one.current_matrix + one.current_experts)
-            )
-            rows.append((one.activations + compute * made, one.activations, made))
-        _, held, done = pick_largest_row(rows)
-        return held, done
+        rows = []
+        for peak in layer.kind.backward:
+            weights = peak.weights_with_gradient
+            if adds_gradients is not True:
+                weights = where(adds_gradients, weights, peak.current_matrix + peak.current_experts)
+            rows.append((peak.activations + self.compute * weights, peak.activations, weights))
+        _, activations, weights = pick_largest_row(rows)
+        return activations, weights
 
-    def _root(self) -> list[PeakCandidate]:
+    # ---- Embedding and root group ----
+
+    def _list_root(self) -> list[PeakCandidate]:
         """Return the candidates at the embedding's gradient and at the root group's reduce-scatter."""
-        shape, groups = self.shape, self.groups
-        in_all = self._gradients(0)
-        held = (shape.stream_gradient, 2 * self.held_head, groups.embedding, 0)
-        reduced = groups.root_reduction + self.outputs * groups.root_shard
-        staged = groups.at(0).reduction
+        backward, groups = self.backward, self.groups
+        all_reduced = self._sum_reduced(0)
+        activations = (backward.stream_gradient, 2 * self.tied_head_gradient, groups.embedding_gradient, 0)
+        first_input = groups.get_group(0).reduce_scatter_input
+        output = groups.root_reduce_scatter_input + self.allocates_output * groups.root_gradient_shard
         # The loop variable in foreach_reduce still references the last gradient of its list.
-        last = (groups.root_staging > 0) * self.own_head
-        in_root = groups.root_gradient + groups.root_reduction
+        last_gradient = (groups.root_all_gather_output > 0) * self.head_gradient
         return [
-            self._peak(0.97, held, (groups.root, groups.root_gradient, staged, 0), in_all, said.IN_EMBEDDING),
-            self._peak(0.975, (0,), (in_root,), in_all, said.IN_ROOT),
-            self._peak(0.978, (0,), (reduced, last), self.trained, said.AFTER_ROOT),
+            self._build(
+                0.97,
+                activations,
+                (groups.root, groups.root_gradient, first_input, 0),
+                all_reduced,
+                explanations.IN_EMBEDDING,
+            ),
+            self._build(
+                0.975,
+                (0,),
+                (groups.root_gradient + groups.root_reduce_scatter_input,),
+                all_reduced,
+                explanations.IN_ROOT,
+            ),
+            self._build(0.978, (0,), (output, last_gradient), self.trained, explanations.AFTER_ROOT),
         ]
 
-    def _peak(
+    # ---- One candidate ----
+
+    def _build(
         self,
         fraction: float,
-        held: tuple[Any, ...],
-        gathered: tuple[Any, ...],
-        gradients: Any,
-        words: said.Words,
+        activations: tuple[int, ...],
+        gathered: tuple[int, ...],
+        gradients: int,
+        texts: explanations.Explanations,
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> PeakCandidate:
-        """Return a peak candidate from its components in bytes, in the order of ``words``."""
+        """Return a peak candidate from its components in bytes, in the order of ``texts``."""
         return PeakCandidate(
             fraction,
-            sum(held),
+            sum(activations),
             sum(gathered),
             gradients,
-            lambda: self._terms(held, gathered, gradients, words),
+            lambda: self._explain(activations, gathered, gradients, texts),
             logits,
             phase,
         )
 
-    def _terms(
-        self, held: tuple[int, ...], gathered: tuple[int, ...], gradients: int, words: said.Words
+    def _explain(
+        self,
+        activations: tuple[int, ...],
+        gathered: tuple[int, ...],
+        gradients: int,
+        texts: explanations.Explanations,
     ) -> PeakTerms:
-        def reduced() -> str:
+        def explain_gradients() -> str:
             if not gradients:
                 return "none is reduced yet"
             numbers = f"{gradients // self.original:,} gradients of this rank × {self.original} bytes"
             return f"{numbers}, reduce-scattered by then"
 
-        source = self.shape.explain_layers if words.explains_layers else None
+        source = self.backward.explain_layers if texts.explains_layers else None
         return PeakTerms(
-            sum_parts(*zip(held, words.held, strict=True), source=source),
-            sum_parts(*zip(gathered, words.gathered, strict=True), source=lambda: said.SOURCE),
-            Term(gradients, reduced),
+            sum_parts(*zip(activations, texts.activations, strict=True), source=source),
+            sum_parts(*zip(gathered, texts.gathered, strict=True), source=lambda: explanations.SOURCE),
+            Term(gradients, explain_gradients),
         )

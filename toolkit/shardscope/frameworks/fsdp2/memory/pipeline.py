@@ -1,136 +1,425 @@
-"""Additional memory of FSDP2 under ``torch.distributed.pipelining``, compared to one stage.
+"""FSDP2 in a pipeline stage: receive buffers, gradients that are reduced last, and peak candidates.
 
-A pipeline stage reduces its gradients once, when the schedule has ended, and keeps its parameters
-all-gathered after a backward (torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``,
-``perform_reduce_grad``).
+Source: ``torch.distributed.pipelining`` (torch 2.13). ``backward_maybe_with_nosync`` neither reduces
+gradients nor reshards a layer, the following forward reshards the layers one by one, and
+``perform_reduce_grad`` reduces every group when the schedule has ended, the root first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import gib
-from shardscope.core.ops import all_true, ceil_div, group_equal, where
+from shardscope.core.ops import ceil_div, group_equal, is_array, maximum, where
 from shardscope.core.precision import FP32, widths
+from shardscope.frameworks.fsdp2.memory import explanations
+from shardscope.frameworks.fsdp2.memory.peaks import StepPeaks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.head import compute_final_norm_saved, compute_head_input
 from shardscope.memory.activations.stage_activations import count_in_flight
 from shardscope.memory.report import Term
+from shardscope.memory.state.training_state import PeakCandidate
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.fsdp2.memory.groups import StageGroups
+    from shardscope.memory.activations.stage_activations import StageBackward, StageLayer
     from shardscope.memory.state.stages import Stage
 
 
-class Waiting(NamedTuple):
-    """Pipeline buffers and unreduced gradients of a stage, in bytes; all 0 without pipeline parallelism."""
+class PipelineBuffers(NamedTuple):
+    """Pipeline buffers and unreduced gradients of a stage, in bytes."""
 
-    received: Any = 0
+    received: int
     """Receive buffers: torch allocates them once, for every micro-batch of a step."""
-    all_gradients: Any = 0
+    all_gradients: int
     """Unsharded gradients of the stage in the reduction type, after the first backward."""
-    repeats: Any = False
+    repeats: bool
     """Whether a forward follows a backward, so that later forwards run with ``all_gradients`` allocated."""
-    hidden: Any = 0
+    hidden: int
     """Hidden states sent to the next stage per micro-batch; 0 on the last stage."""
-    ended: Any = 0
+    saved_by_head: int
     """Saved tensors of the last stage's norm, head and loss per micro-batch, with its output; 0 on others."""
-    hidden_back: Any = 0
+    hidden_gradient: int
     """Gradient sent to the previous stage per micro-batch; 0 on the first stage."""
-    logits: Any = 0
+    logits: int
     """Output of the last stage: the schedule keeps one until the next, or the end of the step."""
-    chunks: Any = 1
+    chunks_in_flight: int
     """Micro-batches in flight, counted in model chunks of the stage."""
-    adds: Any = True
+    adds_gradients: bool
     """Whether a backward's new gradients are separate tensors from the accumulated ones: types differ."""
 
     @property
-    def gradients(self) -> Any:
+    def unreduced(self) -> int:
         """Unreduced gradients while micro-batches are in flight. Bytes."""
         return self.repeats * self.all_gradients
 
     @property
-    def sent(self) -> Any:
+    def sent(self) -> int:
         """Sent hidden states, or the last stage's saved tensors, of all micro-batches in flight but one."""
-        return (self.chunks - 1) * (self.hidden + self.ended)
+        return (self.chunks_in_flight - 1) * (self.hidden + self.saved_by_head)
 
     @property
-    def gathered(self) -> Any:
+    def allocated(self) -> int:
         """Receive buffers and unreduced gradients during the step. Bytes."""
-        return self.received + self.gradients
+        return self.received + self.unreduced
 
-    def with_output(self, logits: Term) -> Term:
+    def add_output(self, logits: Term) -> Term:
         """Return ``logits`` plus the previous output that the schedule still references."""
-        held = self.logits
-        return Term(logits[0] + held, lambda: f"{logits.explain()} + {gib(held)} GiB the stage's own output")
+        output = self.logits
+        return Term(
+            logits.num_bytes + output,
+            lambda: f"{logits.explain()} + {gib(output)} GiB the stage's own output",
+        )
 
-    def output(self, copies: int) -> Term:
+    def build_output(self, copies: int) -> Term:
         """Return the bytes of the last stage's output; with ``copies=2`` its gradient is included."""
-        held = copies * self.logits
-        what = "the stage's output, its gradient" if copies > 1 else "the output of the last forward"
-        return Term(held, lambda: f"{gib(held)} GiB {what}")
+        output = copies * self.logits
+        text = "the stage's output, its gradient" if copies > 1 else "the output of the last forward"
+        return Term(output, lambda: f"{gib(output)} GiB {text}")
 
-    def words(self) -> str:
-        """Return the explanation of ``gathered``, as a suffix; empty if it is 0."""
-        if not self.gathered:
+    def explain(self) -> str:
+        """Return the explanation of ``allocated``, as a suffix; empty if it is 0."""
+        if not self.allocated:
             return ""
         return (
-            f" + {gib(self.gradients)} GiB whole gradients until the schedule ends + "
-            f"{gib(self.received)} GiB received"
+            f" + {gib(self.unreduced)} GiB unsharded gradients until the schedule ends + "
+            f"{gib(self.received)} GiB receive buffers"
         )
 
 
-NOTHING_WAITS = Waiting()
-
-
-def is_pipelined(plan: Plan) -> bool:
-    """Return whether pp > 1; the plans of one array agree on it (prediction/batch/memory.py)."""
-    return all_true(plan.degrees.pp > 1)
-
-
-def waiting(plan: Plan, stage: Stage) -> Waiting:
+def compute_pipeline_buffers(plan: Plan, stage: Stage) -> PipelineBuffers:
     """Return the pipeline buffers and unreduced gradients of ``stage``."""
     degrees, recipe, width = plan.degrees, plan.recipe, widths[plan.recipe.precision]
-    several = degrees.pp > 1
+    is_pipelined = degrees.pp > 1
     tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
-    hidden = several * tokens * plan.architecture.hidden_size * width.compute
-    num_sides = 2 - stage.is_first - stage.is_last
-    per_micro_batch, chunks = count_in_flight(plan, stage.number)
+    hidden = is_pipelined * tokens * plan.architecture.hidden_size * width.compute
+    num_neighbours = 2 - stage.is_first - stage.is_last
+    num_chunks, chunks_in_flight = count_in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
     arch, modules = plan.architecture, find_modules(plan)
     # The loss saves its log-softmax in fp32, and the schedule keeps the logits.
-    left = (
-        compute_final_norm_saved(arch, modules)
-        + compute_head_input(arch, modules)
-        + vocab * (FP32 + width.compute)
-    )
-    return Waiting(
-        received=plan.num_micro_batches * hidden * num_sides,
-        all_gradients=several * width.reduce * stage.trainable,
-        repeats=several & (plan.num_micro_batches * per_micro_batch > chunks),
+    loss = vocab * (FP32 + width.compute)
+    head = compute_final_norm_saved(arch, modules) + compute_head_input(arch, modules) + loss
+    # Only GPipe has several micro-batches alive at the head: with 1F1B, interleaved or not, the chunk with
+    # the head runs its backward right after its forward.
+    saved_by_head = 0
+    if plan.layout.runs_all_forwards_first:
+        saved_by_head = is_pipelined * stage.is_last * tokens * head
+    return PipelineBuffers(
+        received=plan.num_micro_batches * hidden * num_neighbours,
+        all_gradients=is_pipelined * width.reduce * stage.trainable,
+        repeats=is_pipelined & (plan.num_micro_batches * num_chunks > chunks_in_flight),
         hidden=(1 - stage.is_last) * hidden,
-        # Only GPipe has several micro-batches alive at the head: with 1F1B, interleaved or not, the chunk
-        # with the head runs its backward right after its forward.
-        ended=several * stage.is_last * tokens * left if plan.layout.runs_all_forwards_first else 0,
-        hidden_back=(1 - stage.is_first) * hidden,
-        logits=several * stage.is_last * tokens * vocab * width.compute,
-        chunks=where(several, chunks, 1),
-        adds=width.reduce != width.compute,
+        saved_by_head=saved_by_head,
+        hidden_gradient=(1 - stage.is_first) * hidden,
+        logits=is_pipelined * stage.is_last * tokens * vocab * width.compute,
+        chunks_in_flight=where(is_pipelined, chunks_in_flight, 1),
+        adds_gradients=width.reduce != width.compute,
     )
 
 
-def received(waits: Waiting, plan: Plan) -> Term:
+def build_receive_buffers(buffers: PipelineBuffers, plan: Plan) -> Term:
     """Return the receive buffers, which stay allocated between steps."""
     return Term(
-        waits.received,
+        buffers.received,
         lambda: (
-            f"{gib(waits.received)} GiB for what other stages send, of all "
+            f"{gib(buffers.received)} GiB receive buffers for the tensors of other stages, of all "
             f"{plan.num_micro_batches:,} micro-batches of a step (torch.distributed.pipelining)"
         ),
     )
 
 
-def unreduced(plan: Plan, trained: Any) -> Term:
+def build_accumulated_gradients(plan: Plan, trained: int) -> Term:
     """Return the gradient shards of earlier micro-batches; 0 with pp > 1, which reduces after the last."""
-    held = (plan.degrees.pp == 1) * trained
-    return Term(held, lambda: f"{gib(held)} GiB reduced after earlier micro-batches")
+    shards = (plan.degrees.pp == 1) * trained
+    return Term(shards, lambda: f"{gib(shards)} GiB reduced after earlier micro-batches")
+
+
+class PipelinePeaks(StepPeaks):
+    """Peak candidates of a pipeline stage: micro-batches in flight, gradients reduced after the schedule."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stage: Stage,
+        backward: StageBackward,
+        groups: StageGroups,
+        trained: int,
+        buffers: PipelineBuffers,
+    ) -> None:
+        super().__init__(plan, stage, backward, groups, trained)
+        self.buffers = buffers
+        self.received, self.sent, self.unreduced = buffers.received, buffers.sent, buffers.unreduced
+        # With embedding and head on different stages, each stage has its own copy of a tied weight.
+        self.tied_head_gradient, self.head_gradient = 0, groups.head_gradient
+        self.adds_gradients = where(buffers.repeats, buffers.adds_gradients, True)
+        """Whether new gradients are separate tensors from accumulated ones; always for the first ones."""
+        self.learns_positions = plan.architecture.position_embedding == "learned"
+        self.saved_by_chunk = backward.saved_by_layers // buffers.chunks_in_flight
+        """Saved tensors of one micro-batch's layers. Bytes."""
+        self.sent_gradient = buffers.repeats * buffers.hidden_gradient
+        self.output = buffers.build_output(1)
+        """The last stage's output, which the schedule keeps."""
+        self.all_parameters = groups.sum_before(stage.num_layers, lambda group: group.parameters)
+        self.all_unsharded = groups.sum_before(stage.num_layers, lambda group: group.unsharded_gradient)
+
+    def list_candidates(self) -> list[PeakCandidate]:
+        """Return the candidates of :class:`StepPeaks`, and those of later micro-batches and reductions."""
+        buffers, order = self.buffers, self.backward.find_layer_order()
+        candidates = [
+            self._build_first(),
+            *self._list_loss_and_norm(),
+            *self._list_root(),
+            *self._list_reductions(),
+        ]
+        for layer in order.find_last_layers(self.backward.saved_by_layers):
+            candidates += self._list_in_forward(layer)
+            candidates += _build_where(buffers.repeats, self._build_later_forward, layer)
+            # At the last layers the saved tensors are largest, and all layers are all-gathered anyway.
+            candidates += _build_where(buffers.chunks_in_flight > 1, self._build_later_backward, layer)
+        peaks: dict[int, tuple[int, int]] = {}
+        for layer in order.find_peak_layers(self.backward.saved_by_layers, self._compute_growth):
+            kind = id(layer.kind)
+            is_first_of_kind = kind in peaks and layer.position == layer.kind.first_index
+            if kind not in peaks:
+                peaks[kind] = self._find_layer_peak(layer, self.adds_gradients)
+            # In an array of plans each layer has its own kind.
+            if is_array(layer.kind.num_layers) or is_array(layer.position) or is_first_of_kind:
+                # The first layer of a kind, where most of its layers are all-gathered.
+                candidates += _build_where(buffers.repeats, self._build_later_forward, layer)
+            candidates += self._list_in_backward(layer, *peaks[kind])
+        return candidates
+
+    def _compute_growth(self, moe: bool) -> int:
+        group = self.groups.experts if moe else self.groups.dense
+        unsharded = where(self.buffers.repeats, 0, group.unsharded_gradient)
+        return group.parameters + unsharded - group.kept_after_forward
+
+    def _sum_reduced(self, unreduced_shards: int) -> int:
+        """Return 0 bytes: no gradient is reduced before the schedule has ended."""
+        return 0 * unreduced_shards
+
+    def _sum_later_parameters(self, position: int) -> int:
+        """Return the all-gathered parameters of all layers after ``position``."""
+        before = self.groups.sum_before(position, lambda group: group.parameters)
+        return self.all_parameters - before - self.groups.get_group(position).parameters
+
+    def _build_later_forward(self, layer: StageLayer) -> PeakCandidate:
+        """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
+        groups, position = self.groups, layer.position
+        kept = groups.sum_before(position, lambda group: group.kept_after_forward)
+        gathered = (
+            groups.root,
+            self.unreduced,
+            self.received,
+            kept + self._sum_later_parameters(position),
+            0,
+            groups.get_group(position).parameters,
+            0,
+        )
+        return self._build(
+            0.02 + 0.3 * (position + 1) / self.stage.num_layers,
+            (layer.saved_before, self.sent + self.sent_gradient, layer.kind.forward),
+            gathered,
+            self.no_gradients,
+            explanations.IN_FORWARD,
+            self.output,
+            "forward",
+        )
+
+    def _list_loss_and_norm(self) -> list[PeakCandidate]:
+        backward, buffers = self.backward, self.buffers
+        sent = self.sent + buffers.hidden + self.sent_gradient
+        saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, sent)
+        gathered = (self.groups.root, self.unreduced, self.received, self.all_kept, 0)
+        logits = buffers.add_output(backward.logits)
+        # A pipeline computes the loss outside the root module, so nothing is all-gathered for it.
+        return [
+            self._build(0.34, saved, (*gathered, 0), 0, explanations.AT_LOSS, logits),
+            self._build(
+                0.35,
+                (*saved, backward.in_final_norm, 0),
+                (*gathered, self.head_gradient, self._get_last_output()),
+                0,
+                explanations.IN_NORM,
+                buffers.build_output(2),
+            ),
+        ]
+
+    def _list_in_backward(
+        self, layer: StageLayer, peak_activations: int, weights_with_gradient: int
+    ) -> list[PeakCandidate]:
+        """Return the candidates of one layer's backward.
+
+        Unlike without stages, layers whose backward is done stay all-gathered and their gradients unsharded.
+        """
+        groups, backward, buffers, position = self.groups, self.backward, self.buffers, layer.position
+        group, num_layers = groups.get_group(position), self.stage.num_layers
+        fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
+        unsharded_before = groups.sum_before(position, lambda group: group.unsharded_gradient)
+        new_gradients = self.all_unsharded - unsharded_before - group.unsharded_gradient
+        around_layer = (
+            groups.root,
+            where(buffers.repeats, buffers.all_gradients, new_gradients),
+            buffers.received,
+            self.adds_gradients * self.head_gradient,
+            groups.sum_before(position, lambda group: group.kept_after_forward),
+            self._sum_later_parameters(position),
+        )
+        saved = (layer.saved_before, 0, self.sent + buffers.hidden + self.sent_gradient)
+        prefetched, pending = self._compute_all_gathers(group, groups.get_group(position - 1))
+        with_layer = (*around_layer, group.parameters, 0)
+        layer_gradients = where(
+            buffers.repeats,
+            self.adds_gradients * self.compute * layer.kind.weights,
+            group.unsharded_gradient,
+        )
+        return [
+            self._build(
+                fraction - 0.005,
+                (*saved, layer.kind.saved, backward.stream_gradient),
+                (*with_layer, pending),
+                0,
+                explanations.BEFORE_LAYER,
+                self.output,
+            ),
+            self._build(
+                fraction,
+                (*saved, peak_activations),
+                (*with_layer, prefetched, self.compute * weights_with_gradient),
+                0,
+                explanations.IN_LAYER,
+                self.output,
+            ),
+            self._build(
+                fraction + 0.01,
+                (*saved, 2 * backward.stream_gradient),
+                (*around_layer, prefetched, group.parameters, layer_gradients),
+                0,
+                explanations.AFTER_LAYER,
+                self.output,
+            ),
+        ]
+
+    def _build_later_backward(self, layer: StageLayer) -> PeakCandidate:
+        """Return the candidate of a backward after a backward.
+
+        One micro-batch fewer is in flight, and all layers are all-gathered.
+        """
+        buffers, num_layers = self.buffers, self.stage.num_layers
+        activations, weights = self._find_layer_peak(layer, buffers.adds_gradients)
+        gathered = (
+            self.groups.root,
+            buffers.all_gradients,
+            buffers.received,
+            buffers.adds_gradients * self.head_gradient,
+            self.all_parameters,
+            *(0, 0, 0, 0),
+            self.compute * weights,
+        )
+        saved_before = maximum(0, layer.saved_before - self.saved_by_chunk)
+        sent = self.sent - buffers.saved_by_head + buffers.hidden_gradient
+        return self._build(
+            0.361 + 0.6 * (num_layers - 1 - layer.position) / num_layers,
+            (saved_before, 0, sent, activations),
+            gathered,
+            0,
+            explanations.IN_LAYER,
+            self.output,
+        )
+
+    def _list_root(self) -> list[PeakCandidate]:
+        """Return the candidates at the embedding's gradient and at the casts of the first root gradients."""
+        backward, groups, buffers = self.backward, self.groups, self.buffers
+        gradients = where(buffers.repeats, buffers.all_gradients, self.all_unsharded)
+        until_end = buffers.received + gradients + self.all_parameters
+        # The head's gradient was accumulated at the start of this backward.
+        root_gradient = groups.root_gradient - (1 - self.adds_gradients) * groups.head_gradient
+        other_chunks = self.saved_by_chunk * (buffers.chunks_in_flight - 1)
+        sent = self.sent + buffers.hidden
+        in_flight = other_chunks + sent + self.sent_gradient
+        candidates = [
+            self._build(
+                0.97,
+                (backward.stream_gradient, 0, groups.embedding_gradient, in_flight),
+                (groups.root, root_gradient, 0, until_end),
+                0,
+                explanations.IN_EMBEDDING,
+                self.output,
+            )
+        ]
+        if buffers.repeats is not True:
+            casts = buffers.adds_gradients * (buffers.all_gradients - self.all_unsharded)
+            first_casts = self._build(
+                0.972,
+                (other_chunks, sent + buffers.hidden_gradient),
+                (groups.root, groups.root_gradient + casts, until_end),
+                0,
+                explanations.IN_LAST_CAST,
+                self.output,
+            )
+            if buffers.repeats is not False:
+                first_casts = _zero_unless(1 - buffers.repeats, first_casts)
+            candidates.append(first_casts)
+        return candidates
+
+    def _list_reductions(self) -> list[PeakCandidate]:
+        """Return the candidates after the schedule: each group reshards, then reduces its gradients.
+
+        The root comes first, then the layers in forward order; the first layer of each kind has the maximum.
+        """
+        groups, buffers = self.groups, self.buffers
+        has_shards, sent = self.trained > 0, (buffers.hidden + buffers.hidden_gradient,)
+        root = (
+            self.all_parameters,
+            buffers.all_gradients,
+            groups.root_reduce_scatter_input,
+            buffers.received,
+        )
+        # With several ranks the loop variable in foreach_reduce still references the last gradient of its
+        # list when the output is allocated: the only one, unless learned positions follow.
+        references_last = (groups.root_all_gather_output > 0) * (not self.learns_positions)
+        output = has_shards * references_last * groups.root_gradient_shard
+        candidates = [self._build(0.975, sent, root, output, explanations.REDUCING, self.output)]
+        first_with_experts, last = groups.first_with_experts, self.stage.num_layers - 1
+        firsts: tuple[int, ...] = (0, where(first_with_experts < last, first_with_experts, last))
+        if not is_array(first_with_experts) and not 0 < first_with_experts <= last:
+            firsts = (0,)
+        for position in firsts:
+            reduced = groups.sum_before(position, lambda group: group.gradient_shard)
+            gathered = (
+                self._sum_later_parameters(position),
+                self.all_unsharded - groups.sum_before(position, lambda group: group.unsharded_gradient),
+                groups.get_group(position).reduce_scatter_input,
+                buffers.received,
+            )
+            gradients = has_shards * (groups.root_gradient_shard + reduced)
+            candidates.append(
+                self._build(0.976, sent, gathered, gradients, explanations.REDUCING, self.output)
+            )
+        return candidates
+
+
+def _build_where(
+    condition: bool, build: Callable[[StageLayer], PeakCandidate], layer: StageLayer
+) -> list[PeakCandidate]:
+    """Return the candidate if the condition is true; for an array of plans, zeroed where it is false."""
+    if is_array(condition):
+        return [_zero_unless(condition, build(layer))]
+    return [build(layer)] if condition else []
+
+
+def _zero_unless(condition: int, candidate: PeakCandidate) -> PeakCandidate:
+    """Return the candidate with zeros in the array rows where the condition is false."""
+    logits = candidate.logits
+    return PeakCandidate(
+        candidate.fraction,
+        condition * candidate.activations,
+        condition * candidate.gather,
+        condition * candidate.gradients,
+        candidate.find_terms,
+        None if logits is None else Term(condition * logits.num_bytes, logits.explain),
+        candidate.phase,
+    )

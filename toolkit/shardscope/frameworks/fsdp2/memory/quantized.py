@@ -12,7 +12,7 @@ Measured on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div, map_distinct
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
+    from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
     from shardscope.memory.state.stages import Stage
 
 
@@ -51,39 +52,26 @@ def count_saved_elements(arch: Architecture, moe: bool, width: int, ranks: int) 
     )
 
 
-def count_saved_in_stage(plan: Plan, stage: Stage, ranks: Any) -> Any:
-    """Return :func:`count_saved_elements` summed over the layers of a stage; 0 without a quantized base."""
-    if plan.recipe.base_quantization is None:
-        return 0
-    arch, width = plan.architecture, widths[plan.recipe.precision].compute
-    saved: Any = 0
-    for moe, layers in count_layers_by_kind(arch, stage):
-        each = map_distinct(partial(count_saved_elements, arch, moe, width), ranks)
-        saved = saved + layers * each
+def count_saved_in_stage(plan: Plan, stage: Stage, ranks: int) -> int:
+    """Return :func:`count_saved_elements` summed over the layers of a stage."""
+    width, saved = widths[plan.recipe.precision].compute, 0
+    for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
+        count_saved = partial(count_saved_elements, plan.architecture, moe, width)
+        saved = saved + num_layers * map_distinct(count_saved, ranks)
     return saved
 
 
-def compute_scales(plan: Plan, stage: Stage) -> Any:
+def compute_scales(plan: Plan, stage: Stage) -> int:
     """Return the bytes of a stage's quantization scales, which are unsharded on every rank."""
-    if plan.recipe.base_quantization is None:
-        return 0
-    double = plan.recipe.method == "qlora"
-    return sum(
-        layers
-        * sum(
-            _compute_matrix_scales(rows * columns, double)
-            for rows, columns in _list_linears(plan.architecture, moe)
-        )
-        for moe, layers in count_layers_by_kind(plan.architecture, stage)
-    )
+    is_double, scales = plan.recipe.method == "qlora", 0
+    for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
+        numels = [rows * columns for rows, columns in _list_linears(plan.architecture, moe)]
+        in_layer = sum(compute_nf4_bytes(numel, is_double) - ceil_div(numel, 2) for numel in numels)
+        scales = scales + num_layers * in_layer
+    return scales
 
 
-def _compute_matrix_scales(numel: int, double: bool) -> int:
-    packed: int = ceil_div(numel, 2)
-    return int(compute_nf4_bytes(numel, double)) - packed
-
-
-def check_quantized(recipe: Recipe, layout: Any) -> None:
+def check_quantized(recipe: Recipe, layout: Fsdp2Layout) -> None:
     """Raise ``ValueError`` for options whose memory with a quantized base was never measured.
 
     They are unsupported kernels, tp > 1 and offloading to the host.

@@ -9,22 +9,20 @@ prefetched while one computes.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
-from shardscope.core.ops import group_equal, maximum
+from shardscope.core.ops import all_true, group_equal, maximum
 from shardscope.core.precision import base_width, widths
-from shardscope.frameworks.fsdp2.memory.groups import compute_groups
-from shardscope.frameworks.fsdp2.memory.peaks import compute_gathered_at_loss
+from shardscope.frameworks.fsdp2.memory.groups import compute_groups, get_layout
+from shardscope.frameworks.fsdp2.memory.peaks import StepPeaks, compute_gathered_at_loss
 from shardscope.frameworks.fsdp2.memory.pipeline import (
-    NOTHING_WAITS,
-    is_pipelined,
-    received,
-    unreduced,
-    waiting,
+    PipelinePeaks,
+    build_accumulated_gradients,
+    build_receive_buffers,
+    compute_pipeline_buffers,
 )
 from shardscope.frameworks.fsdp2.memory.quantized import compute_scales, count_saved_in_stage
-from shardscope.frameworks.fsdp2.memory.stage_peaks import peaks
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.memory.report import Term, zero_term
 from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
@@ -38,11 +36,12 @@ from shardscope.memory.state.stages import (
     list_outer_tensors,
     list_rank_shapes,
 )
-from shardscope.memory.state.training_state import TrainingState
+from shardscope.memory.state.training_state import PeakCandidate, TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
+    from shardscope.memory.activations.stage_activations import StageBackward
 
 
 counts_neighbours = True
@@ -66,62 +65,76 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     It has the sharded originals, gradients and optimizer state, and the buffers of all-gathers and
     reduce-scatters.
     """
-    layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
-    width, each = widths[recipe.precision], base_width(recipe)
+    width, frozen_width = widths[recipe.precision], base_width(recipe)
     ranks = group_equal(degrees.shard * degrees.cp)
+
+    # Sharded originals, gradients and optimizer state of one rank.
     optimizer = compute_optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
-    scales = compute_scales(plan, stage)
-    base = each * (stage.shard - count_saved_in_stage(plan, stage, ranks)) + scales
+    base_numel, scales = stage.shard, 0
+    if recipe.base_quantization is not None:
+        base_numel = base_numel - count_saved_in_stage(plan, stage, ranks)
+        scales = compute_scales(plan, stage)
+    base = frozen_width * base_numel + scales
     parameters = base + (trained if recipe.has_adapters else 0)
-    # CPU ranks train in host memory, so offloading moves nothing.
-    on_host = layout.offload == "cpu" and plan.on_gpu
 
-    def parameter_words() -> str:
+    def explain_parameters() -> str:
         if recipe.base_quantization is not None:
             return (
                 f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as numbers of "
-                f"{each} bytes / {ranks} ranks, of which {gib(scales)} GiB scales, whole on each + "
-                f"{stage.adapters:,} of adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, "
+                f"{frozen_width} bytes / {ranks} ranks, of which {gib(scales)} GiB scales, unsharded on each "
+                f"+ {stage.adapters:,} of adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, "
                 "bitsandbytes)"
             )
         if recipe.has_adapters:
             return (
-                f"({stage.base:,} frozen × {each} bytes + {stage.adapters:,} of adapters × {width.original} "
-                f"bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded "
-                "originals; what never updates has none in fp32)"
+                f"({stage.base:,} frozen × {frozen_width} bytes + {stage.adapters:,} of adapters × "
+                f"{width.original} bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps "
+                "the sharded originals; frozen weights have none in fp32)"
             )
         return (
             f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
             "up (fully_shard keeps the sharded originals)"
         )
 
+    def explain_gradients() -> str:
+        return f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
+
+    # Buffers of the groups and, with pp > 1, of the pipeline. The plans of one batch agree on pp > 1.
     groups = compute_groups(plan, stage)
-    pipelined = is_pipelined(plan)
-    waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
-    # With HSDP the all-reduced gradients stay on the GPU until backward ends, even with offloaded gradients.
-    here: Any = 1 if not on_host else degrees.replicate > 1
-    away = zero_term("in host memory (CPUOffloadPolicy)")
-    return TrainingState(
-        parameters=away if on_host else Term(parameters, parameter_words),
-        gradients=away
-        if on_host
-        else Term(
-            trained,
-            lambda: (
-                f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
-            ),
-        ),
-        optimizer=away if on_host else optimizer.state,
-        optimizer_working=away if on_host else optimizer.working,
-        gather_forward=compute_gathered_at_loss(plan, stage, groups, waits),
-        gather_rest=received(waits, plan) if pipelined else None,
-        gradients_accumulated=unreduced(plan, 0 if on_host else trained) if pipelined else None,
-        initialisation={} if on_host else {"parameters": _compute_initialisation(plan, stage, parameters)},
-        find_backward_peaks=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
+    pipeline = compute_pipeline_buffers(plan, stage) if all_true(degrees.pp > 1) else None
+    # CPU ranks train in host memory, so offloading moves nothing. With HSDP the all-reduced gradients stay
+    # on the GPU until backward ends, even with offloaded gradients.
+    offloads = get_layout(plan).offload == "cpu" and plan.on_gpu
+    gradients_on_gpu = (degrees.replicate > 1) * trained if offloads else trained
+
+    def find_backward_peaks(backward: StageBackward) -> list[PeakCandidate]:
+        if pipeline is None:
+            return StepPeaks(plan, stage, backward, groups, gradients_on_gpu).list_candidates()
+        return PipelinePeaks(plan, stage, backward, groups, gradients_on_gpu, pipeline).list_candidates()
+
+    state = TrainingState(
+        parameters=Term(parameters, explain_parameters),
+        gradients=Term(trained, explain_gradients),
+        optimizer=optimizer.state,
+        optimizer_working=optimizer.working,
+        gather_forward=compute_gathered_at_loss(plan, stage, groups, pipeline),
+        gather_rest=None if pipeline is None else build_receive_buffers(pipeline, plan),
+        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, trained),
+        find_backward_peaks=find_backward_peaks,
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
-        host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
+    )
+    if not offloads:
+        return state._replace(initialisation={"parameters": _compute_initialisation(plan, stage, parameters)})
+    on_host = zero_term("in host memory (CPUOffloadPolicy)")
+    return state._replace(
+        parameters=on_host,
+        gradients=on_host,
+        optimizer=on_host,
+        optimizer_working=on_host,
+        gradients_accumulated=None if pipeline is None else build_accumulated_gradients(plan, 0),
+        host_bytes=parameters + trained + optimizer.state.num_bytes,
     )
 
 
@@ -133,26 +146,30 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
     """
     width = base_width(plan.recipe)
     if is_initialized_sharded(plan):
-        whole = width * _find_largest_matrix(plan.architecture, stage)
+        matrix = width * _find_largest_matrix(plan.architecture, stage)
         return Term(
-            shards + whole,
-            lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole matrix, built on meta",
+            shards + matrix,
+            lambda: (
+                f"{gib(shards)} GiB shards + {gib(matrix)} GiB the largest unsharded matrix, built on meta"
+            ),
         )
     group = width * maximum(stage.largest_layer, stage.edges)
     return Term(
-        shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
+        shards + group,
+        lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still unsharded",
     )
 
 
-def _find_largest_matrix(arch: Architecture, stage: Stage) -> Any:
+def _find_largest_matrix(arch: Architecture, stage: Stage) -> int:
     """Return the elements of a stage's largest unsharded matrix: each is initialized before it is sharded."""
     outer = list_outer_tensors(arch, 1, stage.is_first, stage.is_last)
     layers = [
-        (count > 0) * _find_largest_in_layer(arch, moe) for moe, count in count_layers_by_kind(arch, stage)
+        (num_layers > 0) * _find_largest_in_layer(arch, moe)
+        for moe, num_layers in count_layers_by_kind(arch, stage)
     ]
     return maximum(0, *(rows * columns for _, rows, columns in outer), *layers)
 
 
 @lru_cache(maxsize=1024)
 def _find_largest_in_layer(arch: Architecture, moe: bool) -> int:
-    return max(one.rows * one.columns for one in list_rank_shapes(arch, moe, 1, 1))
+    return max(shape.rows * shape.columns for shape in list_rank_shapes(arch, moe, 1, 1))

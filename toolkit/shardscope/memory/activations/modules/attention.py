@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
@@ -173,7 +173,7 @@ def has_one_key_head(arch: Architecture) -> bool:
     return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 
 
-def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
+def broadcasts_views(arch: Architecture, micro_batch_size: int) -> bool:
     """Return whether matmuls read a single key head in place, which needs micro-batch size 1.
 
     ``torch.matmul`` folds heads into the batch. The strides of ``expand`` allow that without a copy only for

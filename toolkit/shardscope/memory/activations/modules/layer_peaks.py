@@ -7,6 +7,7 @@ the layer, most weight gradients are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +31,7 @@ from shardscope.memory.activations.modules.attention import (
 from shardscope.memory.activations.modules.experts import list_expert_tensors
 from shardscope.memory.activations.modules.saved import Modules, SavedTensor, list_stream_readers
 from shardscope.memory.activations.modules.selective import compute_int8_inputs
-from shardscope.memory.state.stages import list_rank_shapes
+from shardscope.memory.state.stages import count_layer_weights
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -54,14 +55,15 @@ class LayerPeak(NamedTuple):
 
 
 class _NumShards(NamedTuple):
-    """Number of shards of a rank's tensors, by kind of sharding."""
+    """Number of shards of the saved tensors, by kind of sharding."""
 
     tp: int
     key_value_heads: int
     sequence: int
     whole: int = 1
 
-    def part(self, tensors: tuple[SavedTensor, ...] | list[SavedTensor]) -> int:
+    def sum_on_rank(self, tensors: Iterable[SavedTensor]) -> int:
+        """Return the bytes per token of ``tensors`` on one rank."""
         return sum(ceil_div(tensor.bytes_per_token, getattr(self, tensor.cut_by)) for tensor in tensors)
 
 
@@ -78,44 +80,50 @@ class LayerPeaks(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def compute_layer_peaks(
-    arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, num_stream_shards: int
 ) -> LayerPeaks:
-    """Return one layer's peak candidates with this recomputation; the residual stream has ``cut`` shards.
+    """Return one layer's peak candidates with this recomputation.
 
     If only some layers have a sliding window, those of the kind that saves more.
     """
-    parts = _NumShards(tp, min(tp, arch.num_key_value_heads), cut)
-    everything = parts.part(list_saved_tensors(arch, moe, modules))
-    stream = ceil_div(arch.hidden_size * modules.stream, cut)
-    kept = everything
+    shards = _NumShards(tp, min(tp, arch.num_key_value_heads), num_stream_shards)
+    all_saved = shards.sum_on_rank(list_saved_tensors(arch, moe, modules))
+    stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
+    kept_bytes = all_saved
     if recompute == "full":
-        kept = stream
+        kept_bytes = stream
     elif recompute == "selective":
-        kept = parts.part(list_kept_by_selective(arch, moe, modules))
+        kept_bytes = shards.sum_on_rank(list_kept_by_selective(arch, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
-        kept = 0
-    kept += compute_int8_inputs(arch, moe, modules, recompute)
+        kept_bytes = 0
+    if modules.int8_base:
+        kept_bytes += compute_int8_inputs(arch, moe, modules, recompute)
     kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
-    layer = _Layer(arch, moe, modules, parts, everything, away=recompute == "offload" and modules.on_gpu)
-    forward = layer.forward()
-    backward = layer.backward()
+    layer = _Layer(
+        arch, moe, modules, shards, all_saved, is_offloaded=recompute == "offload" and modules.on_gpu
+    )
+    forward = layer.compute_forward()
+    backward = layer.list_peaks()
     if recompute in ("full", "selective"):
         backward = [peak._replace(activations=peak.activations + kept_inputs) for peak in backward]
         # Recomputation runs with the incoming gradient alive; the first forward saved nothing.
-        waiting = layer.waiting_for_recomputation()
-        again = max(forward, layer.in_adapter(again=True))
+        waiting = layer.compute_waiting_gradients()
+        recomputation = max(forward, layer.compute_in_adapter(is_recomputed=True))
         backward.append(
             LayerPeak(
-                stream + kept_inputs + again + waiting, dequantized_weights=0 if moe else layer.weights.up
+                stream + kept_inputs + recomputation + waiting,
+                dequantized_weights=0 if moe else layer.weights.up,
             )
         )
-        forward = kept + layer.in_passing(recompute)
-    elif layer.away:
-        forward = layer.in_passing(recompute)
+        forward = kept_bytes + layer.compute_unsaved_forward(recompute)
+    elif layer.is_offloaded:
+        forward = layer.compute_unsaved_forward(recompute)
     else:
-        forward = max(forward, layer.product_of_few_bits(), layer.in_adapter(again=False))
+        forward = max(
+            forward, layer.compute_quantized_product(), layer.compute_in_adapter(is_recomputed=False)
+        )
     return LayerPeaks(
-        max(kept, forward), tuple(backward), max(peak.weights_with_gradient for peak in backward)
+        max(kept_bytes, forward), tuple(backward), max(peak.weights_with_gradient for peak in backward)
     )
 
 
@@ -127,66 +135,66 @@ class _Layer:
         arch: Architecture,
         moe: bool,
         modules: Modules,
-        parts: _NumShards,
-        everything: int,
+        shards: _NumShards,
+        all_saved: int,
         *,
-        away: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
-        self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
-        self.away = away
+        self.arch, self.moe, self.modules, self.shards = arch, moe, modules, shards
+        self.is_offloaded = is_offloaded
         """Saved tensors are on the host and return operator by operator (training/model/recompute)."""
-        self.everything = everything
+        self.all_saved = all_saved
         c, hidden = modules.compute, arch.hidden_size
-        self.stream = ceil_div(hidden * modules.stream, parts.sequence)
-        self.weights = count_layer_weights(arch, moe, parts.tp)
-        self.row = hidden * c
+        self.stream = ceil_div(hidden * modules.stream, shards.sequence)
+        self.weights = count_layer_weights(arch, moe, shards.tp)
+        self.hidden_row = hidden * c
         # A second gradient in the compute dtype besides the stream's: autocast casts it from a wider stream,
         # or a norm after the block creates it.
-        splits = parts.sequence > 1  # and all-gathers the gradient of the scattered output
+        splits = shards.sequence > 1  # and all-gathers the gradient of the scattered output
         wider = modules.stream > c
-        self.cast = self.row if wider or arch.norms_per_layer == 4 or splits else 0
-        self.norm = ceil_div(compute_final_norm(arch, modules), parts.sequence)
-        norms = parts.part([list_saved_tensors(arch, moe, modules)[0]])
-        self.own_norm = norms // max(2, arch.norms_per_layer)
+        self.second_gradient = self.hidden_row if wider or arch.norms_per_layer == 4 or splits else 0
+        self.norm_backward = ceil_div(compute_final_norm(arch, modules), shards.sequence)
+        norms = shards.sum_on_rank([list_saved_tensors(arch, moe, modules)[0]])
+        self.norm_saved = norms // max(2, arch.norms_per_layer)
         if arch.parallel_residual:
-            self.own_norm = 0
-        self.behind = self.own_norm if arch.norms_per_layer == 4 else 0
+            self.norm_saved = 0
+        self.norm_after_saved = self.norm_saved if arch.norms_per_layer == 4 else 0
         readers = list_stream_readers(arch)[1]
         inputs = (
             0
             if arch.parallel_residual and arch.norms_per_layer == 1
             else self.modules.stream_copies(*readers)
         )
-        self.mlp = ceil_div(self._inner(), parts.tp) + inputs * self.row
+        self.feed_forward_saved = ceil_div(self._compute_mlp_saved(), shards.tp) + inputs * self.hidden_row
         if moe:
-            self.mlp = parts.part(list_expert_tensors(arch, modules))
-        self.trained = modules.trained
+            self.feed_forward_saved = shards.sum_on_rank(list_expert_tensors(arch, modules))
+        self.trains_base = modules.trained
         width = get_attention_widths(arch)
-        self.output = ceil_div(width.output * c, parts.tp)
-        self.query = ceil_div(width.inputs * c, parts.tp)
+        self.attention_output = ceil_div(width.output * c, shards.tp)
+        self.attention_inputs = ceil_div(width.inputs * c, shards.tp)
 
-    def _here(self, left: int, needed: int) -> int:
+    def _get_alive(self, alive: int, needed: int) -> int:
         """Return the saved tensors still alive; with offloading, only the operator's own (``needed``)."""
-        return needed if self.away else left
+        return needed if self.is_offloaded else alive
 
-    def _inner(self) -> int:
+    def _compute_mlp_saved(self) -> int:
         tensors = list_saved_tensors(self.arch, self.moe, self.modules)
         return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
 
-    def done(self, weights: int) -> int:
-        return weights if self.trained else 0
+    def _count_gradients(self, weights: int) -> int:
+        return weights if self.trains_base else 0
 
-    def forward(self) -> int:
+    def compute_forward(self) -> int:
         """Return the maximum bytes during the layer's forward, saved tensors included."""
-        return max(self.everything, self._scores_forward(), self._experts_forward())
+        return max(self.all_saved, self._compute_scores_forward(), self._compute_experts_forward())
 
-    def in_adapter(self, *, again: bool) -> int:
+    def compute_in_adapter(self, *, is_recomputed: bool) -> int:
         """Return the bytes when the down projection's adapter reads its input: the product and its copies.
 
         peft casts the input to the adapter's fp32, of which dropout creates another copy, before autocast's
         own copy (``tuners/lora/layer.py``). In addition: the outputs of the projection and of the norm, and
-        the residual stream, unless these are saved anyway. A recomputation (``again``) stops before the
-        adapter's output and its scaling; and the layer's input is already saved.
+        the residual stream, unless these are saved anyway. A recomputation (``is_recomputed``) stops
+        before the adapter's output and its scaling; and the layer's input is already saved.
         """
         arch, modules = self.arch, self.modules
         if self.moe or names_of(arch).down not in (modules.targets or ()):
@@ -196,14 +204,13 @@ class _Layer:
             copied * modules.compute + modules.recasts * FP32 * (1 + modules.adapter_dropout)
         )
         passes_dropped = modules.recasts and modules.adapter_dropout
-        rows = 1 + copied + (0 if again or passes_dropped else 2)
+        rows = 1 + copied + (0 if is_recomputed or passes_dropped else 2)
         # The residual stream at this point, at the layer's input and at the model's input.
-        streams = (modules.stream < FP32) * (1 if again else 3)
-        kept_inputs = rows * self.row + streams * self.stream
-        held: int = self.everything + ceil_div(inner, self.parts.tp) + kept_inputs
-        return held
+        streams = (modules.stream < FP32) * (1 if is_recomputed else 3)
+        outputs = rows * self.hidden_row + streams * self.stream
+        return self.all_saved + ceil_div(inner, self.shards.tp) + outputs
 
-    def waiting_for_recomputation(self) -> int:
+    def compute_waiting_gradients(self) -> int:
         """Return the bytes of gradients in the layer before backward unpacks the first saved tensor.
 
         This is the gradient of the adapter's unscaled output; or of the down projection's input, if the
@@ -212,13 +219,12 @@ class _Layer:
         if self.moe:
             return 0
         if names_of(self.arch).down in (self.modules.targets or ()):
-            return self.row
+            return self.hidden_row
         if not self.modules.quantized:
             return 0
-        waiting: int = ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
-        return waiting
+        return ceil_div(self.arch.intermediate_size * self.modules.compute, self.shards.tp)
 
-    def product_of_few_bits(self) -> int:
+    def compute_quantized_product(self) -> int:
         """Return the bytes at the quantized base's down projection, without the dequantized matrix.
 
         These are its unsaved input and its output; for int8 the input in 16 and 8 bits. In addition: the
@@ -229,40 +235,41 @@ class _Layer:
         if not modules.quantized or self.moe:
             return 0
         inner, c = arch.intermediate_size, modules.compute
-        held = self.everything + self.row
+        num_bytes = self.all_saved + self.hidden_row
         if not modules.stream_copies(*list_stream_readers(arch)[1]):
-            held += self.row
+            num_bytes += self.hidden_row
         if modules.stream < FP32:
-            held += 3 * self.stream
+            num_bytes += 3 * self.stream
         if modules.int8_base:
-            return held + inner * (HALF + 1)
+            return num_bytes + inner * (HALF + 1)
         passing = inner * c * (1 - modules.inner_copies(names_of(arch).down))
-        return held + passing + inner * FP32 * (modules.normed > c)
+        return num_bytes + passing + inner * FP32 * (modules.normed > c)
 
-    def _scores_forward(self) -> int:
+    def _compute_scores_forward(self) -> int:
         """Return the bytes of unfused attention in forward, before the feed-forward saves anything."""
         arch, modules = self.arch, self.modules
         saved = compute_saved_scores(arch, modules)
         if not saved:
             return 0
-        each = arch.num_attention_heads * modules.seq_len
-        until = self.everything - self.mlp - self.own_norm * (2 if self.behind else 1)
-        scores: int = ceil_div(compute_scores_in_forward(arch, modules, each) - saved, self.parts.tp)
-        held: int = compute_kept_masks(arch, modules, "full") + until + scores
-        return held
+        num_scores = arch.num_attention_heads * modules.seq_len
+        saved_so_far = (
+            self.all_saved - self.feed_forward_saved - self.norm_saved * (2 if self.norm_after_saved else 1)
+        )
+        scores: int = ceil_div(compute_scores_in_forward(arch, modules, num_scores) - saved, self.shards.tp)
+        return compute_kept_masks(arch, modules, "full") + saved_so_far + scores
 
-    def _experts_forward(self) -> int:
+    def _compute_experts_forward(self) -> int:
         """Return the bytes when expert rows are weighted and reordered, their inputs still alive."""
         experts = self.arch.mixture_of_experts
         if not self.moe or experts is None:
             return 0
         width, weighted = get_expert_row_widths(self.arch, self.modules)
         rows = experts.num_experts_per_tok * self.arch.hidden_size
-        return self.everything + rows * (2 * weighted + (0 if self.trained else width))
+        return self.all_saved + rows * (2 * weighted + (0 if self.trains_base else width))
 
-    def in_passing(self, recompute: str) -> int:
+    def compute_unsaved_forward(self, recompute: str) -> int:
         """Return the maximum bytes of the layer's forward while autograd saves nothing of it."""
-        experts, tp = self.arch.mixture_of_experts, self.parts.tp
+        experts, tp = self.arch.mixture_of_experts, self.shards.tp
         if self.moe and experts is not None:
             width, weighted = get_expert_row_widths(self.arch, self.modules)
             # Rows in, rows out, weighted rows, and rows in token order.
@@ -272,132 +279,156 @@ class _Layer:
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
             if recompute == "selective":
                 # The outputs of the down projection and its adapter are saved, but not computed yet.
-                inner -= self.row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
-        held: int = self.stream + self.row + max(inner, self._scores_in_passing(recompute))
-        return held
+                inner -= self.hidden_row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
+        return self.stream + self.hidden_row + max(inner, self._compute_unsaved_scores(recompute))
 
-    def _scores_in_passing(self, recompute: str) -> int:
+    def _compute_unsaved_scores(self, recompute: str) -> int:
         """Return unfused attention's bytes, less what is kept of later operators and of the scores."""
         if not compute_saved_scores(self.arch, self.modules):
             return 0
-        each = self.arch.num_attention_heads * self.modules.seq_len
-        scores: int = compute_scores_in_forward(self.arch, self.modules, each)
+        num_scores = self.arch.num_attention_heads * self.modules.seq_len
+        scores: int = compute_scores_in_forward(self.arch, self.modules, num_scores)
         later = 0
         if recompute == "selective":
-            kept = list_kept_by_selective(self.arch, self.moe, self.modules)
-            later = self.parts.part([one for one in kept if one.operator in ("mlp", "experts")])
+            kept_tensors = list_kept_by_selective(self.arch, self.moe, self.modules)
+            later = self.shards.sum_on_rank(
+                [tensor for tensor in kept_tensors if tensor.operator in ("mlp", "experts")]
+            )
             if not family_of(self.arch).has_attention_sinks:  # which make three more of the kept product
-                scores -= each * self.modules.compute
-        on_rank: int = ceil_div(scores, self.parts.tp) - later
-        return on_rank
+                scores -= num_scores * self.modules.compute
+        return ceil_div(scores, self.shards.tp) - later
 
-    def backward(self) -> list[LayerPeak]:
+    def list_peaks(self) -> list[LayerPeak]:
         """Return the peak candidates of the layer's backward, from its end to its start."""
         weights = self.weights
-        left = self.everything - self.behind
-        found = self._experts(left) if self.moe else self._feed_forward(left)
-        left -= self.mlp
-        here = self._here(left, self.own_norm)
-        found.append(self._at(here + self.stream + self.norm, weights.feed_forward))
-        left -= self.own_norm
-        if self.behind:
-            left -= self.own_norm
-        before_core = weights.feed_forward + weights.output
-        held = self._here(left, self.output) + self.stream + self.cast + self.output
-        found.append(self._at(held, before_core, weights.output, weights.output))
-        held = self._here(left, left - 2 * self.own_norm) + self.stream
-        found.append(self._at(held + self._core(), before_core))
-        held = self._here(self.own_norm, self.row) + self.stream + self.query
-        found.append(self._at(held, weights.everything, weights.query, weights.query))
-        found.append(self._at(self.own_norm + self.stream + self.norm, weights.everything))
-        return found
+        alive = self.all_saved - self.norm_after_saved
+        peaks = self._list_experts(alive) if self.moe else self._list_feed_forward(alive)
+        alive -= self.feed_forward_saved
+        norm_input = self._get_alive(alive, self.norm_saved)
+        peaks.append(self._build_peak(norm_input + self.stream + self.norm_backward, weights.feed_forward))
+        alive -= self.norm_saved
+        if self.norm_after_saved:
+            alive -= self.norm_saved
+        before_attention = weights.feed_forward + weights.output
+        num_bytes = (
+            self._get_alive(alive, self.attention_output)
+            + self.stream
+            + self.second_gradient
+            + self.attention_output
+        )
+        peaks.append(self._build_peak(num_bytes, before_attention, weights.output, weights.output))
+        num_bytes = self._get_alive(alive, alive - 2 * self.norm_saved) + self.stream
+        peaks.append(self._build_peak(num_bytes + self._compute_attention(), before_attention))
+        num_bytes = self._get_alive(self.norm_saved, self.hidden_row) + self.stream + self.attention_inputs
+        peaks.append(self._build_peak(num_bytes, weights.everything, weights.query, weights.query))
+        peaks.append(self._build_peak(self.norm_saved + self.stream + self.norm_backward, weights.everything))
+        return peaks
 
-    def _at(self, held: int, done: int, making: int = 0, dequantized: int = 0) -> LayerPeak:
+    def _build_peak(self, num_bytes: int, done: int, making: int = 0, dequantized: int = 0) -> LayerPeak:
         """Return a candidate with gradients of ``done`` weights; without them if the base is frozen."""
-        if not self.trained:
-            return LayerPeak(held, dequantized_weights=dequantized)
+        if not self.trains_base:
+            return LayerPeak(num_bytes, dequantized_weights=dequantized)
         experts = self.weights.expert_down + self.weights.expert_up
         # In backward, attention comes after routed experts, shared experts before.
-        return LayerPeak(held, done, making, 0, done - (experts if done >= experts else 0))
+        return LayerPeak(num_bytes, done, making, 0, done - (experts if done >= experts else 0))
 
-    def _feed_forward(self, left: int) -> list[LayerPeak]:
+    def _list_feed_forward(self, alive: int) -> list[LayerPeak]:
         arch, modules, weights = self.arch, self.modules, self.weights
-        inner = ceil_div(arch.intermediate_size * modules.compute, self.parts.tp)
+        inner = ceil_div(arch.intermediate_size * modules.compute, self.shards.tp)
         product = inner * modules.inner_copies(names_of(arch).down)
-        taken = ceil_div(
-            arch.intermediate_size * modules.compute * count_inner_gradients(arch, modules), self.parts.tp
+        branch_gradients = ceil_div(
+            arch.intermediate_size * modules.compute * count_inner_gradients(arch, modules), self.shards.tp
         )
         # With biases, one operator computes all three gradients and frees its input only afterwards.
-        at_once = weights.down if arch.mlp_bias else 0
-        whole = self._here(left, product) + self.stream + self.cast + inner
-        gone = self._here(left - product, 0) + self.stream + self.cast + inner
+        current_matrix = weights.down if arch.mlp_bias else 0
+        with_product = self._get_alive(alive, product) + self.stream + self.second_gradient + inner
+        without_product = self._get_alive(alive - product, 0) + self.stream + self.second_gradient + inner
         # The product's gradient takes the place of the freed saved product.
-        parted = self._here(left, self.mlp - inner if arch.gated_mlp else self.mlp) + self.stream + taken
-        found = [
-            self._at(whole, weights.down, at_once, weights.down),
-            self._at(gone, weights.down, weights.down),
-            self._at(parted, weights.down),
+        at_branches = (
+            self._get_alive(
+                alive, self.feed_forward_saved - inner if arch.gated_mlp else self.feed_forward_saved
+            )
+            + self.stream
+            + branch_gradients
+        )
+        peaks = [
+            self._build_peak(with_product, weights.down, current_matrix, weights.down),
+            self._build_peak(without_product, weights.down, weights.down),
+            self._build_peak(at_branches, weights.down),
         ]
         if arch.gated_mlp and modules.kernels != "liger":
-            held = self._here(left - product - 2 * inner, self.row + inner) + self.stream + inner + self.row
-            found.append(self._at(held, weights.down + weights.up, weights.up, weights.up))
+            num_bytes = (
+                self._get_alive(alive - product - 2 * inner, self.hidden_row + inner)
+                + self.stream
+                + inner
+                + self.hidden_row
+            )
+            peaks.append(self._build_peak(num_bytes, weights.down + weights.up, weights.up, weights.up))
         elif not arch.gated_mlp:
-            held = self._here(left - self.mlp, 0) + self.stream + inner + 2 * self.row
-            found.append(self._at(held, weights.feed_forward, weights.up, weights.up))
-        return found
+            num_bytes = (
+                self._get_alive(alive - self.feed_forward_saved, 0)
+                + self.stream
+                + inner
+                + 2 * self.hidden_row
+            )
+            peaks.append(self._build_peak(num_bytes, weights.feed_forward, weights.up, weights.up))
+        return peaks
 
-    def _experts(self, left: int) -> list[LayerPeak]:
+    def _list_experts(self, alive: int) -> list[LayerPeak]:
         arch, modules, weights = self.arch, self.modules, self.weights
         experts = arch.mixture_of_experts
         assert experts is not None
-        left = self._here(left, self.mlp)
+        alive = self._get_alive(alive, self.feed_forward_saved)
         c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
         # Grouped matmuls are not autocast: they run in the weights' dtype.
         width = modules.stream
         shared = weights.feed_forward - weights.expert_down - weights.expert_up
-        first = self.done(shared)
-        found = []
+        first = self._count_gradients(shared)
+        peaks = []
         if experts.shared_expert_intermediate_size:
             wide = experts.shared_expert_intermediate_size * c
-            found.append(self._at(left + self.stream + 2 * wide, weights.down, dequantized=weights.down))
-            left -= (3 + modules.inner_copies("down_proj")) * wide
+            peaks.append(
+                self._build_peak(alive + self.stream + 2 * wide, weights.down, dequantized=weights.down)
+            )
+            alive -= (3 + modules.inner_copies("down_proj")) * wide
         # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
         # cast.
         weight = get_expert_row_widths(arch, modules)[1]
         weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
-        found.append(LayerPeak(left + self.stream + weighted, first, autocast_weights=first))
+        peaks.append(LayerPeak(alive + self.stream + weighted, first, autocast_weights=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
-        left -= unweighted
-        down, up = self.done(weights.expert_down), self.done(weights.expert_up)
-        made = first + down
-        found.append(LayerPeak(left + self.stream + unweighted + inner, made, 0, down, first))
-        found.append(
-            LayerPeak(left + self.stream + inner * (2 if self.trained else 3), made, autocast_weights=first)
+        alive -= unweighted
+        down, up = self._count_gradients(weights.expert_down), self._count_gradients(weights.expert_up)
+        finished = first + down
+        peaks.append(LayerPeak(alive + self.stream + unweighted + inner, finished, 0, down, first))
+        peaks.append(
+            LayerPeak(
+                alive + self.stream + inner * (2 if self.trains_base else 3), finished, autocast_weights=first
+            )
         )
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         # Gradients of both branches together and of the rows, and the rows themselves.
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
-        found.append(LayerPeak(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
-        return found
+        peaks.append(LayerPeak(alive + unweighted - saved + self.stream + both, finished + up, 0, up, first))
+        return peaks
 
-    def _core(self) -> int:
+    def _compute_attention(self) -> int:
         """Return the bytes of gradients inside attention: of its operands and output, or of the scores."""
         arch, modules = self.arch, self.modules
         c, width = modules.compute, get_attention_widths(arch)
-        each = arch.num_attention_heads * modules.seq_len
+        num_scores = arch.num_attention_heads * modules.seq_len
         if compute_saved_scores(arch, modules):
             # The dropped probabilities are freed once their gradient exists, and make room for the softmax's.
-            scores = each * (1 if modules.dropout else 2) * FP32
+            scores = num_scores * (1 if modules.dropout else 2) * FP32
             if is_eager(arch, modules):
-                scores = compute_scores_in_backward(arch, modules, each)
+                scores = compute_scores_in_backward(arch, modules, num_scores)
             # By then the values and the projection's input are freed, and the values' gradient exists.
-            found = scores - width.output * c * modules.inner_copies(names_of(arch).output)
+            gradients = scores - width.output * c * modules.inner_copies(names_of(arch).output)
         else:
             inputs = 3 * width.query if passes_mask(arch, modules) else width.inputs
-            found = (width.output + inputs) * c
-        on_rank: int = ceil_div(found, self.parts.tp)
-        return on_rank
+            gradients = (width.output + inputs) * c
+        return ceil_div(gradients, self.shards.tp)
 
 
 def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, int]:
@@ -409,71 +440,24 @@ def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, in
     return width, width if family_of(arch).casts_router_weights else FP32
 
 
-def compute_scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
+def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
     """Return bytes of scores alive at once in forward, saved ones included."""
     c = modules.compute
     if family_of(arch).has_attention_sinks:
-        return 3 * each * modules.stream
-    return each * (c + FP32 + (c if family_of(arch).has_softcapping else 0) + (c if c < FP32 else 0))
+        return 3 * num_scores * modules.stream
+    return num_scores * (c + FP32 + (c if family_of(arch).has_softcapping else 0) + (c if c < FP32 else 0))
 
 
-def compute_scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
+def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores: int) -> int:
     """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
     if family_of(arch).has_attention_sinks:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
-        return 2 * each * modules.stream
-    return each * (modules.compute + FP32)
+        return 2 * num_scores * modules.stream
+    return num_scores * (modules.compute + FP32)
 
 
 # ---- Weights of one layer's matrices, in groups that get gradients together
-
-
-class Weights(NamedTuple):
-    """Number of weights of one layer's matrices on one rank, in groups that get gradients together."""
-
-    down: int
-    up: int
-    """The largest matrix that reads the feed-forward's input."""
-    feed_forward: int
-    """The whole feed-forward, without its norm."""
-    output: int
-    query: int
-    """The largest matrix that reads attention's input."""
-    everything: int
-    expert_down: int
-    expert_up: int
-
-
-@lru_cache(maxsize=4096)
-def count_layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
-    """Return the :class:`Weights` of one layer on one of ``tp`` ranks."""
-    names = names_of(arch)
-    shapes = list_rank_shapes(arch, moe, tp, 1)
-
-    def numbers(*groups: str) -> int:
-        return sum(s.copies * s.rows * s.columns for s in shapes if s.group in groups)
-
-    def of(module: str, group: str) -> int:
-        found = [s.copies * s.rows * s.columns for s in shapes if s.group == group and f".{module}" in s.name]
-        return max(found, default=0)
-
-    feed_forward = numbers("mlp", "experts", "shared_experts", "router")
-    own = "shared_experts" if moe else "mlp"
-    inputs = [s.rows * s.columns for s in shapes if s.group == own and f".{names.down}." not in s.name]
-    attention = [
-        s.rows * s.columns for s in shapes if s.group == "attention" and f".{names.output}." not in s.name
-    ]
-    return Weights(
-        down=of(f"{names.down}.", own),
-        up=max(inputs, default=0),
-        feed_forward=feed_forward,
-        output=of(f"{names.output}.", "attention"),
-        query=max(attention, default=0),
-        everything=sum(s.copies * s.rows * s.columns for s in shapes),
-        expert_down=of("down_proj", "experts"),
-        expert_up=of("gate_up_proj", "experts"),
-    )
 
 
 def count_inner_gradients(arch: Architecture, modules: Modules) -> int:

@@ -83,7 +83,7 @@ def compute_int8_inputs(arch: Architecture, moe: bool, modules: Modules, recompu
     drop. Matmuls that read one norm's output share it; selective checkpointing keeps attention's output
     anyway.
     """
-    if not modules.int8_base or recompute not in ("full", "selective"):
+    if recompute not in ("full", "selective"):
         return 0
     numbers = arch.hidden_size + (get_attention_widths(arch).output if recompute == "full" else 0)
     experts = arch.mixture_of_experts
