@@ -123,8 +123,8 @@ def test_what_follows_from_a_key_is_known_to() -> None:
     one, other = rows.column(1, keys % 3 + 1), rows.column(2, keys // 3)
     both, coarse = one * 10 + other, group_equal((one > 1) * 5 + other // 2)
     assert len(coarse.values) < len(both.values)
-    assert rows.joined(both.keys, coarse.keys)[:2] == (both.keys, None)
-    assert rows.joined(coarse.keys, both.keys)[::2] == (both.keys, None)
+    assert rows.join(both.keys, coarse.keys)[:2] == (both.keys, None)
+    assert rows.join(coarse.keys, both.keys)[::2] == (both.keys, None)
     assert rows.spread(both + coarse).tolist() == (rows.spread(both) + rows.spread(coarse)).tolist()
 
 
@@ -269,7 +269,7 @@ def test_what_was_computed_once_is_the_same_column_again() -> None:
     assert map_distinct(float, column).values.dtype == np.float64
     assert map_distinct(int, column).values.dtype == np.int64
     before = column + 1
-    rows.forget()
+    rows.clear_results()
     assert column + 1 is not before
     assert (column + 1).values.tolist() == before.values.tolist()
 
@@ -312,7 +312,7 @@ def test_what_is_remembered_is_of_the_very_same_columns() -> None:
     assert half(rows.column(1, np.array([6, 8]))).values.tolist() == [3, 4]
     assert half(1) == half(1) == 0.5 and len(asked) == 3
     assert half(np.array([2, 4])).tolist() == half(np.array([2, 4])).tolist() == [1, 2]
-    rows.forget()
+    rows.clear_results()
     half(column)
     assert len(asked) == 6
 

@@ -99,9 +99,9 @@ def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDA
 def making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
     """Return the host memory of a node while all its ranks build or load the model, shape
     ``(num_plans,)``."""
-    found = table.making.get(layout)
+    found = table.host_memory.get(layout)
     if found is None:
-        found = table.making[layout] = _making_bytes(table, cluster, recipe, layout)
+        found = table.host_memory[layout] = _making_bytes(table, cluster, recipe, layout)
     return found
 
 

@@ -185,7 +185,7 @@ def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
         try:
             yield from ((place, asked[place]) for place in places)
         finally:
-            asked[places[0]].table.rows.forget()
+            asked[places[0]].table.rows.clear_results()
 
 
 def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:

@@ -72,9 +72,9 @@ class Column(Array):
     def call_cached(function: Callable[..., Any], *values: Any) -> Any:
         """Return ``function(*values)``, from the cache if it was called with the same columns and numbers."""
         rows, key = cache_key(function, values)
-        result = rows.known.get(key)
+        result = rows.results.get(key)
         if result is None:
-            result = rows.known[key] = function(*values)
+            result = rows.results[key] = function(*values)
         return result
 
     def group_equal(self) -> Column:
@@ -83,10 +83,10 @@ class Column(Array):
         A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
         """
         key = Column.group_equal, self.number
-        grouped: Column | None = self.rows.known.get(key)
+        grouped: Column | None = self.rows.results.get(key)
         if grouped is None:
-            keys, first = self.rows.regrouped(self.keys, encode_values(self.values)[0])
-            grouped = self.rows.known[key] = Column(self.rows, keys, self.values[first])
+            keys, first = self.rows.regroup(self.keys, encode_values(self.values)[0])
+            grouped = self.rows.results[key] = Column(self.rows, keys, self.values[first])
         return grouped
 
     def max(self) -> Any:
@@ -105,7 +105,7 @@ class Column(Array):
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        raise TypeError("a column of many plans is neither true nor false: use where() or holds()")
+        raise TypeError("a column of many plans is neither true nor false: use where() or any_true()")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or options:
@@ -140,11 +140,11 @@ _INTEGERS = (int, bool)
 def compute_jointly(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     """Return ``ufunc`` (or ``numpy.where``) of the values, over the distinct rows of all columns in them."""
     rows, key = cache_key(ufunc, values)
-    result = rows.known.get(key)
+    result = rows.results.get(key)
     if result is None:
         keys = joint_keys(values)
         result = ufunc(*(expand(rows, keys, value) for value in values))
-        result = rows.known[key] = Column(rows, keys, result)
+        result = rows.results[key] = Column(rows, keys, result)
     return result
 
 
@@ -163,11 +163,11 @@ def cache_key(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, .
 
 
 def joint_keys(values: Sequence[Any]) -> int:
-    """Return the bit mask of keys that all of ``values`` compute_jointly depend on."""
+    """Return the bit mask of the keys that ``values`` depend on together."""
     keys = 0
     for value in values:
         if type(value) is Column:
-            keys = value.rows.joined(keys, value.keys)[0] if keys else value.keys
+            keys = value.rows.join(keys, value.keys)[0] if keys else value.keys
     return keys
 
 
@@ -175,8 +175,8 @@ def expand(rows: Rows, keys: int, value: Any) -> Any:
     """Return ``value`` at the distinct rows of ``keys``: an array for a column, else the number itself."""
     if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
-    places = rows.joined(keys, value.keys)[2]
-    return value.values if places is None else _take(value, keys, places)
+    indices = rows.join(keys, value.keys)[2]
+    return value.values if indices is None else _take(value, keys, indices)
 
 
 def compute(ufunc: Any, left: Column, right: Any) -> Any:
@@ -184,28 +184,28 @@ def compute(ufunc: Any, left: Column, right: Any) -> Any:
     rows = left.rows
     if right.__class__ is not Column:
         key = ufunc, left.number, right.__class__, right
-        result = rows.known.get(key)
+        result = rows.results.get(key)
         if result is None:
-            result = rows.known[key] = Column(rows, left.keys, ufunc(left.values, right))
+            result = rows.results[key] = Column(rows, left.keys, ufunc(left.values, right))
         return result
     pair = ufunc, left.number, right.number
-    result = rows.known.get(pair)
+    result = rows.results.get(pair)
     if result is None:
-        result = rows.known[pair] = _compute_binary(ufunc, left, right)
+        result = rows.results[pair] = _compute_binary(ufunc, left, right)
     return result
 
 
 def _compute_binary(ufunc: Any, left: Column, right: Column) -> Column:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
-    keys, one, other = left.rows.joined(left.keys, right.keys)
-    first = left.values if one is None else _take(left, keys, one)
-    second = right.values if other is None else _take(right, keys, other)
+    keys, left_indices, right_indices = left.rows.join(left.keys, right.keys)
+    first = left.values if left_indices is None else _take(left, keys, left_indices)
+    second = right.values if right_indices is None else _take(right, keys, right_indices)
     return Column(left.rows, keys, ufunc(first, second))
 
 
-def _take(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the column's values at the distinct rows of ``keys``; ``places`` indexes the column's own.
+def _take(column: Column, keys: int, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the column's values at the distinct rows of ``keys``; ``indices`` are those of its own rows.
 
     The result is cached, since half of the calls repeat: a layer's seconds enter several sums.
     """
@@ -215,15 +215,15 @@ def _take(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
     result = spread.get(keys)
     if result is None:
         # The indices are always in range; mode="clip" only skips numpy's bounds check.
-        result = spread[keys] = column.values.take(places, mode="clip")
+        result = spread[keys] = column.values.take(indices, mode="clip")
     return result
 
 
 def _compute_unary(ufunc: Any, column: Column) -> Column:
     key = ufunc, column.number
-    result: Column | None = column.rows.known.get(key)
+    result: Column | None = column.rows.results.get(key)
     if result is None:
-        result = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
+        result = column.rows.results[key] = Column(column.rows, column.keys, ufunc(column.values))
     return result
 
 
@@ -257,16 +257,16 @@ def _compute_maximum(*values: Any) -> Any:
 
 
 def _define_operator(ufunc: Any, name: str) -> None:
-    def straight(self: Column, other: Any) -> Any:
+    def compute_operator(self: Column, other: Any) -> Any:
         return compute(ufunc, self, other)
 
-    def reflected(self: Column, other: Any) -> Any:
+    def compute_reflected(self: Column, other: Any) -> Any:
         if name == "floordiv" and other.__class__ in _INTEGERS and not other:
             return 0
         return compute_jointly(ufunc, other, self)
 
-    setattr(Column, f"__{name}__", straight)
-    setattr(Column, f"__r{name}__", reflected)
+    setattr(Column, f"__{name}__", compute_operator)
+    setattr(Column, f"__r{name}__", compute_reflected)
 
 
 _ARITHMETIC: dict[str, Any] = {

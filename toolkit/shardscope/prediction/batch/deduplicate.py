@@ -49,12 +49,12 @@ class Grouping:
             self._codes = self.within.take(self.base.codes, mode="clip")
         return self._codes
 
-    def at(self, other: Grouping) -> NDArray[np.int64]:
+    def map_rows_of(self, other: Grouping) -> NDArray[np.int64]:
         """Return the index of the distinct row here for each distinct row of ``other``."""
         if self.base is other:
             return self.within
         if self._codes is None and self.base is not None:
-            return self.within.take(self.base.at(other), mode="clip")
+            return self.within.take(self.base.map_rows_of(other), mode="clip")
         return self.codes.take(other.rows, mode="clip")
 
 
@@ -71,31 +71,31 @@ def renumber_by_occurrence(index: Grouping) -> NDArray[np.int64]:
 def find_distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
     """Return the distinct values of ``codes``, integers in ``[0, limit)``."""
     if limit > _SPARSE * len(codes) + 1024:
-        _, first, places = np.unique(codes, return_index=True, return_inverse=True)
-        return Distinct(len(first), places.reshape(-1), first)
-    there = np.zeros(limit, bool)
-    there[codes] = True
-    present = np.flatnonzero(there)
-    found = codes
+        _, first, indices = np.unique(codes, return_index=True, return_inverse=True)
+        return Distinct(len(first), indices.reshape(-1), first)
+    is_present = np.zeros(limit, bool)
+    is_present[codes] = True
+    present = np.flatnonzero(is_present)
+    distinct_codes = codes
     if len(present) < limit:
-        places = np.empty(limit, np.int64)
-        places[present] = np.arange(len(present))
-        found = places.take(codes, mode="clip")
+        indices = np.empty(limit, np.int64)
+        indices[present] = np.arange(len(present))
+        distinct_codes = indices.take(codes, mode="clip")
     rows = np.empty(len(present), np.int64)
     # numpy keeps the last write to an index: any row of a group may represent it.
-    rows[found] = np.arange(len(codes))
-    return Distinct(len(present), found, rows)
+    rows[distinct_codes] = np.arange(len(codes))
+    return Distinct(len(present), distinct_codes, rows)
 
 
 def find_distinct_rows(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
     """Return the distinct rows of several columns, each given as its codes and their count."""
-    (found, limit), *others = codes
-    for own, number in others:
+    (joint, limit), *others = codes
+    for codes_of_column, number in others:
         # Renumber before the product of the counts outgrows the lookup table (and, later, int64).
-        if limit * number > _SPARSE * len(found) + 1024:
-            limit, found, _ = find_distinct(found, limit)
-        found, limit = found * number + own, limit * number
-    return find_distinct(found, limit)
+        if limit * number > _SPARSE * len(joint) + 1024:
+            limit, joint, _ = find_distinct(joint, limit)
+        joint, limit = joint * number + codes_of_column, limit * number
+    return find_distinct(joint, limit)
 
 
 def encode_values(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
@@ -107,5 +107,5 @@ def encode_values(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
         limit = int(values.max() - low) + 1
         if limit <= 4 * len(values) + 64:
             return values - low, limit
-    own, codes = np.unique(values, return_inverse=True)
-    return codes.reshape(-1), len(own)
+    distinct, codes = np.unique(values, return_inverse=True)
+    return codes.reshape(-1), len(distinct)

@@ -24,8 +24,8 @@ class _ArgumentRows(NamedTuple):
 
     keys: int
     codes: NDArray[np.int64]
-    """Index into :attr:`each` for each distinct row of ``keys``."""
-    each: list[tuple[Any, ...]]
+    """Index into :attr:`argument_rows` for each distinct row of ``keys``."""
+    argument_rows: list[tuple[Any, ...]]
     """The plain numbers of each distinct argument row."""
 
 
@@ -38,23 +38,23 @@ def map_distinct(function: Callable[..., Any], *numbers: Any) -> Any:
     rows, key = cache_key(_ArgumentRows, numbers)
     name = _find_cache_name(function)
     if name is not None:
-        found = rows.known.get((name, *key))
-        if found is not None:
-            return found
-    asked = rows.known.get(key)
-    if asked is None:
-        asked = rows.known[key] = _find_argument_rows(rows, numbers)
-    answers = [function(*row) for row in asked.each]
+        result = rows.results.get((name, *key))
+        if result is not None:
+            return result
+    arguments = rows.results.get(key)
+    if arguments is None:
+        arguments = rows.results[key] = _find_argument_rows(rows, numbers)
+    results = [function(*row) for row in arguments.argument_rows]
     if name is not None:
-        found = rows.known[name, *key] = _build_columns(rows, asked, answers)
-        return found
-    inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
+        result = rows.results[name, *key] = _build_columns(rows, arguments, results)
+        return result
+    inside = chain.from_iterable(results) if isinstance(results[0], tuple) else results
     # A closure is a new object on each call, so it cannot be a cache key: its results are the key.
-    told = (*key, *answers, *map(type, inside))
-    found = rows.known.get(told)
-    if found is None:
-        found = rows.known[told] = _build_columns(rows, asked, answers)
-    return found
+    key = (*key, *results, *map(type, inside))
+    result = rows.results.get(key)
+    if result is None:
+        result = rows.results[key] = _build_columns(rows, arguments, results)
+    return result
 
 
 def _find_cache_name(function: Any) -> Any:
@@ -74,25 +74,25 @@ def _find_argument_rows(rows: Rows, numbers: Sequence[Any]) -> _ArgumentRows:
         values = expand(rows, keys, number)
         at.append(values)
         if type(number) is Column:
-            places, different = encode_values(number.values)
-            codes = codes * different + expand(rows, keys, Column(rows, number.keys, places))
+            value_indices, different = encode_values(number.values)
+            codes = codes * different + expand(rows, keys, Column(rows, number.keys, value_indices))
             limit *= different
-    found = find_distinct(codes, limit)
-    each = [
-        values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
+    distinct = find_distinct(codes, limit)
+    argument_rows = [
+        values[distinct.rows].tolist() if isinstance(values, np.ndarray) else [values] * distinct.number
         for values in at
     ]
-    return _ArgumentRows(keys, found.codes, list(zip(*each, strict=True)))
+    return _ArgumentRows(keys, distinct.codes, list(zip(*argument_rows, strict=True)))
 
 
-def _build_columns(rows: Rows, asked: _ArgumentRows, answers: list[Any]) -> Any:
+def _build_columns(rows: Rows, arguments: _ArgumentRows, results: list[Any]) -> Any:
     # Group argument rows with equal results, so that the result has as few distinct rows as possible.
     kinds: dict[Any, int] = {}
-    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
-    answers = list(kinds)
-    if len(answers) == 1:
-        return answers[0]
-    keys, first = rows.regrouped(asked.keys, kind_of)
+    kind_of = np.array([kinds.setdefault(result, len(kinds)) for result in results])[arguments.codes]
+    results = list(kinds)
+    if len(results) == 1:
+        return results[0]
+    keys, first = rows.regroup(arguments.keys, kind_of)
     kind_of = kind_of[first]
 
     def column(values: Sequence[Any]) -> Any:
@@ -100,7 +100,7 @@ def _build_columns(rows: Rows, asked: _ArgumentRows, answers: list[Any]) -> Any:
         if values.count(first) == len(values):
             return first
         array = np.array(values)[kind_of]
-        told = Column, keys, array.dtype.char, array.tobytes()
-        return rows.known.setdefault(told, Column(rows, keys, array))
+        key = Column, keys, array.dtype.char, array.tobytes()
+        return rows.results.setdefault(key, Column(rows, keys, array))
 
-    return stack_fields(answers, column)
+    return stack_fields(results, column)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
 
 _SIZES = ("micro_batch_size", "global_batch_size")
-"""Recipe fields that may differ between plans that are computed together."""
+"""Recipe fields that may differ between plans that are computed batch."""
 _DEGREES = tuple(field.name for field in fields(Degrees))
 _SPREAD = (*_DEGREES, "sequence_parallel", "etp")
-"""Layout fields that may differ between plans that are computed together."""
+"""Layout fields that may differ between plans that are computed batch."""
 _DERIVED = ("splits_sequence", "expert_tp")
 """Layout properties derived from these fields by more than arithmetic, evaluated plan by plan."""
 
@@ -57,16 +57,16 @@ def compute_stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes
 def compute_peaks(plans: Sequence[Plan]) -> NDArray[np.int64]:
     """Return ``plan.memory().peak_bytes`` of each plan, shape ``(len(plans),)``, exact to the byte.
 
-    Plans that differ in degrees and batch sizes only are computed together, which makes each of them cheaper.
+    Plans that differ in degrees and batch sizes only are computed batch, which makes each of them cheaper.
     Raises ``ValueError`` for a plan without formulas, as :meth:`Plan.memory`.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, plan in enumerate(plans):
         groups.setdefault(_build_group_key(plan), []).append(index)
-    found = np.zeros(len(plans), np.int64)
+    peaks = np.zeros(len(plans), np.int64)
     for indices in groups.values():
-        found[indices] = _compute_group_peaks([plans[index] for index in indices])
-    return found
+        peaks[indices] = _compute_group_peaks([plans[index] for index in indices])
+    return peaks
 
 
 def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
@@ -78,35 +78,35 @@ def _compute_group_peaks(plans: list[Plan]) -> NDArray[np.int64]:
     owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
     rows = Rows([np.arange(len(owners))])
 
-    def column(values: list[Any]) -> Any:
+    def build_column(values: list[Any]) -> Any:
         return rows.column(1, np.array(values, np.int64))
 
-    def varied(nouns: list[Any], names: Sequence[str]) -> ObjectBatch:
-        found = {}
+    def build_batch(objects: list[Any], names: Sequence[str]) -> ObjectBatch:
+        differing = {}
         for name in names:
-            values = [getattr(noun, name, None) for noun in nouns]
+            values = [getattr(item, name, None) for item in objects]
             if any(value != values[0] for value in values) and None not in values:
-                found[name] = column([values[owner] for owner in owners])
-        return ObjectBatch(type(nouns[0]), nouns[0], **found)
+                differing[name] = build_column([values[owner] for owner in owners])
+        return ObjectBatch(type(objects[0]), objects[0], **differing)
 
     first = plans[0]
-    together = ObjectBatch(
+    batch = ObjectBatch(
         type(first),
         first,
-        recipe=varied([plan.recipe for plan in plans], _SIZES),
-        layout=varied([plan.layout for plan in plans], (*_SPREAD, *_DERIVED)),
-        degrees=varied([plan.degrees for plan in plans], _DEGREES),
+        recipe=build_batch([plan.recipe for plan in plans], _SIZES),
+        layout=build_batch([plan.layout for plan in plans], (*_SPREAD, *_DERIVED)),
+        degrees=build_batch([plan.degrees for plan in plans], _DEGREES),
     )
     columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
-    shape: Any = StageShape(*(column(list(values)) for values in columns))
-    plan: Any = together
+    shape: Any = StageShape(*(build_column(list(values)) for values in columns))
+    plan: Any = batch
     peaks = compute_stage_bytes(plan, find_modules(plan), model.count_weights(plan, shape)).peak
     starts = np.searchsorted(owners, np.arange(len(plans)))
     return np.maximum.reduceat(rows.spread(peaks), starts)
 
 
 def _build_group_key(plan: Plan) -> tuple[Any, ...]:
-    """Return what plans must have in common to be computed together.
+    """Return what plans must have in common to be computed batch.
 
     It includes whether there are pipeline stages, and whether an expanded key head is a view, which math
     attention saves as such.

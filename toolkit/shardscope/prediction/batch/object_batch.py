@@ -17,13 +17,13 @@ class ObjectBatch:
         self._kind, self._like = kind, like
 
     def __getattr__(self, name: str) -> Any:
-        told = getattr(self._kind, name, None)
-        if isinstance(told, property):
-            assert told.fget is not None
-            found = told.fget(self)
-        elif isinstance(told, FunctionType):
-            found = told.__get__(self)
+        member = getattr(self._kind, name, None)
+        if isinstance(member, property):
+            assert member.fget is not None
+            value = member.fget(self)
+        elif isinstance(member, FunctionType):
+            value = member.__get__(self)
         else:
-            found = getattr(self._like, name)
-        self.__dict__[name] = found
-        return found
+            value = getattr(self._like, name)
+        self.__dict__[name] = value
+        return value

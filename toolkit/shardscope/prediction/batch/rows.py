@@ -18,7 +18,7 @@ class Rows:
     """A table of plans with integer keys, one array of shape ``(rows,)`` for each key.
 
     A set of keys is a bit mask: bit i stands for the i-th key. Rows may be grouped (``groups``); the keys of
-    groups, arrays of shape ``(groups,)``, take the lowest bits. ``known`` caches computed columns.
+    groups, arrays of shape ``(groups,)``, take the lowest bits. ``results`` caches computed columns.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Rows:
         """Pairs of a derived key and the keys that it was derived from."""
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
             self._keep(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
-        self.known: dict[tuple[Any, ...], Any] = {}
-        """Cache of results by operation and operands (``column.question``)."""
+        self.results: dict[tuple[Any, ...], Any] = {}
+        """Cache of results by operation and operands (``column.cache_key``)."""
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
-        self._told: dict[tuple[int, bytes], int] = {}
+        self._regrouped: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
 
     @classmethod
@@ -64,14 +64,14 @@ class Rows:
         assert self._groups is not None
         return self._column(keys, values[self._groups.codes[self._index(keys).rows]])
 
-    def _column(self, keys: int, found: NDArray[Any]) -> Any:
-        return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
+    def _column(self, keys: int, result: NDArray[Any]) -> Any:
+        return result[0].item() if len(result) and (result == result[0]).all() else Column(self, keys, result)
 
-    def forget(self) -> None:
+    def clear_results(self) -> None:
         """Clear the cache of results to free memory; later calls recompute them."""
-        self.known.clear()
+        self.results.clear()
 
-    def regrouped(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    def regroup(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         """Return a key with the grouping of ``codes``, and its representatives.
 
         ``codes`` has one integer for each distinct row of ``keys``. The second value has, for each distinct
@@ -79,25 +79,25 @@ class Rows:
         """
         if self._all_differ:
             return keys, np.arange(self.num_rows)
-        told = keys, codes.tobytes()
-        found = self._told.get(told)
+        key = keys, codes.tobytes()
+        result = self._regrouped.get(key)
         index = self._index(keys)
-        if found is None:
-            own = Grouping(find_distinct(codes, int(codes.max()) + 1), index)
-            if own.number == index.number:
-                self._told[told] = keys
+        if result is None:
+            grouping = Grouping(find_distinct(codes, int(codes.max()) + 1), index)
+            if grouping.number == index.number:
+                self._regrouped[key] = keys
                 return keys, np.arange(index.number)
             # An equal grouping may exist already, derived from other keys: then both share one key.
             fresh = 1 << max(self._indices).bit_length()
-            found = self._partitions.setdefault(renumber_by_occurrence(own).tobytes(), fresh)
-            if found == fresh:
-                self._keep(found, own)
-            self._told[told] = found
-            self._deciding.append((found, keys))
-            for given, decided in self._decided.items():
+            result = self._partitions.setdefault(renumber_by_occurrence(grouping).tobytes(), fresh)
+            if result == fresh:
+                self._keep(result, grouping)
+            self._regrouped[key] = result
+            self._deciding.append((result, keys))
+            for known_keys, decided in self._decided.items():
                 if decided & keys == keys:
-                    self._decided[given] |= found
-        return found, index.at(self._index(found))
+                    self._decided[known_keys] |= result
+        return result, index.map_rows_of(self._index(result))
 
     def spread(self, value: Any) -> NDArray[Any]:
         """Return a column or number expanded to shape ``(rows,)``. Do not write to the result."""
@@ -106,69 +106,69 @@ class Rows:
             return value.values if index is self._each else value.values.take(index.codes, mode="clip")
         return np.full(self.num_rows, value)
 
-    def joined(self, left: int, right: int) -> tuple[int, Any, Any]:
+    def join(self, left: int, right: int) -> tuple[int, Any, Any]:
         """Return the joint keys, and for their distinct rows the indices into both sides (None: identity)."""
-        found = self._joined.get((left, right))
-        if found is None:
-            found = self._joined[left, right] = self._join(left, right)
-        return found
+        result = self._joined.get((left, right))
+        if result is None:
+            result = self._joined[left, right] = self._join(left, right)
+        return result
 
     def _join(self, left: int, right: int) -> tuple[int, Any, Any]:
-        whole = left | right
-        one, other = self._index(left), self._index(right)
-        if one is other:
+        joint = left | right
+        first, second = self._index(left), self._index(right)
+        if first is second:
             return left, None, None
         # If one key set determines the other, its distinct rows are the joint ones.
         if self._decided[left] & right == right:
-            return left, None, other.at(one)
-        if self._decided[right] & left == left and one.number < other.number:
-            return right, one.at(other), None
-        both = self._indices.get(whole) or self._both(left, right)
-        if both.number == one.number:
-            return left, None, other.at(one)
-        if both.number == other.number:
-            return right, one.at(other), None
-        return whole, one.at(both), other.at(both)
+            return left, None, second.map_rows_of(first)
+        if self._decided[right] & left == left and first.number < second.number:
+            return right, first.map_rows_of(second), None
+        both = self._indices.get(joint) or self._both(left, right)
+        if both.number == first.number:
+            return left, None, second.map_rows_of(first)
+        if both.number == second.number:
+            return right, first.map_rows_of(second), None
+        return joint, first.map_rows_of(both), second.map_rows_of(both)
 
     def _index(self, keys: int) -> Grouping:
-        found = self._indices.get(keys)
-        if found is None:
+        result = self._indices.get(keys)
+        if result is None:
             low = keys & -keys
-            found = self._both(keys ^ low, low)
-        return found
+            result = self._both(keys ^ low, low)
+        return result
 
     def _both(self, left: int, right: int) -> Grouping:
         """Group the rows by both key sets, starting from the coarsest known grouping that is fine enough."""
-        whole = left | right
-        one, other = self._index(left), self._index(right & ~left)
+        joint = left | right
+        first, second = self._index(left), self._index(right & ~left)
         if left & right:
-            less = self._index(left & ~right), self._index(right)
-            if less[0].number * less[1].number < one.number * other.number:
-                one, other = less
-        base = self._groups if whole & self._of_groups == whole else None
+            smaller = self._index(left & ~right), self._index(right)
+            if smaller[0].number * smaller[1].number < first.number * second.number:
+                first, second = smaller
+        base = self._groups if joint & self._of_groups == joint else None
         for keys, index in self._indices.items():
-            if self._decided[keys] & whole == whole and (base is None or index.number < base.number):
+            if self._decided[keys] & joint == joint and (base is None or index.number < base.number):
                 base = index
         finest = base or self._each
-        for index in (one, other):
+        for index in (first, second):
             if index.number == finest.number:  # already as fine as possible: no need to combine
-                return self._keep(whole, index)
+                return self._keep(joint, index)
         pairs = (
-            one.codes * other.number + other.codes
+            first.codes * second.number + second.codes
             if base is None
-            else one.at(base) * other.number + other.at(base)
+            else first.map_rows_of(base) * second.number + second.map_rows_of(base)
         )
-        told = find_distinct(pairs, one.number * other.number)
+        distinct = find_distinct(pairs, first.number * second.number)
         # A known grouping with as many groups is the same grouping. Reuse it with its order: with a second
         # order, every later join would have to convert between the two.
-        same = (index for index in (finest, one, other) if index.number == told.number)
-        return self._keep(whole, next(same, None) or Grouping(told, base))
+        same = (index for index in (finest, first, second) if index.number == distinct.number)
+        return self._keep(joint, next(same, None) or Grouping(distinct, base))
 
     def _keep(self, keys: int, index: Grouping) -> Grouping:
         self._indices[keys] = index
         decided = keys
-        for made, of in self._deciding:
-            if decided & of == of:
-                decided |= made
+        for derived, sources in self._deciding:
+            if decided & sources == sources:
+                decided |= derived
         self._decided[keys] = decided
         return index

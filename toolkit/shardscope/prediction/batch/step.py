@@ -27,8 +27,7 @@ def compute_step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.flo
     ``ValueError`` that names an unknown figure.
     """
     model = frameworks[plans.layout.framework].timing_model()
-    found = seconds_of(work_of(plans, find_modules(plans), rates_for(plans.cluster), model), stage)
-    parts = found.parts
+    parts = seconds_of(work_of(plans, find_modules(plans), rates_for(plans.cluster), model), stage).parts
     through = sum_columns([parts[part] for part in FLOWING])
     busy = table.by_place(table.rows.spread(sum_columns([through, *(parts[part] for part in ONCE)])))
     flowing = table.by_place(table.rows.spread(through))

@@ -51,11 +51,11 @@ class Table:
         self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
         """Constructor of a table of the same plans with one row per pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
-        self.making: dict[Layout, NDArray[np.int64]] = {}
+        self.host_memory: dict[Layout, NDArray[np.int64]] = {}
         """Host memory while models are built, independent of recomputation (``search/capacity.py``)."""
         self._stages_of: dict[Layout, Any] = {}
-        own = layout.__dataclass_fields__
-        self._fields = [name for name in columns if name in own]
+        layout_fields = layout.__dataclass_fields__
+        self._fields = [name for name in columns if name in layout_fields]
         self._stages(layout, model, every_stage=every_stage)
         self.num_micro_batches = recipe.global_batch_size // (
             columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
@@ -95,13 +95,13 @@ class Table:
             self.pipelines = [list_every_stage(shapes) for shapes in self.pipelines]
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
-        each = counts[self.pipeline_of]
+        num_kinds = counts[self.pipeline_of]
         # First the first stages of all plans, then the second ones: reductions over stages use whole slices.
-        order = np.argsort(-each, kind="stable")
-        sizes = np.array([np.count_nonzero(each > place) for place in range(int(counts.max()))])
-        self._places = np.cumsum(sizes) - sizes
+        order = np.argsort(-num_kinds, kind="stable")
+        sizes = np.array([np.count_nonzero(num_kinds > position) for position in range(int(counts.max()))])
+        self._starts = np.cumsum(sizes) - sizes
         """First row of each stage position."""
-        self._ends = self._places + sizes
+        self._ends = self._starts + sizes
         self.owners = np.concatenate([order[:size] for size in sizes])
         """Plan index of each row; plans with the most stages come first."""
         self._firsts = np.argsort(order)
@@ -110,8 +110,8 @@ class Table:
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
         row_kinds = offsets[self.pipeline_of][self.owners] + self.place
         self._shapes = kinds[row_kinds]
-        alike = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
-        self.num_alike = self.by_place(np.concatenate(alike)[row_kinds])
+        counts_by_kind = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
+        self.num_alike = self.by_place(np.concatenate(counts_by_kind)[row_kinds])
         """Number of stages of each kind, by stage position."""
         self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
 
@@ -143,31 +143,31 @@ class Table:
 
     def stage(self, plans: Any, layout: Layout) -> Any:
         """Return the weights of all plans' stages, which do not depend on recomputation."""
-        found = self._stages_of.get(layout)
-        if found is None:
-            found = self._stages_of[layout] = self._model.count_weights(plans, self.shape)
-        return found
+        weights = self._stages_of.get(layout)
+        if weights is None:
+            weights = self._stages_of[layout] = self._model.count_weights(plans, self.shape)
+        return weights
 
     def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
         """Split row values into first stages, second stages, ...; each starts with the longest pipelines."""
-        return [by_row[first:end] for first, end in zip(self._places, self._ends, strict=True)]
+        return [by_row[first:end] for first, end in zip(self._starts, self._ends, strict=True)]
 
     def by_plan(self, of_first: NDArray[Any]) -> NDArray[Any]:
         """Reorder values of the first stages by plan, shape ``(num_plans,)``."""
         return of_first.take(self._firsts, mode="clip")
 
-    def stages_of(self, plans: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
-        """Return the rows of the stages at ``places`` of ``plans``, shape ``(plans, places)``."""
-        found: NDArray[np.int64] = self._firsts[plans][:, None] + self._places[np.array(places)]
-        return found
+    def stages_of(self, plans: NDArray[np.int64], positions: Sequence[int]) -> NDArray[np.int64]:
+        """Return the rows of the stages at ``positions`` of ``plans``, shape ``(plans, positions)``."""
+        rows: NDArray[np.int64] = self._firsts[plans][:, None] + self._starts[np.array(positions)]
+        return rows
 
     def most(self, by_row: NDArray[Any]) -> NDArray[Any]:
         """Return the maximum over each plan's stages, shape ``(num_plans,)``."""
         first, *others = self.by_place(by_row)
-        found = first.copy()
+        largest = first.copy()
         for other in others:
-            np.maximum(found[: len(other)], other, out=found[: len(other)])
-        return self.by_plan(found)
+            np.maximum(largest[: len(other)], other, out=largest[: len(other)])
+        return self.by_plan(largest)
 
 
 def find_pipeline_shapes(
@@ -195,6 +195,6 @@ def split_columns(arch: Architecture, columns: Columns) -> Iterator[Columns]:
     views = np.broadcast_to(broadcasts_views(arch, cast("int", columns[MICRO_BATCH_SIZE])), number)
     for has_stages in (False, True):
         for has_views in (False, True):
-            found = select_rows(columns, (stages == has_stages) & (views == has_views))
-            for start in range(0, len(found[MICRO_BATCH_SIZE]), CHUNK):
-                yield {name: column[start : start + CHUNK] for name, column in found.items()}
+            group = select_rows(columns, (stages == has_stages) & (views == has_views))
+            for start in range(0, len(group[MICRO_BATCH_SIZE]), CHUNK):
+                yield {name: column[start : start + CHUNK] for name, column in group.items()}
