@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from shardscope.core.errors import Value, check_choice, check_integer, check_keys, refuse
 from shardscope.core.fixes import check_keywords, without_fix_search
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.recipe import Recipe
-
-LayoutT = TypeVar("LayoutT", bound="Layout")
 
 OptionValue = bool | int | str | None
 """Value of a layout's field."""
@@ -316,17 +314,6 @@ class Layout(Serializable):
         from shardscope.core.serialization import FORMAT_VERSION
 
         return json.dumps({"shardscope": "Layout", "version": FORMAT_VERSION, **self.to_dict()}, indent=2)
-
-
-def narrow_layout(layout: Layout, layout_class: type[LayoutT]) -> LayoutT:
-    """Return ``layout`` as ``layout_class``, for code of one framework that reads its own options.
-
-    Raises ``TypeError`` for the layout of another framework.
-    """
-    # Compares names instead of types: the search passes columns of many layouts, which have no common class.
-    if layout.framework != layout_class.framework:
-        raise TypeError(f"{layout.title} layout where {layout_class.__name__} is required")
-    return cast(LayoutT, layout)
 
 
 def _create_layout(framework: str, **options: OptionValue) -> Layout:
