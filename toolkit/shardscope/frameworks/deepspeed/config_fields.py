@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts
+from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -19,7 +19,7 @@ def written(plan: Plan) -> set[str]:
     layout: Any = plan.layout
     found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
     found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
-    if casts(layout, plan.recipe):
+    if casts_gradients(layout, plan.recipe):
         found.add("communication_data_type")
     if layout.stage == 3:
         found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}

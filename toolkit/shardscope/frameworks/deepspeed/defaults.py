@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, written
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import casts_gradients, get_layout
 from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie, tie_degrees
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 def get_reduce_type(plan: Plan) -> ReduceType:
     """Return ``communication_data_type``, by default the compute type (deepspeed/runtime/engine.py, 0.19)."""
-    if plan.recipe.precision == "fp32" or casts(get_layout(plan), plan.recipe):
+    if plan.recipe.precision == "fp32" or casts_gradients(get_layout(plan), plan.recipe):
         return "fp32"
     return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
 

@@ -22,9 +22,9 @@ from shardscope.core.layout import (
     find_largest_divisor,
 )
 from shardscope.core.ops import ceil_div
+from shardscope.core.precision import FP32, widths
 from shardscope.families.registry import family_of
 from shardscope.families.unknown import UnknownFamily
-from shardscope.frameworks.deepspeed.communication import QUANTIZED, check_communication, check_zeropp
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -63,6 +63,8 @@ def largest_tensor(architecture: Architecture) -> int:
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+"""Options of ZeRO++'s quantized communication (Wang et al. 2023)."""
 NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
 """Environment variable with the folder on a fast disk that ranks swap to; default: the run's own folder."""
 _NO_MICS = (
@@ -419,3 +421,71 @@ class ZeroLayout(Layout):
 def get_layout(plan: Plan) -> ZeroLayout:
     """Return the plan's layout with its type; in a batch of plans it has columns in place of numbers."""
     return cast("ZeroLayout", plan.layout)
+
+
+# ---- communication_data_type
+#
+# DeepSpeed 0.19 casts a half-precision bucket before the reduction and rounds the sum back once: in stage 0
+# DeepSpeedEngine.allreduce_bucket (deepspeed/runtime/engine.py), in stages 1 and 2 allreduce_bucket
+# (deepspeed/runtime/zero/stage_1_and_2.py). In stage 3 the bucket itself has that type
+# (_setup_for_real_optimizer, deepspeed/runtime/zero/stage3.py), and the reduced partitions are rounded
+# (__avg_scatter_grads).
+
+
+def check_communication(layout: ZeroLayout) -> None:
+    """Raise ``ValueError`` for other types, for layouts that ignore it, and if no formula counts the cast."""
+    check_choice("Layout.communication_data_type", layout.communication_data_type, (None, "fp32"))
+    if layout.communication_data_type is None:
+        return
+    why = ""
+    if layout.zero_quantized_gradients:
+        why = "None with zero_quantized_gradients, which send 4 bits"
+    elif layout.ep > 1 and layout.stage in (1, 2):
+        why = "None with ep > 1 in stages 1 and 2: no formula counts the cast of the experts' own buckets"
+    if why:
+        refuse(
+            "Layout.communication_data_type",
+            layout.communication_data_type,
+            why,
+            {"communication_data_type": None},
+        )
+
+
+def casts_gradients(layout: ZeroLayout, recipe: Recipe) -> bool:
+    """Return whether gradients are cast for the reduction: fp32 gradients are not."""
+    return layout.communication_data_type == "fp32" and widths[recipe.precision].compute < FP32
+
+
+def get_reduction_width(layout: ZeroLayout, recipe: Recipe) -> int:
+    """Return the bytes of a gradient in the reduction type."""
+    return FP32 if casts_gradients(layout, recipe) else widths[recipe.precision].compute
+
+
+def get_cast_width(layout: ZeroLayout, recipe: Recipe) -> int:
+    """Return the size of a cast gradient in uncast elements; 0 if there is no cast."""
+    return FP32 // widths[recipe.precision].compute if casts_gradients(layout, recipe) else 0
+
+
+# ---- ZeRO++ (Wang et al. 2023): secondary partitions within a node, and quantized communication
+
+_NOT_COUNTED = "to be predicted: no formula counts the buffers into which DeepSpeed's kernels quantize"
+
+
+def check_not_quantized(layout: ZeroLayout, why: str = _NOT_COUNTED) -> None:
+    """Raise ``ValueError`` with the reason ``why`` for quantized communication (ZeRO++)."""
+    for field in QUANTIZED:
+        if getattr(layout, field):
+            refuse(f"Layout.{field}", True, f"False {why}", {field: False})
+
+
+def check_zeropp(layout: ZeroLayout) -> None:
+    """Raise ``ValueError`` for combinations of ZeRO++ options that are not supported."""
+    size = layout.zero_hpz_partition_size
+    if layout.stage < 3:
+        for field, off in (("zero_hpz_partition_size", 1), *((field, False) for field in QUANTIZED)):
+            value = getattr(layout, field)
+            if value != off:
+                refuse(f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", {field: off})
+    if size > 1 and layout.offload_params:
+        why = "1 with offload_params: no formula counts secondary partitions in host memory"
+        refuse("Layout.zero_hpz_partition_size", size, why, {"zero_hpz_partition_size": 1})

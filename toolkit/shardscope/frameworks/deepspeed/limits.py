@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.errors import refuse
 from shardscope.families.registry import families_with
-from shardscope.frameworks.deepspeed.communication import check_not_quantized
-from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
+from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, check_not_quantized
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.machine.host import multiplies_in_fp16
 from shardscope.memory.activations.head import resolve_loss

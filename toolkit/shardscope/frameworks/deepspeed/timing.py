@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.communication import check_not_quantized, reduced_width
+from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_reduction_width
 from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
@@ -31,7 +31,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     layout: Any = plan.layout
     check_not_quantized(layout)
     half, degrees = widths[plan.recipe.precision].compute, plan.degrees
-    width = reduced_width(layout, plan.recipe)
+    width = get_reduction_width(layout, plan.recipe)
     ranks, stride = degrees.data_parallel, degrees.tp
     micro_batches = plan.num_micro_batches
     gathered, reduced = stage.base * half, stage.trainable * half

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from shardscope.core.number_format import count
 from shardscope.core.ops import ceil_div
-from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts, reduced_width
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients, get_layout, get_reduction_width
 from shardscope.training.accounting.tensors import tensor_bytes
 from shardscope.training.engine import LiveTensors
 
@@ -153,7 +152,7 @@ def read_back(plan: Plan, engine: DeepSpeedEngine) -> dict[str, object]:
         _agree(field, getattr(engine, field)(), getattr(layout, field))
     # In stage 0 the engine itself reduces gradients.
     reduce_dtype = (optimizer if stage else engine).communication_data_type
-    _agree("bytes of a reduced gradient", reduce_dtype.itemsize, reduced_width(layout, plan.recipe))
+    _agree("bytes of a reduced gradient", reduce_dtype.itemsize, get_reduction_width(layout, plan.recipe))
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
     updated = _count_updated_weights(stage, optimizer, parameters, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -173,7 +172,7 @@ def read_back(plan: Plan, engine: DeepSpeedEngine) -> dict[str, object]:
         "optimizer_bytes": tensor_bytes(current.optimizer),
         "zero_hpz_partition_size": layout.zero_hpz_partition_size,
         **{field: getattr(layout, field) for field in QUANTIZED if getattr(layout, field)},
-        "sums_in_fp32": casts(layout, plan.recipe),
+        "sums_in_fp32": casts_gradients(layout, plan.recipe),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "gradient_clipping": engine.gradient_clipping(),
     }

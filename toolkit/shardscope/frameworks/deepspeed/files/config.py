@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.communication import QUANTIZED, casts
+from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients
 from shardscope.frameworks.deepspeed.memory.offload_config import count_params_buffer_elements
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str,
         # (``DeepSpeedConfig._batch_assertion``), and AutoTP's are made later: it follows from the others.
         del found["train_batch_size"]
         found["tensor_parallel"] = {"autotp_size": layout.tp}
-    if casts(layout, recipe):
+    if casts_gradients(layout, recipe):
         found["communication_data_type"] = layout.communication_data_type
     if recipe.precision == "fp16-mixed":
         found["fp16"] = {"enabled": True}

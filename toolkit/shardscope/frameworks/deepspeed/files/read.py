@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.recipe import Recipe
 from shardscope.core.text_positions import KeyPath
-from shardscope.frameworks.deepspeed.communication import QUANTIZED
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
 from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
-from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
+from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, QUANTIZED, REMOVED, ZeroLayout
 from shardscope.frameworks.formats.documents import Document, read_json
 from shardscope.frameworks.formats.sidecar_files import (
     PlanParts,

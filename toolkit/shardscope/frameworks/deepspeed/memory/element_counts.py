@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import gib
 from shardscope.core.ops import map_distinct, maximum
 from shardscope.core.precision import widths
-from shardscope.frameworks.deepspeed.communication import cast_elements
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import ReductionOptions
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel
@@ -224,7 +223,7 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, on_gpu
             nvme=get_nvme_options(layout, recipe) if swaps else None,
             norm_width=FP64 // half if offloads_gradients else 0,
             reads_gradients_back=offloads_gradients and on_gpu,
-            cast_width=cast_elements(layout, recipe),
+            cast_width=get_cast_width(layout, recipe),
         ),
     )
 

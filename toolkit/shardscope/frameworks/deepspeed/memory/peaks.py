@@ -169,9 +169,9 @@ def compute_activation_sizes(plan: Plan, stage: Stage) -> ActivationSizes:
         fetches_one_by_one=_fetches_one_by_one(plan, modules),
         attention=tokens * map_distinct(lambda tp: _compute_attention_bytes(arch, modules, tp), tp),
         interval=recipe.recompute_interval if recipe.recompute != "none" else 1,
-        unsaved=recomputes
-        * tokens
-        * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), tp),
+        unsaved=tokens * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), tp)
+        if recomputes
+        else 0,
     )
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import count
 from shardscope.core.ops import all_true, ceil_div, where
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.communication import check_not_quantized
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout
 from shardscope.frameworks.deepspeed.memory.element_counts import count_rank
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import compute_stage_0_state
 from shardscope.frameworks.deepspeed.memory.offload_config import offload_state

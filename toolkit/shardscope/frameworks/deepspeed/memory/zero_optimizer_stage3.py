@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.communication import reduced_width
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
 from shardscope.frameworks.deepspeed.memory.parameter_offload import ModuleTrace, TracedModel
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import (
@@ -59,7 +58,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         (FP32 + (half if half < FP32 else 0)) * counts.update_group,
         FP32 * counts.update_group + compute_flat_working(plan.recipe.optimizer, counts.update_group),
     )
-    bucket_width = reduced_width(layout, plan.recipe)
+    bucket_width = get_reduction_width(layout, plan.recipe)
     bucket = bucket_width * layout.reduce_bucket_size if layout.contiguous_gradients else 0
     secondary = count_secondary_partitions(plan)
 

@@ -15,8 +15,7 @@ import numpy as np
 from shardscope.core.number_format import gib
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout, get_reduction_width
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
@@ -181,11 +180,11 @@ def compute_pipeline_reduction_bytes(plan: Plan, rank: RankCounts) -> int:
     layout = get_layout(plan)
     bucket = count_bucket_elements(plan, rank.counts)
     if layout.contiguous_gradients:
-        buckets = (rank.half + reduced_width(layout, plan.recipe)) * bucket
+        buckets = (rank.half + get_reduction_width(layout, plan.recipe)) * bucket
         copies = rank.half * rank.counts.final_reduction[1].staging
         return (layout.stage == 1) * (buckets + copies)
     # A flattened copy, and its cast.
-    return (layout.stage == 1) * rank.half * (1 + cast_elements(layout, plan.recipe)) * bucket
+    return (layout.stage == 1) * rank.half * (1 + get_cast_width(layout, plan.recipe)) * bucket
 
 
 def compute_flattening_bytes(half: int, partition: int, largest_slice: int) -> int:

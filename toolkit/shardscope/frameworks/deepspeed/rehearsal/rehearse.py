@@ -16,8 +16,7 @@ import torch
 
 from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import families_with
-from shardscope.frameworks.deepspeed.communication import check_not_quantized
-from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
 from shardscope.frameworks.deepspeed.rehearsal.engine import (
