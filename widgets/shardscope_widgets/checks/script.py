@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from typing import Any
 
 import shardscope as ss
 from shardscope.planner.checks import Finding
@@ -27,7 +26,7 @@ class ScriptChecks(View):
     ``functions`` are found by name; by default, the notebook's.
     """
 
-    def __init__(self, plan: ss.Plan | None = None, *, functions: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, plan: ss.Plan | None = None, *, functions: Mapping[str, object] | None = None) -> None:
         self._plan, self._functions = plan, functions
         self._code: UserCode | None = None
         self.findings: list[Finding] = []

@@ -83,11 +83,11 @@ class Chart(go.FigureWidget):
     )
     clickable = traitlets.Bool(False, help="Whether clicks are reported, and marks look so.").tag(sync=True)
     revision = traitlets.Int(0, help="Counts what was sent; observe it to follow the figure.")
-    _drawn: traitlets.List[dict[str, Any]] = traitlets.List(
+    _drawn: traitlets.List[dict[str, object]] = traitlets.List(
         help="Properties as redraw last set them: the layout's, then each trace's."
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._listeners: list[ClickListener] = []
         super().__init__(*args, **kwargs)
         self.on_msg(self._handle_message)
@@ -100,7 +100,7 @@ class Chart(go.FigureWidget):
         return _shared_plotly()
 
     @traitlets.default("_drawn")
-    def _default_drawn(self) -> list[dict[str, Any]]:
+    def _default_drawn(self) -> list[dict[str, object]]:
         return [{} for _ in range(len(self.data) + 1)]
 
     @traitlets.default("keys")
@@ -116,7 +116,7 @@ class Chart(go.FigureWidget):
     _send_relayout_msg = _send_restyle_msg = _send_update_msg = _send_animate_msg = _send_figure
     _send_addTraces_msg = _send_moveTraces_msg = _send_deleteTraces_msg = _send_figure  # noqa: N815
 
-    def redraw(self, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
+    def redraw(self, traces: Sequence[Mapping[str, object]], layout: Mapping[str, object]) -> None:
         """Set these properties of each trace and of the layout in one update.
 
         Only properties that differ from the last redraw are set: plotly takes 0.1 ms to validate each.
@@ -137,7 +137,7 @@ class Chart(go.FigureWidget):
         """Return the current figure as one ``<svg>`` element, without a browser."""
         return draw_svg(self._data, self._layout_obj._props)
 
-    def _handle_message(self, _: object, content: Any, __: object) -> None:
+    def _handle_message(self, _: object, content: object, __: object) -> None:
         match content:
             case {"click": {"trace": int(trace), "point": int(point), "customdata": customdata}}:
                 # A click sent before the figure changed may refer to a trace that no longer exists.

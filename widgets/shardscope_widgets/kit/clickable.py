@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import anywidget
 import traitlets
@@ -83,7 +82,7 @@ class Clickable(anywidget.AnyWidget):
         else:
             self.error = ""
 
-    def _handle_message(self, _: object, content: Any, __: object) -> None:
+    def _handle_message(self, _: object, content: object, __: object) -> None:
         match content:
             case {"act": str(act), "answer": str(typed)}:
                 self.submit_text(act, typed)

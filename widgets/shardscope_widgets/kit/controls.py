@@ -54,7 +54,7 @@ def share_filling_layout() -> widgets.Layout:
     return share_layout(flex="1 1 0", width="auto", min_width="0")
 
 
-def create_html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
+def create_html(value: str = "", *classes: str, **traits: object) -> widgets.HTML:
     """Return an HTML widget, on a shared layout unless one is given."""
     widget = widgets.HTML(
         value,
@@ -76,13 +76,13 @@ def create_label(text: str, width: str = "auto") -> widgets.Label:
     return widgets.Label(text, layout=share_fixed_layout(width), style=style)
 
 
-def create_dropdown(**traits: Any) -> widgets.Dropdown:
+def create_dropdown(**traits: object) -> widgets.Dropdown:
     """Return a dropdown list with one choice."""
     style = _reuse(widgets.widgets.widget_description.DescriptionStyle)
     return widgets.Dropdown(**{"layout": share_filling_layout(), "style": style, **traits})
 
 
-def create_text_box(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
+def create_text_box(value: object, tooltip: str, width: str | None = None, **traits: object) -> widgets.Text:
     """Return a text box that reports on Enter or on losing focus, with a name for screen readers."""
     style = _reuse(widgets.widgets.widget_string.TextStyle)
     layout = share_filling_layout() if width is None else share_fixed_layout(width)
@@ -102,7 +102,7 @@ def create_segments(options: list[tuple[str, Any]], name: str) -> widgets.Toggle
     return buttons
 
 
-def create_button(description: str, *classes: str, **traits: Any) -> widgets.Button:
+def create_button(description: str, *classes: str, **traits: object) -> widgets.Button:
     """Return a button with these CSS classes, on a shared layout unless one is given."""
     button = widgets.Button(
         description=description,

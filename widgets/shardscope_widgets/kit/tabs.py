@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import anywidget
 import traitlets
@@ -27,7 +26,7 @@ class Tabs(anywidget.AnyWidget):
         super().__init__(names=list(names), value=names[0], layout=controls.share_layout())
         self.add_class("ss-tabs")
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
+    def set_state(self, sync_data: dict[str, object]) -> None:
         """Apply a state sent by the page. Show an error for an unknown tab instead of raising."""
         try:
             super().set_state(sync_data)

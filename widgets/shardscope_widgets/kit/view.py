@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import ipywidgets as widgets
 
@@ -34,9 +33,9 @@ class View(widgets.VBox):
             self._saved = SavedOutput(self)
         self._saved.display()
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any] | None:
+    def _repr_mimebundle_(self, **kwargs: object) -> dict[str, object] | None:
         """Return the widget with its picture as HTML, for front ends that request both at once."""
-        bundle: dict[str, Any] | None = super()._repr_mimebundle_(**kwargs)
+        bundle: dict[str, object] | None = super()._repr_mimebundle_(**kwargs)
         if bundle is not None:
             bundle["text/html"] = draw_picture(self)
         return bundle

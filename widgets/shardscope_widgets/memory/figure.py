@@ -34,7 +34,7 @@ DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot", "5px 2px 2px 2px"
 DASH_SIGNS = ("– –", "···", "– ·", "— —", "— ·", "–··")
 
 
-def _build_pattern(name: str) -> dict[str, Any]:
+def _build_pattern(name: str) -> dict[str, object]:
     pattern = {"shape": COMPONENT_PATTERNS.get(name, ""), "size": 5, "solidity": 0.25}
     # Lines are light on dark colours.
     light = {"fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.75)"}
@@ -96,7 +96,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
     return figure
 
 
-def _build_layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, object]:
     return {
         "barmode": "stack",
         "bargap": 0.2,
@@ -160,7 +160,7 @@ def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
     bars_domain, timeline_domain = (
         (COLLAPSED_DOMAIN, FULL_DOMAIN) if is_timeline else (FULL_DOMAIN, COLLAPSED_DOMAIN)
     )
-    layout: dict[str, Any] = {
+    layout: dict[str, object] = {
         "xaxis.domain": bars_domain,
         "yaxis.domain": bars_domain,
         "xaxis2.domain": timeline_domain,
@@ -173,7 +173,7 @@ def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
     }
     # Invisible traces stay empty: filling them takes half of a redraw's time.
     if is_timeline:
-        hidden: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
+        hidden: list[dict[str, object]] = [{"visible": False}] * len(NAMES)
         overlays = _list_overlays(shown)
         layout |= _build_timeline_layout(shown, overlays, inner)
         figure.redraw([*hidden, *_build_areas(shown.report), *_build_lines(overlays)], layout)
@@ -185,7 +185,7 @@ def draw_memory(figure: Chart, shown: ShownMemory, mode: Mode = "peak") -> None:
 # Bars
 
 
-def _build_bars(rows: list[Bar]) -> list[dict[str, Any]]:
+def _build_bars(rows: list[Bar]) -> list[dict[str, object]]:
     """Return each component's part of every bar that has data."""
     filled = [row for row in rows if row.components]
     return [
@@ -199,7 +199,7 @@ def _build_bars(rows: list[Bar]) -> list[dict[str, Any]]:
     ]
 
 
-def _build_bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
+def _build_bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, object]:
     widest = _find_axis_end(rows)
     keys = [row.key for row in rows]
     # Rows keep their height and start at the top if they do not fill the chart.
@@ -230,7 +230,7 @@ def _find_axis_end(rows: list[Bar]) -> float:
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _build_capacity_marks(rows: list[Bar]) -> list[dict[str, Any]]:
+def _build_capacity_marks(rows: list[Bar]) -> list[dict[str, object]]:
     """Return each row's capacity and, for bars that have one, the band from minimum to maximum."""
     marks = []
     thick = {"type": "line", "xref": "x", "yref": "y", "line": {"width": 2, "color": INK}}
@@ -249,7 +249,7 @@ def _build_capacity_marks(rows: list[Bar]) -> list[dict[str, Any]]:
     return marks
 
 
-def _build_total_label(row: Bar, widest: float) -> dict[str, Any]:
+def _build_total_label(row: Bar, widest: float) -> dict[str, object]:
     """Return the bar's bytes for the right margin or, for an empty bar, why it is empty."""
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
@@ -279,7 +279,7 @@ def _build_total_label(row: Bar, widest: float) -> dict[str, Any]:
     }
 
 
-def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
+def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, object]:
     """Return the label of the GPU's capacity mark, below all rows so that no bar crosses it."""
     capacity = rows[0].capacity_bytes / GIB
     where = "" if all(row.is_on_gpu for row in rows) else " on each GPU"
@@ -326,7 +326,7 @@ def _sum_components(report: MemoryReport) -> list[float]:
     return [sum(components.values()) / GIB for components in _read_timeline(report)[1]]
 
 
-def _build_areas(report: MemoryReport) -> list[dict[str, Any]]:
+def _build_areas(report: MemoryReport) -> list[dict[str, object]]:
     """Return the prediction's components over one step."""
     times, components_by_time = _read_timeline(report)
     return [
@@ -335,7 +335,7 @@ def _build_areas(report: MemoryReport) -> list[dict[str, Any]]:
     ]
 
 
-def _build_lines(timelines: Sequence[_Timeline]) -> list[dict[str, Any]]:
+def _build_lines(timelines: Sequence[_Timeline]) -> list[dict[str, object]]:
     lines = []
     by_name = {timeline.name: timeline for timeline in timelines}
     for name in TIMELINES:
@@ -352,7 +352,7 @@ def _build_lines(timelines: Sequence[_Timeline]) -> list[dict[str, Any]]:
 
 def _build_timeline_layout(
     shown: ShownMemory, overlays: Sequence[_Timeline], inner_pixels: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     report = shown.report
     capacity = report.usable_bytes / GIB
     highest = max(
@@ -383,7 +383,7 @@ def _build_timeline_layout(
 
 def _place_margin_labels(
     labels: Sequence[tuple[float, str, str]], pixels: float, top: float
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return labels for the right margin at their heights in GiB, moved apart where they would overlap."""
     placed = []
     ceiling = top * pixels - TIMELINE_LABEL_PIXELS / 2
@@ -397,7 +397,7 @@ def _place_margin_labels(
     return placed
 
 
-def _build_peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
+def _build_peak_label(report: MemoryReport, pixels: float) -> dict[str, object]:
     """Return the label at the peak, placed above the capacity line if it would overlap that."""
     peak = report.worst_stage.peak
     height, capacity = peak.total / GIB, report.usable_bytes / GIB
@@ -411,7 +411,7 @@ def _build_peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _build_capacity_line(capacity: float) -> dict[str, Any]:
+def _build_capacity_line(capacity: float) -> dict[str, object]:
     line = {"width": 1, "color": INK, "dash": "dot"}
     return {
         "type": "line", "xref": "x2 domain", "yref": "y2", "x0": 0, "x1": 1, "y0": capacity, "y1": capacity,
@@ -419,7 +419,7 @@ def _build_capacity_line(capacity: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _build_phase_lines() -> list[dict[str, Any]]:
+def _build_phase_lines() -> list[dict[str, object]]:
     line = {"width": 1, "color": INK}
     return [
         {

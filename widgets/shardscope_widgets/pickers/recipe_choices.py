@@ -52,7 +52,7 @@ ADVANCED_LABELS = {
 """Fields of the advanced part with their labels."""
 
 
-def list_options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[str, Any]]:
+def list_options(field: str, layout: ss.Layout | None, current: object) -> list[tuple[str, Any]]:
     """Return the options of a dropdown of ``field``: what ``layout`` can run, and the current choice.
 
     A choice that the framework does not support stays in the list, with an error message at the input.
@@ -66,7 +66,7 @@ def list_options(field: str, layout: ss.Layout | None, current: Any) -> list[tup
     return [(OPEN_LABELS[field], NOTHING), *choices] if field in OPEN_LABELS else choices
 
 
-def to_recipe_value(value: Any) -> Any:
+def to_recipe_value(value: object) -> Any:
     """Return a dropdown's value as a recipe value."""
     return None if isinstance(value, Nothing) else value
 
@@ -147,7 +147,7 @@ class Advanced:
                 dropdown.options = offered
                 dropdown.value = value
 
-    def read_fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
+    def read_fields(self, with_adapters: bool, recomputes: bool) -> dict[str, object]:
         """Return the recipe fields given by these inputs."""
         values = {field: to_recipe_value(dropdown.value) for field, dropdown in self.dropdowns.items()}
         values["dropout"] = parse_real(self.dropout.value)

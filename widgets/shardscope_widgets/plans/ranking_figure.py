@@ -80,7 +80,7 @@ def _create_marks(name: str, symbol: str, sign: Sign) -> Any:
     )
 
 
-def _build_layout() -> dict[str, Any]:
+def _build_layout() -> dict[str, object]:
     # No grid lines: they would cross the labels at marks and at the memory line.
     axis = {"zeroline": False, "fixedrange": True, "showgrid": False, "ticks": "outside", "ticklen": 4}
     line = {"showline": True, "linecolor": INK, "tickcolor": INK, "linewidth": 1}
@@ -115,7 +115,7 @@ def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
 
 def mark_current_plan(figure: Chart, chosen: tuple[float, float] | None) -> None:
     """Mark the current plan, given as peak bytes and tokens per second per GPU; None removes the mark."""
-    place: dict[str, Any] = {"x": [], "y": [], "text": []}
+    place: dict[str, object] = {"x": [], "y": [], "text": []}
     if chosen is not None:
         x = chosen[0] / GIB
         place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": _label_side(figure, x)}
@@ -148,11 +148,11 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     feasibility_by_row = {int(index): judge_plan(ranking, int(index)) for index in shown}
     names = ranking.framework
 
-    def build_points(rows: Iterable[int]) -> dict[str, Any]:
+    def build_points(rows: Iterable[int]) -> dict[str, object]:
         mark_rows = np.array(list(rows), np.int64)
         return {"x": (memory[mark_rows] / GIB).tolist(), "y": speed[mark_rows].tolist()}
 
-    def build_marks(name: str, *, fits: bool) -> dict[str, Any]:
+    def build_marks(name: str, *, fits: bool) -> dict[str, object]:
         mark_rows = [
             int(row)
             for row in shown[names[shown] == name]

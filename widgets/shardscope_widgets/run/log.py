@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import ipywidgets as widgets
 
@@ -72,7 +71,7 @@ class RunLog(widgets.VBox):
         if not self._is_chosen and whose in [value for _, value in self.whose.options]:
             self._set_choice(value=whose)
 
-    def _set_choice(self, **traits: Any) -> None:
+    def _set_choice(self, **traits: object) -> None:
         self._is_setting = True
         try:
             for name, value in traits.items():

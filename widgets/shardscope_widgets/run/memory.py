@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
@@ -28,7 +27,7 @@ class RunMemory:
         self._seen, self._engine = None, None
         self.html.value = ""
 
-    def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, Any]]) -> object:
+    def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, object]]) -> object:
         """Show what the ranks have recorded so far. Return the engine record of rank 0."""
         folder = RunFolder(run.folder)
         peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}

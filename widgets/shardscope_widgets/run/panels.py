@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from shardscope_widgets.kit.numbers import Scale, Unit, format_short, format_three_digits
 
@@ -28,7 +28,7 @@ class Panel:
     decimals: int | None = None
     """Number format in tables; None: three significant digits."""
 
-    def format(self, value: Any, scale: float) -> str:
+    def format(self, value: object, scale: float) -> str:
         """Return ``value`` divided by ``scale`` as text; a dash for anything but a number."""
         if not is_number(value):
             return "–"
@@ -95,7 +95,7 @@ def list_panels(metrics: Collection[str]) -> list[Panel]:
     return [*known, *other[:MAX_OWN]]
 
 
-def find_first_numbers(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def find_first_numbers(records: Iterable[Mapping[str, object]]) -> dict[str, float]:
     """Return every numeric metric of ``records``, with its first finite value if there is one."""
     numbers: dict[str, float] = {}
     for record in records:

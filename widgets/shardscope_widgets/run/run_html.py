@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import shardscope as ss
 from shardscope.records.follow import Follow
@@ -155,7 +154,7 @@ def render_swatch(rank: int) -> str:
 
 
 def render_latest_table(
-    latest: Mapping[int, Mapping[str, Any]],
+    latest: Mapping[int, Mapping[str, object]],
     charts: Mapping[Panel, tuple[str, float]],
     expected: ExpectedMetrics | None,
     slowest: SlowestRank | None,
@@ -279,5 +278,5 @@ def _find_colour(name: str) -> str:
     return COMPONENT_COLOURS.get(name) or BESIDE_COLOURS["other"]
 
 
-def _format_step(value: Any) -> str:
+def _format_step(value: object) -> str:
     return f"{value:,}" if is_number(value) else "–"
