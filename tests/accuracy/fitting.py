@@ -27,7 +27,7 @@ from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import load_efficiency, load_toml
-from shardscope.timing.rates import rates_of
+from shardscope.timing.rates import look_up_rates
 
 # Group of tables and key -> the least and the most that it may be.
 BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
@@ -120,7 +120,7 @@ def calibration_rows() -> list[Fitted]:
 
 def log_errors(rows: Sequence[Fitted]) -> list[float]:
     """log(predicted / measured) of each row, with the constants as they are now."""
-    rates_of.cache_clear()
+    look_up_rates.cache_clear()
     found = []
     for row in rows:
         report = row.mapped.plan.step()
@@ -185,7 +185,7 @@ def restored() -> Iterator[None]:
     finally:
         for constant, value in kept.items():
             _table(constant)[constant.key] = value
-        rates_of.cache_clear()
+        look_up_rates.cache_clear()
 
 
 def _table(constant: Constant) -> dict[str, float]:

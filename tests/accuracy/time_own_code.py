@@ -8,7 +8,7 @@ from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import text
 
 from shardscope.memory.state.quantization import measure_layer_linears
-from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.report import StepReport
 
 _PLANNED_BYTES = 3 * 2.5
@@ -38,7 +38,7 @@ def beside_seconds(mapped: Mapped, report: StepReport) -> float:
 
 def _unpacking(mapped: Mapped) -> float:
     plan = mapped.plan
-    rates = rates_for(plan.cluster)
+    rates = select_rates(plan.cluster)
     numel, _, _ = measure_layer_linears(plan.architecture, False, "nf4_double")
     moved = (_UNPACKED_BYTES - _PLANNED_BYTES) * numel / rates.memory()
     started = _MATRICES * _KERNELS * rates.kernel_seconds
@@ -59,7 +59,7 @@ def _sent_once(mapped: Mapped, report: StepReport) -> float:
     """
     plan = mapped.plan
     experts, inside = plan.architecture.mixture_of_experts, plan.cluster.gpus_per_node
-    ep, rates = plan.degrees.ep, rates_for(plan.cluster)
+    ep, rates = plan.degrees.ep, select_rates(plan.cluster)
     if experts is None or ep * plan.degrees.tp <= inside:
         return 0.0
     members = inside // plan.degrees.tp

@@ -145,6 +145,11 @@ def advice_is_applied(page: Any) -> None:
     page.locator(".ss-advised").wait_for(timeout=ASKED)
     folded = {"Why?": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
     for title, rows in folded.items():
+        # While the view is being replaced, the old one is still in the page for a moment.
+        page.wait_for_function(
+            "title => [...document.querySelectorAll('summary')].filter(e => e.innerText == title).length < 2",
+            arg=title,
+        )
         assert not page.locator(rows).first.is_visible()
         page.locator("summary", has_text=title).click()
         page.locator(rows).first.wait_for()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.timing.calibration.curves import COLLECTIVES, rates_for
+from shardscope.timing.calibration.curves import COLLECTIVES, select_rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
@@ -19,7 +19,7 @@ def test_this_machines_gpus_are_measured_and_used(tmp_path: Path, monkeypatch: p
     assert (one.gpu, one.num_ranks, one.backend) == (here.gpu.name, here.num_gpus, "nccl")
     assert {copy.direction for copy in one.host_copies} == {"to_gpu", "to_host"}
     assert {call.collective for call in one.collectives} == (set(COLLECTIVES) if here.num_gpus > 1 else set())
-    rates = rates_for(here)
+    rates = select_rates(here)
     assert rates.source == one.source
     for precision, peak in here.gpu.peak_flops.items():
         if any(product.precision == precision for product in one.matrix_products):

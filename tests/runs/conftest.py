@@ -52,7 +52,7 @@ def files_in(folder: Path, pattern: str) -> list[Path]:
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     yield
     # A supervisor whose run has ended still looks for secrets in what was printed: of 100 MB, for seconds.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in left:

@@ -18,7 +18,7 @@ import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.runs.calibrate import process
 from shardscope.runs.calibrate.process import CalibrationError
-from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, rates_for
+from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, select_rates
 from shardscope.timing.calibration.finished_runs import residual
 from shardscope.timing.calibration.store import data_folder, file_for, locked, stored
 
@@ -96,7 +96,7 @@ def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
     kept = stored(file_for("cpu", data_folder()))
     assert kept is not None and kept.calibrations == (one,)
 
-    rates = rates_for(TWO_RANKS)
+    rates = select_rates(TWO_RANKS)
     assert rates.source == one.source
     best = max(product.flops_per_second for product in one.matrix_products)
     for precision in ("fp32", "bf16"):

@@ -9,8 +9,8 @@ import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import machine_name
-from shardscope.timing.collectives import seconds
-from shardscope.timing.rates import LinkRate, rates_of
+from shardscope.timing.collectives import compute_transfer_seconds
+from shardscope.timing.rates import LinkRate, look_up_rates
 from shardscope.timing.traffic import Transfer
 
 FLOPS = 5e10
@@ -46,9 +46,9 @@ def attention(seq_len: int) -> dict[str, Any]:
 def collective(name: str, num_bytes: int, cluster: ss.Cluster) -> dict[str, Any]:
     """What timing/collectives.py says over a link of known figures."""
     link = LinkRate("a link", LINK_BYTES_PER_SECOND, LINK_LATENCY_SECONDS)
-    rates = replace(rates_of(cluster), inside=link)
+    rates = replace(look_up_rates(cluster), inside=link)
     transfer = Transfer("gathers", name, num_bytes, cluster.num_gpus, 1, 1)  # type: ignore[arg-type]
-    took = float(seconds(transfer, cluster.gpus_per_node, rates))
+    took = float(compute_transfer_seconds(transfer, cluster.gpus_per_node, rates))
     return {"collective": name, "num_bytes": num_bytes, "seconds": took}
 
 

@@ -12,7 +12,7 @@ from tests.offers import offer_for, verdict
 import shardscope as ss
 from shardscope.planner.capacity import beside_the_card, fits, places, shortages
 from shardscope.planner.repairs.repairs import find_steps, in_words
-from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
+from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes, count_travelling_bytes
 from shardscope_widgets import Studio
 
 GIB = 2**30
@@ -161,8 +161,8 @@ def paged(
 def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
     plan = paged("h200-sxm-141gb")
     report = plan.memory()
-    assert paged_bytes(plan, report) > 50 * GIB
-    assert evicted_bytes(plan, report) == travelling_bytes(plan, report) == 0
+    assert count_paged_bytes(plan, report) > 50 * GIB
+    assert count_evicted_bytes(plan, report) == count_travelling_bytes(plan, report) == 0
     assert beside_the_card(plan, report) == ()
     assert "host" not in verdict(plan, report)
     plain = paged("h200-sxm-141gb", optimizer="adamw")
@@ -172,13 +172,13 @@ def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
 def test_pages_that_it_has_no_room_for_travel() -> None:
     plan = paged()
     report = plan.memory()
-    moments = paged_bytes(plan, report)
-    away = evicted_bytes(plan, report)
+    moments = count_paged_bytes(plan, report)
+    away = count_evicted_bytes(plan, report)
     assert 0 < away == report.peak_bytes + moments - report.usable_bytes < moments
     (host,) = beside_the_card(plan, report)
     assert host.needed_bytes == away, "what stays on the GPU needs no host memory"
     # Weights, gradients and moments of 7B are 108 GB: not even the update has room for all.
-    assert travelling_bytes(plan, report) == moments
+    assert count_travelling_bytes(plan, report) == moments
     link = plan.cluster.host_link.bandwidth_bytes_per_second * 0.8
     assert plan.step().parts["offload"] == pytest.approx(2 * moments / link)
 
@@ -189,16 +189,21 @@ def test_what_only_the_peak_pushes_out_travels_once() -> None:
     for seq_len in range(4096, 65_536, 1024):
         longer = replace(plan, recipe=replace(recipe, seq_len=seq_len))
         report = longer.memory()
-        if evicted_bytes(longer, report):
+        if count_evicted_bytes(longer, report):
             break
-    assert 0 < travelling_bytes(longer, report) == evicted_bytes(longer, report) < paged_bytes(longer, report)
+    assert (
+        0
+        < count_travelling_bytes(longer, report)
+        == count_evicted_bytes(longer, report)
+        < count_paged_bytes(longer, report)
+    )
 
 
 def test_activations_on_the_host_are_no_pages() -> None:
     plan = paged()
     both = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
     report = both.memory()
-    assert paged_bytes(both, report) == paged_bytes(plan, plan.memory()) < report.host_bytes
+    assert count_paged_bytes(both, report) == count_paged_bytes(plan, plan.memory()) < report.host_bytes
 
 
 def test_paging_is_never_sold_as_faster() -> None:

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 import shardscope as ss
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.fit import Term, two_terms
-from shardscope.timing.collectives import one_call
-from shardscope.timing.rates import rates_of
+from shardscope.timing.collectives import compute_call_seconds
+from shardscope.timing.rates import look_up_rates
 
 CPU = ss.Cluster.parse("2xcpu")
 
@@ -41,15 +41,15 @@ def test_json_keeps_everything() -> None:
 def test_known_speeds_are_found_again() -> None:
     rates = calibration().rates(CPU)
     for precision in ("fp32", "bf16"):
-        rate = rates.matrix(precision)
+        rate = rates.get_matmul_rate(precision)
         assert rate.flops_per_second == pytest.approx(FLOPS, rel=1e-3)
         assert rate.half_size == pytest.approx(HALF_SIZE, rel=1e-2)
         assert rate.peak_flops is None
-    assert rates.memory() == pytest.approx(MEMORY_BYTES_PER_SECOND, rel=1e-3)
+    assert rates.get_memory_bandwidth() == pytest.approx(MEMORY_BYTES_PER_SECOND, rel=1e-3)
     assert rates.kernel_seconds == KERNEL_SECONDS
     assert rates.inside.bytes_per_second == pytest.approx(LINK_BYTES_PER_SECOND, rel=1e-2)
     assert rates.inside.latency_seconds == pytest.approx(LINK_LATENCY_SECONDS, rel=1e-2)
-    attention = rates.attend("fp32", "transformers")
+    attention = rates.get_attention_rate("fp32", "transformers")
     assert attention.forward == pytest.approx(ATTENTION_FORWARD, rel=1e-6)
     assert attention.backward == pytest.approx(ATTENTION_BACKWARD, rel=1e-6)
     assert attention.half_keys == pytest.approx(HALF_KEYS, rel=1e-6)
@@ -60,14 +60,14 @@ def test_known_speeds_are_found_again() -> None:
 def test_what_was_not_measured_stays_the_catalogues() -> None:
     cluster = ss.Cluster.parse("8xh100-sxm-80gb")
     one = calibration("1xh100-sxm-80gb", collectives=[], attention=[])
-    rates, known = one.rates(cluster), rates_of(cluster)
+    rates, known = one.rates(cluster), look_up_rates(cluster)
     assert rates.inside == known.inside
     assert rates.between == known.between
     assert rates.host == known.host
     assert rates.attention == known.attention
-    assert rates.matrix("fp8") == known.matrix("fp8")
-    assert rates.matrix("bf16").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
-    assert rates.matrix("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]
+    assert rates.get_matmul_rate("fp8") == known.get_matmul_rate("fp8")
+    assert rates.get_matmul_rate("bf16").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
+    assert rates.get_matmul_rate("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]
 
 
 def test_a_collective_takes_what_was_measured_at_its_size() -> None:
@@ -75,7 +75,7 @@ def test_a_collective_takes_what_was_measured_at_its_size() -> None:
     rates = calibration("8xh100-sxm-80gb", collectives=slow).rates(ss.Cluster.parse("2x8xh100-sxm-80gb"))
 
     def took(num_bytes: Any, ranks: Any, messages: Any = 1, name: Any = "all_gather") -> Any:
-        return one_call(name, num_bytes, ranks, 1, messages, 8, rates)
+        return compute_call_seconds(name, num_bytes, ranks, 1, messages, 8, rates)
 
     for call in slow:
         assert took(call["num_bytes"], 8) == pytest.approx(call["seconds"])
@@ -85,7 +85,9 @@ def test_a_collective_takes_what_was_measured_at_its_size() -> None:
     assert took(3 * 4**7, 8, messages=3) == pytest.approx(3 * slow[1]["seconds"])
     known = replace(rates, collectives={})
     for ranks, name in ((4, "all_gather"), (16, "all_gather"), (8, "all_reduce")):
-        assert took(4**7, ranks, name=name) == one_call(name, 4**7, ranks, 1, 1, 8, known), "by its link"
+        assert took(4**7, ranks, name=name) == compute_call_seconds(name, 4**7, ranks, 1, 1, 8, known), (
+            "by its link"
+        )
     sizes, groups = np.array([4.0**6, 4.0**7, 4.0**12]), np.array([8, 4, 8])
     many = took(sizes, groups)
     assert list(many) == pytest.approx([took(*one) for one in zip(sizes, groups, strict=True)])

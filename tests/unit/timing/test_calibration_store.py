@@ -15,22 +15,22 @@ from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
 import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration import store as calibration_store
-from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep, median_step, residual
 from shardscope.timing.calibration.store import (
     MachineRecord,
     NotStoredError,
-    calibration_for,
     check_writable,
     data_folder,
     file_for,
+    find_calibration,
     locked,
     machine_name,
     store_calibration,
     store_step,
     stored,
 )
-from shardscope.timing.rates import rates_of
+from shardscope.timing.rates import look_up_rates
 
 CPU = ss.Cluster.parse("2xcpu")
 H100 = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -58,7 +58,7 @@ def measured(
         "num_steps": 20,
         "seconds": seconds,
         "predicted_seconds": predicted,
-        "predicted_from": rates_for(of.cluster).source,
+        "predicted_from": select_rates(of.cluster).source,
     }
     return MeasuredStep(**fields | changes)
 
@@ -94,9 +94,9 @@ def test_files_are_this_users_alone(folder: Path) -> None:
 def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
     with pytest.raises(ValueError, match=r"ss\.calibrate\(\)"):
         plan().step()
-    assert rates_for(CPU) is rates_of(CPU)
+    assert select_rates(CPU) is look_up_rates(CPU)
     store_calibration(calibration())
-    assert rates_for(CPU).matrix("fp32").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
+    assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
     report = plan().step()
     assert report.seconds > 0
     assert f"the calibration of {machine_name()}" in report.calibration
@@ -108,7 +108,7 @@ def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
     assert report.parts["gathers"] > 0 and not any(report.hidden.values())
     slow_start = 1e-3
     store_calibration(calibration(kernel_seconds=slow_start))
-    counted = rates_for(CPU).passes("transformers")
+    counted = select_rates(CPU).get_passes("transformers")
     kernels = plan("fsdp2").architecture.num_hidden_layers * (
         counted.kernels_forward + counted.kernels_backward
     )
@@ -118,13 +118,13 @@ def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
 
 def test_a_new_calibration_is_seen_at_once() -> None:
     store_calibration(calibration())
-    before = rates_for(CPU).matrix("fp32").flops_per_second
+    before = select_rates(CPU).get_matmul_rate("fp32").flops_per_second
     faster = [product(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
     of = plan()
     slow = of.step()
     assert of.step() is slow, "computed once"
     store_calibration(calibration(matrix_products=faster))
-    assert rates_for(CPU).matrix("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
+    assert select_rates(CPU).get_matmul_rate("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
     assert of.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
     record = stored(file_for("cpu", data_folder()))
     assert record is not None and len(record.calibrations) == 1
@@ -132,36 +132,36 @@ def test_a_new_calibration_is_seen_at_once() -> None:
 
 def test_other_numbers_of_cpu_ranks_or_cores_have_no_rates() -> None:
     store_calibration(calibration())
-    assert calibration_for(ss.Cluster.parse("4xcpu")) is None
+    assert find_calibration(ss.Cluster.parse("4xcpu")) is None
     store_calibration(calibration("4xcpu"))
-    assert calibration_for(ss.Cluster.parse("4xcpu")) is not None
-    assert calibration_for(CPU) is not None, "the one of two ranks is kept"
+    assert find_calibration(ss.Cluster.parse("4xcpu")) is not None
+    assert find_calibration(CPU) is not None, "the one of two ranks is kept"
     store_calibration(calibration(num_cores=count_cores() + 1))
-    assert calibration_for(CPU) is None
+    assert find_calibration(CPU) is None
 
 
 def test_cpu_ranks_of_another_host_are_not_these(folder: Path) -> None:
     store_calibration(calibration(machine="another-host"))
     assert (folder / "calibration" / "another-host--cpu.json").is_file()
-    assert calibration_for(CPU) is None
+    assert find_calibration(CPU) is None
 
 
 def test_gpus_of_the_same_kind_are_taken_from_another_host_of_the_folder() -> None:
-    assert calibration_for(H100) is None
+    assert find_calibration(H100) is None
     store_calibration(calibration("8xh100-sxm-80gb", machine="node-7"))
-    found = calibration_for(H100)
+    found = find_calibration(H100)
     assert found is not None and found.machine == "node-7"
-    assert "node-7" in rates_for(H100).source
+    assert "node-7" in select_rates(H100).source
     store_calibration(calibration("8xh100-sxm-80gb"))
-    assert f"of {machine_name()} " in rates_for(H100).source, "this host's own comes first"
-    assert calibration_for(ss.Cluster.parse("8xh200-sxm-141gb")) is None
+    assert f"of {machine_name()} " in select_rates(H100).source, "this host's own comes first"
+    assert find_calibration(ss.Cluster.parse("8xh200-sxm-141gb")) is None
 
 
 def test_of_gpus_the_same_number_in_a_node_comes_first_then_the_most() -> None:
     for ranks in (1, 4):
         store_calibration(calibration(f"{ranks}xh100-sxm-80gb"))
     for ranks, taken in ((1, 1), (4, 4), (8, 4)):
-        found = calibration_for(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
+        found = find_calibration(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
         assert found is not None and found.num_ranks == taken
 
 
@@ -185,10 +185,10 @@ def test_a_damaged_file_is_named_and_mended_by_a_new_calibration(text: str) -> N
         assert "NaN" in text
     path.write_text(text)
     with pytest.raises(ValueError, match="is no stored calibration") as refused:
-        rates_for(CPU)
+        select_rates(CPU)
     assert str(path) in str(refused.value) and "ss.calibrate()" in str(refused.value)
     store_calibration(calibration())
-    assert rates_for(CPU).source == calibration().source
+    assert select_rates(CPU).source == calibration().source
     assert path.with_suffix(".damaged").read_text() == text, "what was there is kept aside"
 
 
@@ -312,6 +312,6 @@ def test_the_median_leaves_the_first_steps_out() -> None:
 
 
 def test_nothing_is_written_by_asking(folder: Path) -> None:
-    rates_for(CPU), rates_for(H100), residual(plan())
+    select_rates(CPU), select_rates(H100), residual(plan())
     assert not folder.exists()
     assert os.environ["SHARDSCOPE_DATA_HOME"] == str(folder)

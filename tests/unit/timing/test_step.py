@@ -15,7 +15,7 @@ from tests.needs import examples
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.prediction.pipeline import compute_bubbles
-from shardscope.timing.pipeline import bubble_seconds
+from shardscope.timing.pipeline import compute_bubble_seconds
 from shardscope.timing.report import PARTS, StepReport, seconds_words
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -234,7 +234,7 @@ def test_the_bubble_of_equal_stages_is_the_textbooks(
 ) -> None:
     """Narayanan et al. 2021, section 2.2: (pp - 1) / (vpp x micro-batches) of the ideal time."""
     one = each * micro_batches
-    found = bubble_seconds(stages * one, one, vpp, micro_batches)
+    found = compute_bubble_seconds(stages * one, one, vpp, micro_batches)
     assert found == pytest.approx((stages - 1) / (vpp * micro_batches) * one)
 
 

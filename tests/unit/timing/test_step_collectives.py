@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.timing.collectives import bounding_link, route, seconds
-from shardscope.timing.rates import MeasuredCalls, rates_of
+from shardscope.timing.collectives import compute_transfer_seconds, find_bounding_link, place_group
+from shardscope.timing.rates import MeasuredCalls, look_up_rates
 from shardscope.timing.traffic import Collective, Transfer
 
 NODE, TWO, MANY = (ss.Cluster.parse(f"{n}8xh100-sxm-80gb") for n in ("", "2x", "64x"))
-RATES = rates_of(MANY)
+RATES = look_up_rates(MANY)
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 
 
@@ -25,7 +25,7 @@ def transfer(collective: Collective, num_bytes: Any, ranks: Any, stride: Any = 1
 
 
 def took(collective: Collective, num_bytes: Any, ranks: Any, stride: Any = 1) -> Any:
-    return seconds(transfer(collective, num_bytes, ranks, stride), 8, RATES)
+    return compute_transfer_seconds(transfer(collective, num_bytes, ranks, stride), 8, RATES)
 
 
 def test_a_ring_moves_what_the_textbook_says() -> None:
@@ -63,8 +63,8 @@ def test_an_all_to_all_leaves_through_each_ranks_own_card() -> None:
 
 def test_the_link_that_bounds_a_group_is_named() -> None:
     for collective in COLLECTIVES:
-        assert bounding_link(transfer(collective, 1e9, 8), 8, RATES).name == "nvlink-4"
-        assert bounding_link(transfer(collective, 1e9, 2, 8), 8, RATES).name == "infiniband-ndr"
+        assert find_bounding_link(transfer(collective, 1e9, 8), 8, RATES).name == "nvlink-4"
+        assert find_bounding_link(transfer(collective, 1e9, 2, 8), 8, RATES).name == "infiniband-ndr"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_link_that_bounds_a_group_is_named() -> None:
 def test_groups_lie_on_nodes_as_their_stride_says(
     ranks: int, stride: int, members: int, num_nodes: int
 ) -> None:
-    assert route(ranks, stride, 8) == (members, num_nodes)
+    assert place_group(ranks, stride, 8) == (members, num_nodes)
 
 
 @given(

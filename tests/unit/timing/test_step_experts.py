@@ -43,9 +43,9 @@ def traffic_of(plan: ss.Plan) -> list[tuple[Stage, StateTraffic]]:
 
 
 def test_experts_that_only_one_rank_has_are_sent_nowhere() -> None:
-    found = mixtral(ss.Layout.megatron(ep=8)).step()
-    assert sent(found, "reduce_scatter") == {8: pytest.approx(4 * DENSE, rel=1e-3)}
-    assert sent(found, "all_gather") == {8: pytest.approx(2 * DENSE, rel=1e-3)}
+    layer_seconds = mixtral(ss.Layout.megatron(ep=8)).step()
+    assert sent(layer_seconds, "reduce_scatter") == {8: pytest.approx(4 * DENSE, rel=1e-3)}
+    assert sent(layer_seconds, "all_gather") == {8: pytest.approx(2 * DENSE, rel=1e-3)}
     two = mixtral(ss.Layout.zero(stage=2, ep=8)).step()
     per_batch = {ranks: size / 2 for ranks, size in sent(two, "reduce_scatter").items()}
     assert per_batch == {8: pytest.approx(2 * DENSE, rel=1e-3)}
@@ -54,10 +54,10 @@ def test_experts_that_only_one_rank_has_are_sent_nowhere() -> None:
 @pytest.mark.parametrize("distributed", [True, False])
 def test_experts_go_between_their_own_replicas(distributed: bool) -> None:
     layout = ss.Layout.megatron(ep=8, distributed_optimizer=distributed)
-    found = mixtral(layout, "2x8xh100-sxm-80gb").step()
+    layer_seconds = mixtral(layout, "2x8xh100-sxm-80gb").step()
     expected = {16: pytest.approx(4 * DENSE, rel=1e-3), 2: pytest.approx(4 * EXPERTS / 8, rel=1e-3)}
-    assert sent(found, "reduce_scatter" if distributed else "all_reduce") == expected
-    (pair,) = (one for one in found.communication if one.part == "gradients" and one.ranks == 2)
+    assert sent(layer_seconds, "reduce_scatter" if distributed else "all_reduce") == expected
+    (pair,) = (one for one in layer_seconds.communication if one.part == "gradients" and one.ranks == 2)
     assert pair.link == "infiniband-ndr"  # the ranks of one node have all experts between them
     one = sent(mixtral(ss.Layout.zero(stage=0, ep=8), "2x8xh100-sxm-80gb").step(), "all_reduce")
     assert one == {16: pytest.approx(2 * DENSE, rel=1e-3), 2: pytest.approx(2 * EXPERTS / 8, rel=1e-3)}
@@ -65,8 +65,8 @@ def test_experts_go_between_their_own_replicas(distributed: bool) -> None:
 
 def test_experts_uncut_by_tp_are_counted_whole() -> None:
     layout = ss.Layout.megatron(tp=2, ep=4, etp=1)
-    found = mixtral(layout).step()
-    assert sent(found, "reduce_scatter")[2] == pytest.approx(4 * EXPERTS / 4, rel=1e-3)
+    layer_seconds = mixtral(layout).step()
+    assert sent(layer_seconds, "reduce_scatter")[2] == pytest.approx(4 * EXPERTS / 4, rel=1e-3)
 
 
 def test_without_expert_parallelism_all_weights_are_one_group() -> None:

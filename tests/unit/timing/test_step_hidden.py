@@ -1,4 +1,4 @@
-"""Communication beneath arithmetic: no second of arithmetic covers two."""
+"""Communication overlapped with arithmetic: no second of arithmetic covers two."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.needs import examples
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.timing.report import StepReport
-from shardscope.timing.traffic import Beneath
+from shardscope.timing.traffic import OverlappedWith
 
 SLOW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ARITHMETIC = ("matrices", "attention", "elementwise", "loss", "recomputation")
-WINDOWS: tuple[Beneath, ...] = ("forward", "backward", "last_backward", "first_forward", "attention")
+WINDOWS: tuple[OverlappedWith, ...] = ("forward", "backward", "last_backward", "first_forward", "attention")
 
 
 def arithmetic_of(report: StepReport) -> float:

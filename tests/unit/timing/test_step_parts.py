@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.timing.rates import rates_of
+from shardscope.timing.rates import look_up_rates
 from shardscope.timing.report import StepReport
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -28,7 +28,7 @@ def report_of(
 
 
 def test_large_products_come_near_the_share_of_the_peak_and_small_ones_do_not() -> None:
-    rate = rates_of(NODE).matrix("bf16")
+    rate = look_up_rates(NODE).get_matmul_rate("bf16")
 
     def reached(m: int, k: int, n: int) -> float:
         return 2 * m * k * n / rate.seconds(m * k * n, m * k + k * n + m * n) / rate.flops_per_second
@@ -38,7 +38,7 @@ def test_large_products_come_near_the_share_of_the_peak_and_small_ones_do_not() 
     assert reached(size, size, size) == pytest.approx(0.5, rel=0.01)
     assert reached(2**17, 2**17, 2**17) > 0.95
     assert reached(8192, 8192, 16) < 0.1 < reached(8192, 8192, 64) < reached(8192, 8192, 8192)
-    balance = rate.flops_per_second / rates_of(NODE).memory()
+    balance = rate.flops_per_second / look_up_rates(NODE).get_memory_bandwidth()
     assert rate.balance == pytest.approx(balance)
 
 
@@ -84,13 +84,13 @@ def test_fused_modules_move_less() -> None:
 
 def test_small_models_wait_for_their_kernels() -> None:
     """A step cannot be shorter than the host takes to start what it consists of."""
-    rates = rates_of(ONE)
-    passes = rates.passes("transformers")
+    rates = look_up_rates(ONE)
+    passes = rates.get_passes("transformers")
     starts = (passes.kernels_forward + passes.kernels_backward) * rates.kernel_seconds
-    found = report_of("gpt2", ONE, ss.Layout.ddp(), seq_len=64, global_batch_size=1)
+    layer_seconds = report_of("gpt2", ONE, ss.Layout.ddp(), seq_len=64, global_batch_size=1)
     layers = ss.models["gpt2"].num_hidden_layers
-    assert found.seconds > layers * starts
-    arithmetic = sum(found.parts[part] for part in ("matrices", "attention", "elementwise"))
+    assert layer_seconds.seconds > layers * starts
+    arithmetic = sum(layer_seconds.parts[part] for part in ("matrices", "attention", "elementwise"))
     assert arithmetic == pytest.approx(layers * starts, rel=0.35)
 
 
@@ -123,16 +123,16 @@ def test_a_chunked_loss_takes_the_head_once_more() -> None:
 
 
 def test_optimizers_take_what_they_move() -> None:
-    found = {
+    layer_seconds = {
         name: report_of("llama-3.2-1b", ONE, ss.Layout.ddp(), optimizer=name, global_batch_size=1)
         for name in ("adamw", "adamw_foreach", "adamw_8bit", "sgd", "muon")
     }
-    seconds = {name: one.parts["optimizer"] for name, one in found.items()}
+    seconds = {name: one.parts["optimizer"] for name, one in layer_seconds.items()}
     assert seconds["sgd"] < seconds["adamw"] < seconds["adamw_foreach"]
     assert seconds["adamw_8bit"] < seconds["adamw"]
     # Five rounds of Newton and Schulz are arithmetic, on every rank.
     assert seconds["muon"] > 2 * seconds["adamw"]
-    weights, bandwidth = ss.models["llama-3.2-1b"].num_parameters, rates_of(ONE).memory()
+    weights, bandwidth = ss.models["llama-3.2-1b"].num_parameters, look_up_rates(ONE).get_memory_bandwidth()
     # fp32 weights and two moments both ways, gradients once and three times for clipping: 40 bytes.
     assert seconds["adamw"] == pytest.approx(40 * weights / bandwidth, rel=0.01)
 
@@ -152,10 +152,10 @@ def test_offloaded_activations_hide_beneath_long_arithmetic_only() -> None:
 
 
 def test_the_hosts_own_step_is_waited_for() -> None:
-    found = report_of(layout=ss.Layout.fsdp2(offload="cpu"))
-    updated = ss.models["llama-3.1-8b"].num_parameters / rates_of(NODE).host_updates_per_second
-    assert found.parts["offload"] >= updated * 0.99
-    assert found.parts["optimizer"] == 0
+    layer_seconds = report_of(layout=ss.Layout.fsdp2(offload="cpu"))
+    updated = ss.models["llama-3.1-8b"].num_parameters / look_up_rates(NODE).host_updates_per_second
+    assert layer_seconds.parts["offload"] >= updated * 0.99
+    assert layer_seconds.parts["optimizer"] == 0
 
 
 def test_a_family_without_formulas_is_refused_as_for_memory() -> None:
@@ -174,9 +174,9 @@ def test_llama_3_on_sixteen_thousand_gpus() -> None:
         layout = ss.Layout.megatron(
             tp=8, pp=16, vpp=8, cp=cp, overlap_grad_reduce=True, overlap_param_gather=True
         )
-        found = report_of("llama-3.1-405b", cluster, layout, seq_len=seq_len, global_batch_size=batch)
-        assert found.tflops_per_gpu == pytest.approx(measured, rel=0.25)
-        assert 0.05 < found.parts["bubble"] / found.seconds < 0.2
+        layer_seconds = report_of("llama-3.1-405b", cluster, layout, seq_len=seq_len, global_batch_size=batch)
+        assert layer_seconds.tflops_per_gpu == pytest.approx(measured, rel=0.25)
+        assert 0.05 < layer_seconds.parts["bubble"] / layer_seconds.seconds < 0.2
 
 
 @pytest.mark.parametrize(("how", "measured"), [("full", 18.13), ("selective", 13.75)])
@@ -196,16 +196,16 @@ def test_gpt_3_on_64_gpus(how: Any, measured: float) -> None:
     )
     recipe = ss.Recipe(seq_len=2048, global_batch_size=64, recompute=how, attention="eager")
     layout = ss.Layout.megatron(tp=8, pp=8, vpp=3)
-    found = ss.Plan(gpt, ss.Cluster.parse("8x8xa100-sxm-80gb"), recipe, layout).step()
-    assert found.seconds == pytest.approx(measured, rel=0.25)
+    layer_seconds = ss.Plan(gpt, ss.Cluster.parse("8x8xa100-sxm-80gb"), recipe, layout).step()
+    assert layer_seconds.seconds == pytest.approx(measured, rel=0.25)
 
 
 def test_copies_of_shards_average_once_a_step() -> None:
     """HSDP: shards are scattered with every micro-batch, and all-reduced between copies with the last."""
     cluster = ss.Cluster.parse("2x8xh100-sxm-80gb")
-    found = report_of("llama-3.1-8b", cluster, ss.Layout.fsdp2(replicate=2), global_batch_size=64)
-    (between,) = (one for one in found.communication if one.collective == "all_reduce")
-    (within,) = (one for one in found.communication if one.collective == "reduce_scatter")
+    layer_seconds = report_of("llama-3.1-8b", cluster, ss.Layout.fsdp2(replicate=2), global_batch_size=64)
+    (between,) = (one for one in layer_seconds.communication if one.collective == "all_reduce")
+    (within,) = (one for one in layer_seconds.communication if one.collective == "reduce_scatter")
     assert (between.link, within.link) == ("infiniband-ndr", "nvlink-4")
     # Four micro-batches, and each of eight ranks has an eighth to average.
     assert within.num_bytes == pytest.approx(4 * 8 * between.num_bytes)
@@ -232,5 +232,5 @@ def test_context_parallel_ranks_join_outputs_and_wait_for_their_gradients() -> N
     plain = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2()).step()
     joined = 8 * layers * 7 * local * 32 * 128
     more = torchs.parts["elementwise"] - plain.parts["elementwise"]
-    assert more == pytest.approx(48 * joined / rates_of(cluster).memory(), rel=0.02)
+    assert more == pytest.approx(48 * joined / look_up_rates(cluster).get_memory_bandwidth(), rel=0.02)
     assert "joining" in torchs.explain("context_parallel")

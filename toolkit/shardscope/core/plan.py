@@ -103,9 +103,9 @@ class Plan(Serializable):
         cached on the plan, once per stored calibration.
         """
         from shardscope.prediction.step import predict_step
-        from shardscope.timing.calibration.curves import rates_for
+        from shardscope.timing.calibration.curves import select_rates
 
-        rates = rates_for(self.cluster)
+        rates = select_rates(self.cluster)
         report = self._steps.get(rates)
         if report is None:
             report = self._steps[rates] = predict_step(self, rates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.timing.paging import evicted_bytes, paged_bytes
+from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -56,7 +56,7 @@ def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
     Of a paged optimizer, only the pages that are evicted from the GPU count.
     """
     cluster = plan.cluster
-    stays = paged_bytes(plan, report) - evicted_bytes(plan, report)
+    stays = count_paged_bytes(plan, report) - count_evicted_bytes(plan, report)
     host = [max(0, stage.host_bytes - stays) for stage in report.by_stage]
     if cluster.gpu.memory_is_shared and any(host):
         # The memory of CPU ranks is host memory.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
-from shardscope.timing.calibration.curves import rates_for
-from shardscope.timing.pipeline import NAMES, Schedule, bubble_seconds, schedule_of
+from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.pipeline import NAMES, Schedule, compute_bubble_seconds, find_schedule
 from shardscope.timing.report import seconds_words
-from shardscope.timing.stages import StageSeconds, seconds_of, work_of
+from shardscope.timing.stages import StageSeconds, compute_stage_seconds, prepare_layers
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -40,9 +40,9 @@ class Pipeline(NamedTuple):
         """Return the seconds of the bubble of 1F1B, or interleaved with ``vpp`` chunks; 0 for one stage."""
         if len(self.kind_of) == 1:
             return 0.0
-        flowing = [kind.flowing for kind in self.each]
+        flowing = [kind.repeated for kind in self.each]
         every: float = sum([flowing[kind] for kind in self.kind_of])
-        found: float = bubble_seconds(every, self.slowest.flowing, vpp, micro_batches)
+        found: float = compute_bubble_seconds(every, self.slowest.repeated, vpp, micro_batches)
         return found
 
 
@@ -51,8 +51,8 @@ def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
     framework = frameworks[plan.layout.framework]
     model = framework.memory_model()
     shapes = model.find_shapes(plan)
-    work = work_of(plan, find_modules(plan), rates, framework.timing_model())
-    kinds = [seconds_of(work, model.count_weights(plan, shape)) for shape in shapes.kinds]
+    work = prepare_layers(plan, find_modules(plan), rates, framework.timing_model())
+    kinds = [compute_stage_seconds(work, model.count_weights(plan, shape)) for shape in shapes.kinds]
     busy = [one.busy for one in kinds]
     most = TIE_TOLERANCE * max(busy)
     slowest = next(one for one, seconds in zip(kinds, busy, strict=True) if seconds >= most)
@@ -71,9 +71,9 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
 
     Raises ``ValueError`` for a figure of the GPU that is not known.
     """
-    if schedule_of(plan) is None:
+    if find_schedule(plan) is None:
         return {}
-    found = compute_pipeline(plan, rates_for(plan.cluster))
+    found = compute_pipeline(plan, select_rates(plan.cluster))
     micro_batches, pp = plan.num_micro_batches, plan.degrees.pp
     plain = found.waits(1, micro_batches)
     share = 0.0 if plan.recipe.has_adapters else _WEIGHTS_SHARE
@@ -89,7 +89,7 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
 
 def explain_schedule(plan: Plan) -> str:
     """Return text with the plan's schedule, by its framework's own name, and the bubbles of the others."""
-    own = schedule_of(plan)
+    own = find_schedule(plan)
     if own is None:
         return ""
     upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[own]

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from shardscope.prediction.pipeline import compute_pipeline
 from shardscope.prediction.pipeline import explain_schedule as schedule_words
 from shardscope.timing.calibration.finished_runs import residual
-from shardscope.timing.collectives import bounding_link
-from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
+from shardscope.timing.collectives import find_bounding_link
+from shardscope.timing.explanations import explain_part
+from shardscope.timing.flops import count_hardware_flops_per_token, count_model_flops_per_token
 from shardscope.timing.layers import PEAKS
-from shardscope.timing.paging import travelling_bytes
+from shardscope.timing.paging import count_travelling_bytes
 from shardscope.timing.report import PARTS, Communication, StepReport
 from shardscope.timing.stages import StageSeconds
-from shardscope.timing.words import told
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.timing.collective_sums import CollectiveCalls
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
-    from shardscope.timing.sent import Told
 
 
 def predict_step(plan: Plan, rates: Rates) -> StepReport:
@@ -30,7 +30,7 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.
-        paged = travelling_bytes(plan, plan.memory())
+        paged = count_travelling_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
     return _build_report(plan, rates, parts, slowest)
 
@@ -38,33 +38,35 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
 def _build_report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     recipe, gpu = plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
-    hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.find_hidden()
+    hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.sum_hidden_seconds()
     hidden["offload"] = slowest.hidden_offload
     return StepReport(
         parts=MappingProxyType(parts),
         hidden=MappingProxyType(hidden),
-        find_communication=lambda: _build_communication(plan, rates, slowest.find_told()),
+        find_communication=lambda: _build_communication(plan, rates, slowest.list_collectives()),
         num_gpus=plan.world_size,
         num_tokens=tokens,
-        model_flops=model_flops_per_token(plan, causal=True) * tokens,
-        model_flops_full_attention=model_flops_per_token(plan, causal=False) * tokens,
-        hardware_flops=hardware_flops_per_token(plan) * tokens,
+        model_flops=count_model_flops_per_token(plan, causal=True) * tokens,
+        model_flops_full_attention=count_model_flops_per_token(plan, causal=False) * tokens,
+        hardware_flops=count_hardware_flops_per_token(plan) * tokens,
         peak_flops=gpu.peak_flops.get(PEAKS[recipe.precision]),
         watts=gpu.tdp_watts,
         price_per_hour_usd=plan.cluster.price_per_hour_usd,
         calibration=rates.source,
-        words=lambda part: told(part, plan, rates, schedule_words(plan) if part == "bubble" else ""),
+        words=lambda part: explain_part(part, plan, rates, schedule_words(plan) if part == "bubble" else ""),
         find_residual=lambda: residual(plan),
     )
 
 
-def _build_communication(plan: Plan, rates: Rates, collectives: list[Told]) -> tuple[Communication, ...]:
+def _build_communication(
+    plan: Plan, rates: Rates, collectives: list[CollectiveCalls]
+) -> tuple[Communication, ...]:
     per_node = plan.cluster.gpus_per_node
     return tuple(
         Communication(
             part=transfer.part,
             collective=transfer.collective,
-            link=bounding_link(transfer, per_node, rates).name,
+            link=find_bounding_link(transfer, per_node, rates).name,
             ranks=transfer.ranks,
             num_bytes=transfer.num_bytes * times,
             seconds=took,

@@ -18,18 +18,18 @@ def _all_trained(architecture: Architecture, seq_len: int, causal: bool) -> floa
     return architecture.flops_per_token(seq_len, causal=causal)
 
 
-def model_flops_per_token(plan: Plan, causal: bool) -> float:
+def count_model_flops_per_token(plan: Plan, causal: bool) -> float:
     """Return training FLOPs per token, forward and backward, without recomputation.
 
     Frozen weights (the adapters' base, the head included) need no weight gradients: 4 FLOPs each instead of
     6, or MFU would count FLOPs that are never executed. The adapters' own matmuls, below 1 %, are left out.
     """
     arch = plan.architecture
-    found = _all_trained(arch, plan.recipe.seq_len, causal)
-    return found - 2.0 * arch.matrix_parameters_per_token if plan.recipe.has_adapters else found
+    flops = _all_trained(arch, plan.recipe.seq_len, causal)
+    return flops - 2.0 * arch.matrix_parameters_per_token if plan.recipe.has_adapters else flops
 
 
-def hardware_flops_per_token(plan: Plan) -> float:
+def count_hardware_flops_per_token(plan: Plan) -> float:
     """Return executed FLOPs per token: the model's with causal attention, plus recomputation.
 
     Full recomputation repeats a layer's forward; Megatron's selective recomputation repeats only core
@@ -41,13 +41,13 @@ def hardware_flops_per_token(plan: Plan) -> float:
     head = 2.0 * arch.vocab_size * arch.hidden_size
     causal = recipe.attention != "eager"
     attention = (_all_trained(arch, recipe.seq_len, causal) - 3 * matrices) / 3
-    again = 0.0
+    recomputed = 0.0
     if recipe.recompute == "full":
-        again = matrices - head + attention
+        recomputed = matrices - head + attention
     elif recipe.recompute == "selective" and plan.kernels == "megatron":
-        again = attention
+        recomputed = attention
     layers = arch.num_hidden_layers
-    again *= float(ceil_div(layers, recipe.recompute_interval)) / layers
+    recomputed *= float(ceil_div(layers, recipe.recompute_interval)) / layers
     if recipe.loss == "chunked":
-        again += head
-    return model_flops_per_token(plan, causal) + again
+        recomputed += head
+    return count_model_flops_per_token(plan, causal) + recomputed

@@ -6,14 +6,14 @@ Numbers may be arrays of plans.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct, minimum
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, compute_logits_per_token, resolve_loss
 from shardscope.memory.state.stages import count_vocab_rows
-from shardscope.timing.matmul import unaligned
+from shardscope.timing.matmul import count_unaligned
 
 if TYPE_CHECKING:
     from shardscope.memory.state.stages import Stage
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 class EndSeconds(NamedTuple):
     """Seconds of one micro-batch outside the layers of one stage."""
 
-    forward: Any
+    forward: float
     """The head's matmul."""
-    backward: Any
-    again: Any
+    backward: float
+    recomputation: float
     """Recomputation of the head's matmul with a chunked loss."""
-    loss: Any
+    loss: float
     """Operators on logits, forward and backward."""
-    lookup: Any
+    lookup: float
     """The embedding lookup, and its backward's gradient."""
 
 
 _NOTHING = EndSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def ends(work: LayerWork, stage: Stage) -> EndSeconds:
+def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     """Return the seconds that the first and the last stage spend outside their layers."""
     if stage.is_first is False and stage.is_last is False:
         return _NOTHING
     if stage.is_last is False:
-        return _NOTHING._replace(lookup=_lookup(work, stage))
+        return _NOTHING._replace(lookup=_compute_lookup(work, stage))
     plan, modules, arch, tokens = work.plan, work.modules, work.arch, work.tokens
     rows = count_vocab_rows(plan)
     kind = resolve_loss(plan)
-    chunks: Any = 1
+    chunks: float = 1
     if kind == "chunked":
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
     elif kind == "fused" and modules.kernels != "megatron":
@@ -56,7 +56,7 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     # The weights are read again for each chunk.
     moved = chunks * rows * hidden + tokens * (rows + hidden)
     # The padded rows of the vocabulary are included.
-    missed = tokens * map_distinct(partial(unaligned, hidden), stage.head // hidden)
+    missed = tokens * map_distinct(partial(count_unaligned, hidden), stage.head // hidden)
     product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
     each = compute_logits_per_token(
         rows,
@@ -70,13 +70,13 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     return EndSeconds(
         forward=product,
         backward=(1 + modules.trained) * product,
-        again=(kind == "chunked") * product,
+        recomputation=(kind == "chunked") * product,
         loss=loss,
-        lookup=0.0 if stage.is_first is False else _lookup(work, stage),
+        lookup=0.0 if stage.is_first is False else _compute_lookup(work, stage),
     )
 
 
-def _lookup(work: LayerWork, stage: Stage) -> Any:
+def _compute_lookup(work: LayerWork, stage: Stage) -> float:
     """Return the lookup's seconds: one row per token is read and written.
 
     Backward zeroes a gradient of all rows, and adds to the rows in use.

@@ -6,23 +6,23 @@ Numbers may be arrays of plans: all arithmetic broadcasts.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.activations.modules.attention import is_eager, uses_math_backend
-from shardscope.timing.collectives import calls_on
+from shardscope.timing.collectives import cache_calls
 from shardscope.timing.matmul import (
     LayerProducts,
-    adapter_products,
-    attention_per_token,
+    count_adapter_products,
     count_adapters,
-    layer_products,
-    plain_attention,
+    count_attention_flops_per_token,
+    count_eager_attention,
+    count_layer_products,
 )
-from shardscope.timing.parallel import parallel_calls
+from shardscope.timing.parallel import list_parallel_collectives
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -52,13 +52,13 @@ dtype."""
 class Operators(NamedTuple):
     """Seconds of one pass (forward or backward) through one layer."""
 
-    matrices: Any
-    attention: Any
-    elementwise: Any
+    matrices: float
+    attention: float
+    elementwise: float
     """Memory-bound operators, and waits for kernel launches."""
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """Seconds of the whole pass."""
         return self.matrices + self.attention + self.elementwise
 
@@ -68,11 +68,11 @@ class LayerSeconds(NamedTuple):
 
     both: Operators
     """Forward and backward."""
-    forward: Any
-    forward_attention: Any
-    again: Any
+    forward: float
+    forward_attention: float
+    recomputation: float
     """Recomputation before the layer's backward."""
-    dropped_bytes: Any
+    dropped_bytes: float
     """Activation bytes that recomputation or offloading frees on the GPU."""
 
 
@@ -82,51 +82,53 @@ class LayerWork:
     def __init__(self, plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> None:
         self.plan, self.modules, self.rates, self.model = plan, modules, rates, model
         self.overlap = model.overlap(plan)
-        self.calls = calls_on(rates, plan.cluster.gpus_per_node)
+        self.calls = cache_calls(rates, plan.cluster.gpus_per_node)
         recipe, degrees = plan.recipe, plan.degrees
         self.arch = plan.architecture
-        self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
-        self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
-        self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
-        self.rate = rates.matrix(PEAKS[recipe.precision])
-        self.half_rate = rates.matrix(HALF_PEAKS[recipe.precision])
-        self.memory = rates.memory()
-        self.passes = rates.passes(modules.kernels)
+        self.tokens: int = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
+        self.cut: int = where(plan.layout.splits_sequence, degrees.tp, 1)
+        self.expert_tp: int = getattr(plan.layout, "expert_tp", degrees.tp)
+        self.rate = rates.get_matmul_rate(PEAKS[recipe.precision])
+        self.half_rate = rates.get_matmul_rate(HALF_PEAKS[recipe.precision])
+        self.memory = rates.get_memory_bandwidth()
+        self.passes = rates.get_passes(modules.kernels)
         self._layers: dict[bool, LayerSeconds] = {}
-        self.parallel = parallel_calls(self)
+        self.parallel = list_parallel_collectives(self)
 
-    def call_seconds(self, transfer: Transfer) -> Any:
+    def call_seconds(self, transfer: Transfer) -> float:
         """Return the seconds of one call of ``transfer`` without overlap; cached across stages."""
         _, collective, num_bytes, ranks, stride, _, messages, _, _ = transfer
         return self.calls(collective, num_bytes, ranks, stride, messages)
 
-    def layer(self, moe: bool) -> LayerSeconds:
+    def compute_layer(self, moe: bool) -> LayerSeconds:
         """Return the seconds of one layer, dense or with routed experts; the same on every stage."""
-        found = self._layers.get(moe)
-        if found is None:
-            found = self._layers[moe] = self._layer(moe)
-        return found
+        layer_seconds = self._layers.get(moe)
+        if layer_seconds is None:
+            layer_seconds = self._layers[moe] = self._compute_layer(moe)
+        return layer_seconds
 
-    def _layer(self, moe: bool) -> LayerSeconds:
+    def _compute_layer(self, moe: bool) -> LayerSeconds:
         arch, recipe, tp = self.arch, self.plan.recipe, self.plan.degrees.tp
-        products = layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
-        matrices = self._matrices(moe, products)
+        products = count_layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
+        matrices = self._compute_matmuls(moe, products)
         frozen = recipe.has_adapters
-        adapters = adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
-        attention, attention_back = self._attention()
-        saved = self._saved(moe)
+        adapters = (
+            count_adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
+        )
+        attention, attention_back = self._compute_attention()
+        saved = self._count_saved_bytes(moe)
         stream = self.tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut)
-        moved, moved_back = self._moved(products)
+        moved, moved_back = self._count_cast_bytes(products)
         if moe:
-            sorted_bytes = self._sorted()
+            sorted_bytes = self._count_sort_bytes()
             moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
-        merged, merged_back = self._merged()
+        merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         passes = self.passes
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
-        forward = self._started(
+        forward = self._add_launch_time(
             Operators(matrices + adapters, attention, elementwise),
             passes.kernels_forward
             + moe * passes.kernels_experts_forward
@@ -134,7 +136,7 @@ class LayerWork:
         )
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
-        backward = self._started(
+        backward = self._add_launch_time(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             passes.kernels_backward
             + moe * passes.kernels_experts_backward
@@ -145,17 +147,19 @@ class LayerWork:
             forward.attention + backward.attention,
             forward.elementwise + backward.elementwise,
         )
-        again = self._again(products, forward)
-        return LayerSeconds(both, forward.seconds, forward.attention, again, saved)
+        recomputation = self._compute_recomputation(products, forward)
+        return LayerSeconds(both, forward.seconds, forward.attention, recomputation, saved)
 
-    def _matrices(self, moe: bool, products: LayerProducts) -> Any:
-        found = products.dense.seconds(self.tokens, self.rate)
+    def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
+        layer_seconds = products.dense.seconds(self.tokens, self.rate)
         experts = self.arch.mixture_of_experts
         if moe and experts is not None:
-            found = found + products.experts.seconds(self.routed_tokens(), self._expert_rate())
-        return found
+            layer_seconds = layer_seconds + products.experts.seconds(
+                self.count_routed_tokens(), self._get_expert_rate()
+            )
+        return layer_seconds
 
-    def routed_tokens(self) -> Any:
+    def count_routed_tokens(self) -> float:
         """Return the tokens of the most loaded rank's experts: as many as a rank sends, times their load.
 
         If each tensor-parallel rank has its own experts, it sends only its part of the sequence.
@@ -165,16 +169,16 @@ class LayerWork:
         own = self.tokens * self.expert_tp / self.plan.degrees.tp
         return own * experts.num_experts_per_tok * self.modules.expert_load
 
-    def _expert_rate(self) -> MatrixRate:
+    def _get_expert_rate(self) -> MatrixRate:
         """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
 
         Otherwise, autocast leaves them in the weights' fp32, and torchao's float8 converts Linears only.
         """
         if self.modules.kernels == "megatron":
             return self.rate
-        return self.rates.matrix("fp32") if self.modules.stream == FP32 else self.half_rate
+        return self.rates.get_matmul_rate("fp32") if self.modules.stream == FP32 else self.half_rate
 
-    def _attention(self) -> tuple[Any, Any]:
+    def _compute_attention(self) -> tuple[float, float]:
         """Return the seconds of core attention, forward and backward.
 
         Fused: the causal part of two matmuls forward and five backward (Dao 2023, section 3.1), slower for
@@ -183,20 +187,22 @@ class LayerWork:
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
         if is_eager(arch, modules) or (modules.kernels != "megatron" and uses_math_backend(arch, modules)):
-            once = self.half_rate.seconds(*plain_attention(arch, seq_len, self.tokens, tp))
+            once = self.half_rate.seconds(*count_eager_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
-        rate = self.rates.attend(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
-        flops = self.tokens * attention_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
+        rate = self.rates.get_attention_rate(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
+        flops = (
+            self.tokens * count_attention_flops_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
+        )
         return flops / rate.forward, 2.5 * flops / rate.backward
 
-    def _saved(self, moe: bool) -> Any:
+    def _count_saved_bytes(self, moe: bool) -> float:
         """Return the bytes that a layer's operators save for backward without recomputation."""
         arch, modules = self.arch, self.modules
-        of_one = partial(saved_per_token, arch, moe, modules)
+        of_one = partial(count_saved_bytes_per_token, arch, moe, modules)
         each = map_distinct(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
         return self.tokens * each
 
-    def _moved(self, products: LayerProducts) -> tuple[Any, Any]:
+    def _count_cast_bytes(self, products: LayerProducts) -> tuple[float, float]:
         """Return bytes to dequantize weights, or to cast weights and inputs to 8 bits; forward, backward."""
         recipe = self.plan.recipe
         if recipe.base_quantization is not None:
@@ -208,15 +214,15 @@ class LayerWork:
         cast = _CAST_TO_8_BITS * self.tokens * products.edges / 2
         return cast + _CAST_TO_8_BITS * products.weights, cast
 
-    def _merged(self) -> tuple[Any, Any]:
+    def _compute_merge(self) -> tuple[float, float]:
         """Return seconds to merge attention outputs over each rank's keys, and the queries' gradients."""
-        cp, tp, (forward, backward) = self.plan.degrees.cp, self.plan.degrees.tp, self.overlap.merges
+        cp, tp, (forward, backward) = self.plan.degrees.cp, self.plan.degrees.tp, self.overlap.merge_bytes
         if cp.__class__ is int and cp == 1:
             return 0, 0
         joined = self.tokens * attention_widths(self.arch).output * (cp - 1) / tp
         return forward * joined / self.memory, backward * joined / self.memory
 
-    def _sorted(self) -> Any:
+    def _count_sort_bytes(self) -> float:
         """Return bytes to sort tokens by expert and back, besides the one copy that experts save.
 
         Megatron's dispatcher sorts them by destination rank and again by expert there, and both back
@@ -226,9 +232,9 @@ class LayerWork:
         if self.modules.kernels != "megatron":
             return 0.0
         copies = where(self.plan.degrees.ep > 1, 3, 1)
-        return copies * 2 * self.routed_tokens() * self.arch.hidden_size * self.modules.compute
+        return copies * 2 * self.count_routed_tokens() * self.arch.hidden_size * self.modules.compute
 
-    def _started(self, work: Operators, num_kernels: float) -> Operators:
+    def _add_launch_time(self, work: Operators, num_kernels: float) -> Operators:
         """Return the operators plus the launch time of their kernels that exceeds their run time.
 
         A CPU rank cannot overlap: it launches an operator itself, and then runs it.
@@ -237,7 +243,7 @@ class LayerWork:
         waiting = maximum(0.0, starting - work.seconds) if self.plan.on_gpu else starting
         return Operators(work.matrices, work.attention, work.elementwise + waiting)
 
-    def _again(self, products: LayerProducts, forward: Operators) -> Any:
+    def _compute_recomputation(self, products: LayerProducts, forward: Operators) -> float:
         """Return the recomputation time of one layer.
 
         ``full`` repeats its forward without the last matmul, if recomputation stops early. ``selective``
@@ -254,7 +260,7 @@ class LayerWork:
 
 
 @lru_cache(maxsize=4096)
-def saved_per_token(
+def count_saved_bytes_per_token(
     arch: Architecture, moe: bool, modules: Modules, tp: int, cut: int, expert_tp: int
 ) -> float:
     """Return bytes per token saved by one layer on one rank; for mixed sliding windows, by one without."""

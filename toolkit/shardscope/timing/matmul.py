@@ -9,7 +9,7 @@ machine.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import names_of
@@ -28,7 +28,7 @@ ALIGNED = 64
 Multiplication Background user guide, table 1)."""
 
 
-def unaligned(rows: int, columns: int) -> int:
+def count_unaligned(rows: int, columns: int) -> int:
     """Return the weights of one matrix if a dimension is not a multiple of :data:`ALIGNED`, else 0."""
     return rows * columns if rows % ALIGNED or columns % ALIGNED else 0
 
@@ -36,16 +36,16 @@ def unaligned(rows: int, columns: int) -> int:
 class Products(NamedTuple):
     """Matrices multiplied by the same tokens."""
 
-    weights: Any
+    weights: int
     """Number of weights."""
-    edges: Any
+    edges: int
     """Sum of rows and columns over all matrices."""
-    unaligned: Any = 0
+    unaligned: int = 0
     """Number of weights in matrices with an unaligned dimension."""
-    num_copies: Any = 1
+    num_copies: int = 1
     """Number of experts that share the tokens."""
 
-    def seconds(self, tokens: Any, rate: MatrixRate) -> Any:
+    def seconds(self, tokens: float, rate: MatrixRate) -> float:
         """Return the seconds of one matmul with each matrix for ``tokens`` tokens, over all copies."""
         moved = self.num_copies * self.weights + tokens * self.edges
         return rate.seconds(tokens * self.weights, moved, tokens * self.unaligned)
@@ -54,19 +54,19 @@ class Products(NamedTuple):
 class LayerProducts(NamedTuple):
     """The matrices of one decoder layer on one rank."""
 
-    weights: Any
-    edges: Any
-    unaligned: Any
-    last_weights: Any
+    weights: int
+    edges: int
+    unaligned: int
+    last_weights: int
     """Weights of the last matmul, which early-stopping recomputation skips; 0 if an operator after it saves a
     tensor."""
-    last_edges: Any
-    last_unaligned: Any
-    expert_weights: Any
+    last_edges: int
+    last_unaligned: int
+    expert_weights: int
     """Weights of one routed expert."""
-    expert_edges: Any
-    expert_unaligned: Any
-    num_experts: Any
+    expert_edges: int
+    expert_unaligned: int
+    num_experts: int
     """Number of routed experts on the rank."""
 
     @property
@@ -85,50 +85,50 @@ class LayerProducts(NamedTuple):
         return Products(self.expert_weights, self.expert_edges, self.expert_unaligned, self.num_experts)
 
 
-def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
+def count_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
     """Return one layer's matrices, dense or with routed experts; arrays of degrees give arrays."""
-    found: LayerProducts = map_distinct(partial(_layer_products, arch, moe), tp, ep, expert_tp)
-    return found
+    products: LayerProducts = map_distinct(partial(_layer_products, arch, moe), tp, ep, expert_tp)
+    return products
 
 
 @lru_cache(maxsize=4096)
 def _layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
-    dense = last = expert = _Edges()
+    dense = last = expert = _MatrixSums()
     num_experts = 0
     down = names_of(arch).down
     for group, name, _, rows, columns in list_rank_shapes(arch, moe, tp, ep):
         if group == "experts" or columns == 1:
             continue
-        dense = dense.joined(rows, columns)
+        dense = dense.add_matrix(rows, columns)
         if down in name and not moe and arch.norms_per_layer <= 2:
-            last = _Edges().joined(rows, columns)
+            last = _MatrixSums().add_matrix(rows, columns)
     for group, _, copies, rows, columns in list_rank_shapes(arch, moe, expert_tp, ep):
         if group == "experts" and rows > 1:
-            expert = expert.joined(rows, columns)
+            expert = expert.add_matrix(rows, columns)
             num_experts = copies
     return LayerProducts(*dense, *last, *expert, num_experts)
 
 
-class _Edges(NamedTuple):
+class _MatrixSums(NamedTuple):
     """Sums over matrices."""
 
     weights: int = 0
     edges: int = 0
     unaligned: int = 0
 
-    def joined(self, rows: int, columns: int) -> _Edges:
+    def add_matrix(self, rows: int, columns: int) -> _MatrixSums:
         """Return the sums with one more matrix."""
-        return _Edges(
+        return _MatrixSums(
             self.weights + rows * columns,
             self.edges + rows + columns,
-            self.unaligned + unaligned(rows, columns),
+            self.unaligned + count_unaligned(rows, columns),
         )
 
 
-def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> Products:
+def count_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
     """Return the two low-rank matrices of each adapter of one layer."""
-    found: Products = map_distinct(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
-    return found
+    products: Products = map_distinct(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
+    return products
 
 
 @lru_cache(maxsize=1024)
@@ -149,7 +149,7 @@ def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
 
 
 @lru_cache(maxsize=1024)
-def attention_per_token(arch: Architecture, seq_len: int) -> float:
+def count_attention_flops_per_token(arch: Architecture, seq_len: int) -> float:
     """Return forward FLOPs per token of one layer's two causal attention matmuls, averaged over layers.
 
     This is a third of forward and backward in :meth:`Architecture.flops_per_token`.
@@ -158,7 +158,7 @@ def attention_per_token(arch: Architecture, seq_len: int) -> float:
     return flops / 3 / arch.num_hidden_layers
 
 
-def plain_attention(arch: Architecture, seq_len: int, tokens: Any, tp: Any) -> tuple[Any, Any]:
+def count_eager_attention(arch: Architecture, seq_len: int, tokens: int, tp: int) -> tuple[float, float]:
     """Return multiplied pairs and moved numbers of eager attention: scores, and their product with values.
 
     Every key counts, masked or not; each head is a separate matmul.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import maximum, minimum
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class HostSeconds(NamedTuple):
     """Seconds of one step, exposed and overlapped with arithmetic."""
 
-    exposed: Any
-    hidden: Any
+    exposed: float
+    hidden: float
 
 
 _NOTHING = HostSeconds(0.0, 0.0)
 
 
-def host_seconds(
-    plan: Plan, traffic: StateTraffic, dropped: Any, forward: Any, backward: Any, rates: Rates
+def compute_host_seconds(
+    plan: Plan, traffic: StateTraffic, dropped: float, forward: float, backward: float, rates: Rates
 ) -> HostSeconds:
     """Return the exposed and the overlapped seconds of a step's host traffic.
 
@@ -32,7 +32,7 @@ def host_seconds(
     that are offloaded in forward and fetched in backward. The ranks of a node share its drives and CPU, whose
     optimizer step starts after backward (Ren et al. 2021, section 4.1).
     """
-    if traffic.leaves_the_host_alone and _is_nothing(dropped):
+    if traffic.uses_no_host and _is_zero(dropped):
         return _NOTHING
     link = rates.host.bytes_per_second
     going_forward = maximum(traffic.fetched_forward, dropped) / link
@@ -41,7 +41,7 @@ def host_seconds(
     exposed = going_forward + going_backward - hidden + traffic.returned_after / link
     per_node = plan.cluster.gpus_per_node
     exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second
-    if _is_nothing(traffic.nvme_beneath) and _is_nothing(traffic.nvme_after):
+    if _is_zero(traffic.nvme_overlapped) and _is_zero(traffic.nvme_after):
         return HostSeconds(exposed, hidden)
     speed = plan.cluster.nvme_bandwidth_bytes_per_second
     if speed is None:
@@ -51,11 +51,11 @@ def host_seconds(
             "bytes a second that one node reads from its NVMe, for this layout keeps state there",
             "dataclasses.replace(cluster, nvme_bandwidth_bytes_per_second=...) with what `fio` measures",
         )
-    beneath = traffic.nvme_beneath * per_node / speed
-    covered = minimum(beneath, forward + backward)
+    overlaps_with = traffic.nvme_overlapped * per_node / speed
+    covered = minimum(overlaps_with, forward + backward)
     after = traffic.nvme_after * per_node / speed
-    return HostSeconds(exposed + beneath - covered + after, hidden + covered)
+    return HostSeconds(exposed + overlaps_with - covered + after, hidden + covered)
 
 
-def _is_nothing(amount: Any) -> bool:
+def _is_zero(amount: float) -> bool:
     return isinstance(amount, int | float) and amount == 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
 
 
-def paged_bytes(plan: Plan, report: MemoryReport) -> int:
+def count_paged_bytes(plan: Plan, report: MemoryReport) -> int:
     """Return bytes of the worst rank's paged optimizer state, on GPU or host; 0 for other optimizers."""
     if not plan.recipe.optimizer.startswith("paged"):
         return 0
@@ -25,22 +25,22 @@ def paged_bytes(plan: Plan, report: MemoryReport) -> int:
     return report.host_bytes
 
 
-def evicted_bytes(plan: Plan, report: MemoryReport) -> int:
+def count_evicted_bytes(plan: Plan, report: MemoryReport) -> int:
     """Return bytes of pages that do not fit on the GPU at the step's peak, and so are on the host."""
-    paged = paged_bytes(plan, report)
+    paged = count_paged_bytes(plan, report)
     return max(0, min(paged, report.peak_bytes + paged - report.usable_bytes))
 
 
-def travelling_bytes(plan: Plan, report: MemoryReport) -> int:
+def count_travelling_bytes(plan: Plan, report: MemoryReport) -> int:
     """Return bytes that leave the GPU in one step, and return in it.
 
     If all moments fit during the update, only the pages evicted at the peak return. Otherwise every page is
     transferred: the driver evicts the least recently used (open-gpu-kernel-modules, ``uvm_pmm_gpu.c``), and
     updates read moments in the same order each step, so a page has always been evicted before its use.
     """
-    evicted = evicted_bytes(plan, report)
+    evicted = count_evicted_bytes(plan, report)
     if not evicted:
         return 0
-    paged = paged_bytes(plan, report)
+    paged = count_paged_bytes(plan, report)
     updating = sum(report.at("optimizer").values())
     return paged if updating + paged > report.usable_bytes else evicted

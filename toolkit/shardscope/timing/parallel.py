@@ -6,14 +6,14 @@ Rank order is tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, map_distinct, where
+from shardscope.core.ops import ceil_div, largest_element, map_distinct, where
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.state.stages import count_layers_by_kind
-from shardscope.timing.sent import Sent, sent
-from shardscope.timing.traffic import Beneath, Collective, Transfer
+from shardscope.timing.collective_sums import CollectiveSums, sum_collectives
+from shardscope.timing.traffic import Collective, OverlappedWith, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,101 +26,107 @@ if TYPE_CHECKING:
 class Repeated(NamedTuple):
     """Collectives of every stage, repeated per layer, pair or stage."""
 
-    number: Callable[[LayerWork, Stage], Any]
+    number: Callable[[LayerWork, Stage], float]
     """Returns the number of repetitions on a stage."""
-    each: Sent
+    each: CollectiveSums
     """The collectives of one repetition, in one step."""
 
 
-def parallel_calls(work: LayerWork) -> list[Repeated]:
+def list_parallel_collectives(work: LayerWork) -> list[Repeated]:
     """Return one rank's collectives per step besides its training state: the same for all stages."""
     degrees, call = work.plan.degrees, work.call_seconds
-    found: list[Repeated] = []
+    collectives: list[Repeated] = []
     if _any_above_one(degrees.tp):
-        found.append(Repeated(_pairs, sent(_tensor(work), call)))
+        collectives.append(
+            Repeated(_count_reduction_pairs, sum_collectives(_list_tensor_parallel(work), call))
+        )
     if _any_above_one(degrees.cp):
-        found.append(Repeated(_layers, sent(_context(work), call)))
+        collectives.append(Repeated(_count_layers, sum_collectives(_list_context_parallel(work), call)))
     if _any_above_one(degrees.ep) and work.arch.mixture_of_experts is not None:
-        found.append(Repeated(_moe_layers, sent(_experts(work), call)))
+        collectives.append(Repeated(_count_moe_layers, sum_collectives(_list_expert_parallel(work), call)))
     if _any_above_one(degrees.pp):
-        found.append(Repeated(_once, sent(_sends(work), call)))
-    return found
+        collectives.append(Repeated(_count_one, sum_collectives(_list_pipeline_sends(work), call)))
+    return collectives
 
 
-def _pairs(work: LayerWork, stage: Stage) -> Any:
+def _count_reduction_pairs(work: LayerWork, stage: Stage) -> float:
     """Return the number of pairs of reductions: two per layer, one for the embedding and one for the head.
 
     If each tensor-parallel rank has its own experts, an expert layer has none around its MLP.
     """
-    pairs: Any = stage.is_first + stage.is_last * 1
+    pairs: float = stage.is_first + stage.is_last * 1
     for moe, layers in count_layers_by_kind(work.arch, stage):
         pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
     return pairs
 
 
-def _layers(_work: LayerWork, stage: Stage) -> Any:
+def _count_layers(_work: LayerWork, stage: Stage) -> float:
     return stage.num_layers
 
 
-def _moe_layers(_work: LayerWork, stage: Stage) -> Any:
+def _count_moe_layers(_work: LayerWork, stage: Stage) -> float:
     return stage.num_moe_layers
 
 
-def _once(_work: LayerWork, _stage: Stage) -> Any:
+def _count_one(_work: LayerWork, _stage: Stage) -> float:
     return 1
 
 
-def recomputed_share(plan: Plan) -> Any:
+def compute_recomputed_share(plan: Plan) -> float:
     """Return the share of layers whose forward runs twice (full recomputation)."""
     return 1 / plan.recipe.recompute_interval if plan.recipe.recompute == "full" else 0
 
 
-def _any_above_one(degree: Any) -> bool:
-    return degree > 1 if isinstance(degree, int) else degree.max() > 1
+def _any_above_one(degree: int) -> bool:
+    return largest_element(degree) > 1
 
 
-def _stream_bytes(work: LayerWork) -> Any:
+def _count_stream_bytes(work: LayerWork) -> int:
     """Return the bytes of a micro-batch's residual stream, unsharded, in the dtype in which it is sent."""
     return work.tokens * work.arch.hidden_size * work.modules.compute
 
 
-def _tensor(work: LayerWork) -> list[Transfer]:
+def _list_tensor_parallel(work: LayerWork) -> list[Transfer]:
     """Return one reduction forward and one backward (Shoeybi et al. 2019, figure 4).
 
     With a split sequence, each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
     4.2.2): the same bytes on a ring.
     """
     plan, overlap = work.plan, work.overlap
-    tp, stream, times = plan.degrees.tp, _stream_bytes(work), plan.num_micro_batches
-    again = times * (1 + recomputed_share(plan))
+    tp, stream, times = plan.degrees.tp, _count_stream_bytes(work), plan.num_micro_batches
+    recomputation = times * (1 + compute_recomputed_share(plan))
 
-    def calls(collective: Collective, times: Any, beneath: Beneath, bare: Any) -> Transfer:
-        return Transfer("tensor_parallel", collective, stream, tp, 1, times, 1.0, beneath, bare)
+    def calls(
+        collective: Collective, times: float, overlaps_with: OverlappedWith, exposed_share: float
+    ) -> Transfer:
+        return Transfer(
+            "tensor_parallel", collective, stream, tp, 1, times, 1.0, overlaps_with, exposed_share
+        )
 
     if overlap.tensor_forward:
         # User buffers split the transfer into as many pieces as there are ranks.
         return [
-            calls("all_reduce", again, "forward", 1 / tp),
+            calls("all_reduce", recomputation, "forward", 1 / tp),
             calls("all_reduce", times, "backward", 1 / tp),
         ]
-    forward = calls("all_reduce", again, "nothing", 1.0)
+    forward = calls("all_reduce", recomputation, "nothing", 1.0)
     if not overlap.tensor_backward:
         return [forward, calls("all_reduce", times, "nothing", 1.0)]
     # Backward can overlap the second of a pair's two collectives, after the column-parallel matmul, with the
     # gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such ones.
-    split, found = plan.layout.splits_sequence, [forward]
+    split, collectives = plan.layout.splits_sequence, [forward]
     if split is not False:
         in_halves = where(split, times, 0)
-        found.append(calls("all_gather", in_halves, "nothing", 1.0))
-        found.append(calls("reduce_scatter", in_halves, "backward", 0.0))
+        collectives.append(calls("all_gather", in_halves, "nothing", 1.0))
+        collectives.append(calls("reduce_scatter", in_halves, "backward", 0.0))
         if overlap.gathers_input_again:
-            found.append(calls("all_gather", in_halves, "backward", 0.0))
+            collectives.append(calls("all_gather", in_halves, "backward", 0.0))
     if split is not True:
-        found.append(calls("all_reduce", where(split, 0, times), "backward", 0.0))
-    return found
+        collectives.append(calls("all_reduce", where(split, 0, times), "backward", 0.0))
+    return collectives
 
 
-def _context(work: LayerWork) -> list[Transfer]:
+def _list_context_parallel(work: LayerWork) -> list[Transfer]:
     """Return the exchange of a layer's keys and values, and their gradients in backward (Liu et al. 2023).
 
     In a ring, attention works on the current part while the next is sent; with an all-gather, it works on the
@@ -136,48 +142,48 @@ def _context(work: LayerWork) -> list[Transfer]:
     times = plan.num_micro_batches
     # In a ring, attention on all but the last of cp parts overlaps the next part's transfer; else only the
     # first.
-    bare = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
+    exposed_share = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
     forward = Transfer(
         "context_parallel",
         "all_gather",
         keys,
         cp,
         tp,
-        times * (1 + recomputed_share(plan)),
+        times * (1 + compute_recomputed_share(plan)),
         num_messages=1,
-        beneath="attention",
-        bare=bare,
+        overlaps_with="attention",
+        exposed_share=exposed_share,
     )
-    if not work.overlap.gradients_home:
+    if not work.overlap.sends_gradients_home:
         return [forward, forward._replace(times=2 * times)]
     gradients = keys / cp * (FP32 / work.modules.compute)
     hop = Transfer("context_parallel", "send", gradients, cp, tp, times)
-    covered = hop._replace(times=times * (cp - 1), beneath="attention", bare=0.0)
+    covered = hop._replace(times=times * (cp - 1), overlaps_with="attention", exposed_share=0.0)
     return [forward, forward._replace(times=times), covered, hop]
 
 
-def _experts(work: LayerWork) -> list[Transfer]:
+def _list_expert_parallel(work: LayerWork) -> list[Transfer]:
     """Return the all-to-alls of the most loaded rank's tokens, forward and backward.
 
     Lepikhin et al. 2020.
     """
     plan, degrees = work.plan, work.plan.degrees
-    routed = work.routed_tokens() * work.arch.hidden_size * work.modules.compute
+    routed = work.count_routed_tokens() * work.arch.hidden_size * work.modules.compute
     # If each tensor-parallel rank has its own experts, they are spread over tp first.
     stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
-    times = plan.num_micro_batches * 2 * (2 + recomputed_share(plan))
+    times = plan.num_micro_batches * 2 * (2 + compute_recomputed_share(plan))
     return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
 
 
-def _sends(work: LayerWork) -> list[Transfer]:
+def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:
     """Return sends of hidden states to the next stage and of gradients back, per micro-batch and chunk."""
     plan, degrees = work.plan, work.plan.degrees
-    each = ceil_div(_stream_bytes(work), work.cut)
+    each = ceil_div(_count_stream_bytes(work), work.cut)
     inner = plan.world_size // degrees.pp
     times = plan.num_micro_batches * degrees.vpp
     sends = work.overlap.sends
     waited = Transfer("pipeline_transfers", "send", each, degrees.pp, inner, where(sends, 0, 2 * times))
     if sends is False:
         return [waited]
-    covered = waited._replace(times=where(sends, times, 0), beneath="forward", bare=0.0)
-    return [waited, covered, covered._replace(beneath="backward")]
+    covered = waited._replace(times=where(sends, times, 0), overlaps_with="forward", exposed_share=0.0)
+    return [waited, covered, covered._replace(overlaps_with="backward")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -17,7 +17,7 @@ NAMES: dict[Schedule, str] = {
 }
 
 
-def schedule_of(plan: Plan) -> Schedule | None:
+def find_schedule(plan: Plan) -> Schedule | None:
     """Return the schedule that the plan's framework runs; None for a single stage."""
     if plan.degrees.pp == 1:
         return None
@@ -26,7 +26,7 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return "interleaved" if plan.degrees.vpp > 1 else "1f1b"
 
 
-def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) -> Any:
+def compute_bubble_seconds(all_stages: float, slowest: float, vpp: int, micro_batches: int) -> float:
     """Return the slowest stage's bubble: one micro-batch's forward and backward on all other stages.
 
     Arguments are seconds of all micro-batches of a step. For equal stages, this is (pp - 1) / (vpp x

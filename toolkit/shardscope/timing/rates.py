@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -35,10 +35,10 @@ class MatrixRate(NamedTuple):
     balance: float = 0.0
     """The 1 / (1/m + 1/k + 1/n) below which a matmul is memory-bound; 0: included in the measured size
     effect."""
-    slower_unaligned: float = 0.0
+    unaligned_slowdown: float = 0.0
     """Relative slowdown of a matmul with a dimension that is not a multiple of 128 bytes."""
 
-    def seconds(self, multiplied: Any, moved: Any, unaligned: Any = 0) -> Any:
+    def seconds(self, multiplied: float, moved: float, unaligned: float = 0) -> float:
         """Return the seconds of matmuls that multiply and move these numbers of elements.
 
         One m x k by k x n matmul multiplies ``multiplied`` = m k n pairs and moves ``moved`` = m k + k n + m
@@ -46,7 +46,7 @@ class MatrixRate(NamedTuple):
         bound of the time (the roofline of Williams et al. 2009), applied to the sum of several matmuls.
         Arrays give arrays.
         """
-        counted = multiplied + self.half_size * moved + self.slower_unaligned * unaligned
+        counted = multiplied + self.half_size * moved + self.unaligned_slowdown * unaligned
         return 2 * maximum(counted, self.balance * moved) / self.flops_per_second
 
 
@@ -94,23 +94,23 @@ class MeasuredCalls(NamedTuple):
     log_seconds: tuple[float, ...]
     """Natural logarithms of the seconds of one call."""
 
-    def seconds(self, num_bytes: Any, messages: Any) -> Any:
+    def seconds(self, num_bytes: float, messages: float) -> float:
         """Return the seconds of one vector in ``messages`` calls.
 
         Interpolates linearly in logarithms; larger sizes continue at the last bandwidth.
         """
         sizes, seconds = self.log_bytes, self.log_seconds
-        size = maximum(np.log(maximum(num_bytes / messages, 1.0)), sizes[0])
+        size = maximum(cast("float", np.log(maximum(num_bytes / messages, 1.0))), sizes[0])
         # A sum of kinks at the measured sizes, because columns of plans do not support np.interp.
-        found: Any = seconds[0]
+        log_of_call = seconds[0]
         slope = 0.0
         for index, at in enumerate(sizes):
             after = 1.0
             if index + 1 < len(sizes):
                 after = (seconds[index + 1] - seconds[index]) / (sizes[index + 1] - at)
-            found = found + (after - slope) * maximum(size - at, 0.0)
+            log_of_call = log_of_call + (after - slope) * maximum(size - at, 0.0)
             slope = after
-        return messages * np.exp(found)
+        return messages * cast("float", np.exp(log_of_call))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +146,10 @@ class Rates:
         # Used as cache key of every collective: hashing the distinguishing fields only is faster.
         return hash((self.source, self.memory_bytes_per_second))
 
-    def matrix(self, precision: str) -> MatrixRate:
+    def get_matmul_rate(self, precision: str) -> MatrixRate:
         """Return the matmul rate of ``precision``. Raise ``ValueError`` if it is unknown."""
-        found = self.matrices.get(precision)
-        if found is None:
+        rate = self.matrices.get(precision)
+        if rate is None:
             halves = [name for name in ("bf16", "fp16") if name in self.matrices]
             refuse(
                 f"Gpu.peak_flops[{precision!r}]",
@@ -158,22 +158,22 @@ class Rates:
                 + (f"; its matrix units have {' and '.join(halves)}" if halves else ""),
                 f"Recipe(precision='{halves[0]}-mixed')" if halves else "ss.calibrate()",
             )
-        return found
+        return rate
 
-    def attend(self, precision: str, kernels: str) -> AttentionRate:
+    def get_attention_rate(self, precision: str, kernels: str) -> AttentionRate:
         """Return the fused attention rate of these modules.
 
         Raises ``ValueError`` if the matmul rate of ``precision`` is unknown.
         """
-        self.matrix(precision)
+        self.get_matmul_rate(precision)
         own = self.cudnn_attention.get(precision) if kernels == "megatron" else None
         return own or self.attention[precision]
 
-    def passes(self, kernels: str) -> Passes:
+    def get_passes(self, kernels: str) -> Passes:
         """Return the memory passes of these modules' operators."""
         return self.operators[kernels]
 
-    def memory(self) -> float:
+    def get_memory_bandwidth(self) -> float:
         """Return the bandwidth of memory-bound operators. Raise ``ValueError`` if it is unknown."""
         if self.memory_bytes_per_second is None:
             refuse(
@@ -186,31 +186,37 @@ class Rates:
 
 
 @lru_cache(maxsize=64)
-def rates_of(cluster: Cluster) -> Rates:
+def look_up_rates(cluster: Cluster) -> Rates:
     """Return the catalogue's speeds of ``cluster``."""
     table, gpu = load_efficiency(), cluster.gpu
     generation = gpu.architecture or "default"
-    products = _of(table["matrices"], generation)
+    products = _get_or_default(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
-    memory = bandwidth and bandwidth * _of(table["memory"], generation)["share"]
-    known = generation if _own(table["matrices"], generation) else "generations without figures of their own"
+    memory = bandwidth and bandwidth * _get_or_default(table["memory"], generation)["share"]
+    known = (
+        generation
+        if _get_generation(table["matrices"], generation)
+        else "generations without figures of their own"
+    )
     return Rates(
         matrices=MappingProxyType(
-            {precision: _matrix(precision, gpu, products, memory) for precision in gpu.peak_flops}
+            {precision: _build_matmul_rate(precision, gpu, products, memory) for precision in gpu.peak_flops}
         ),
-        attention=_attention(gpu.peak_flops, _of(table["attention"], generation)),
-        cudnn_attention=_attention(gpu.peak_flops, _own(table["cudnn_attention"], generation)),
+        attention=_build_attention_rates(gpu.peak_flops, _get_or_default(table["attention"], generation)),
+        cudnn_attention=_build_attention_rates(
+            gpu.peak_flops, _get_generation(table["cudnn_attention"], generation)
+        ),
         memory_bytes_per_second=memory,
-        kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
+        kernel_seconds=_get_or_default(table["launch"], generation)["seconds_per_kernel"],
         operators=MappingProxyType(
             {
                 kernels: Passes(*(counted[field] for field in Passes._fields))
                 for kernels, counted in table["passes"].items()
             }
         ),
-        inside=_link(cluster.intra_node_link, table["link"]["inside"]),
-        between=_link(cluster.inter_node_link, table["link"]["between"]),
-        host=_link(cluster.host_link, table["link"]["host"]),
+        inside=_build_link_rate(cluster.intra_node_link, table["link"]["inside"]),
+        between=_build_link_rate(cluster.inter_node_link, table["link"]["between"]),
+        host=_build_link_rate(cluster.host_link, table["link"]["host"]),
         host_updates_per_second=table["host_update"]["default"]["parameters_per_second"],
         source=f"the catalogue's constants for {known}",
     )
@@ -236,7 +242,7 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
     name = cluster.gpu.link
     if cluster.gpus_per_node == 1 or name in links or cluster.intra_node_link.name != ASSUMED_LINK:
         return
-    if rates.inside == rates_of(cluster).inside:
+    if rates.inside == look_up_rates(cluster).inside:
         refuse(
             "Gpu.link",
             name,
@@ -250,7 +256,9 @@ _MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes per element moved by a matmul, the mean of both operands and the output (bf16 for fp8)."""
 
 
-def _matrix(precision: str, gpu: Gpu, fitted: Mapping[str, Any], memory: float | None) -> MatrixRate:
+def _build_matmul_rate(
+    precision: str, gpu: Gpu, fitted: Mapping[str, float], memory: float | None
+) -> MatrixRate:
     """Return the matmul rate: a share of the peak, limited by memory bandwidth and power.
 
     Without a known bandwidth, which a step needs anyway, there is no memory limit. The energy per FLOP is
@@ -265,7 +273,7 @@ def _matrix(precision: str, gpu: Gpu, fitted: Mapping[str, Any], memory: float |
     return MatrixRate(reached, fitted["half_size"], peak, balance, fitted.get("slower_unaligned", 0.0))
 
 
-def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
+def _build_link_rate(link: Link, reached: Mapping[str, float]) -> LinkRate:
     return LinkRate(
         link.name,
         link.bandwidth_bytes_per_second * reached["share"],
@@ -273,7 +281,9 @@ def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
     )
 
 
-def _attention(peaks: Mapping[str, float], reached: Mapping[str, Any] | None) -> Mapping[str, AttentionRate]:
+def _build_attention_rates(
+    peaks: Mapping[str, float], reached: Mapping[str, float] | None
+) -> Mapping[str, AttentionRate]:
     if reached is None:
         return MappingProxyType({})
     return MappingProxyType(
@@ -286,11 +296,10 @@ def _attention(peaks: Mapping[str, float], reached: Mapping[str, Any] | None) ->
     )
 
 
-def _of(table: Mapping[str, Any], generation: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _own(table, generation) or table["default"]
-    return found
+def _get_or_default(table: Mapping[str, Mapping[str, float]], generation: str) -> Mapping[str, float]:
+    return _get_generation(table, generation) or table["default"]
 
 
-def _own(table: Mapping[str, Any], generation: str) -> Mapping[str, Any] | None:
+def _get_generation(table: Mapping[str, Mapping[str, float]], generation: str) -> Mapping[str, float] | None:
     """Return the generation's figures, or those of the one it refines: "blackwell" for "blackwell-ultra"."""
     return table.get(generation) or table.get(generation.split("-")[0])

@@ -61,7 +61,7 @@ class Communication(NamedTuple):
         """Seconds that the step waits for it."""
         return self.seconds - self.hidden_seconds
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return a one-line description.
 
         For example ``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``.
@@ -71,7 +71,7 @@ class Communication(NamedTuple):
         took = f"{seconds_words(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
 
-    def and_also(self, other: Communication) -> Communication:
+    def add(self, other: Communication) -> Communication:
         """Return the sum of both, e.g. of forward's and backward's all-gathers."""
         return self._replace(
             num_bytes=self.num_bytes + other.num_bytes,
@@ -128,7 +128,7 @@ class StepReport:
         kinds: dict[tuple[str, str, int, str], Communication] = {}
         for call in self.communication:
             kind = (call.part, call.collective, call.ranks, call.link)
-            kinds[kind] = kinds[kind].and_also(call) if kind in kinds else call
+            kinds[kind] = kinds[kind].add(call) if kind in kinds else call
         return tuple(kinds.values())
 
     @cached_property
@@ -224,12 +224,12 @@ class StepReport:
         """
         part: Part = check_choice("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
-        beneath = f", {seconds_words(hidden)} more overlapped with arithmetic" if hidden else ""
+        overlapped = f", {seconds_words(hidden)} more overlapped with arithmetic" if hidden else ""
         words = f" = {self.words(part)}" if self.words else ""
-        calls = "".join(f"; {one.told()}" for one in self.sent if one.part == part)
+        calls = "".join(f"; {one.describe()}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)
         staged = f"; staged in its own memory: {seconds_words(copies)}" if copies else ""
-        return f"{name}, {seconds_words(exposed)}{beneath}{words}{calls}{staged}"
+        return f"{name}, {seconds_words(exposed)}{overlapped}{words}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per part: exposed and hidden seconds, and the share of the step."""

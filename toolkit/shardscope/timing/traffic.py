@@ -6,7 +6,7 @@ Numbers may be arrays of plans.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-Beneath = Literal["nothing", "forward", "backward", "last_backward", "first_forward", "attention"]
+OverlappedWith = Literal["nothing", "forward", "backward", "last_backward", "first_forward", "attention"]
 """Arithmetic that can overlap with a collective: none, because the next operator waits for it; all forwards
 or backwards; those of the last or first micro-batch; attention, while keys and values are exchanged."""
 
@@ -29,19 +29,19 @@ class Transfer(NamedTuple):
     part: Part
     """Part of the step that its seconds belong to."""
     collective: Collective
-    num_bytes: Any
+    num_bytes: float
     """Bytes of the full vector: each rank's output of an all-gather, or its input to a reduction; of a send,
     the message."""
-    ranks: Any
+    ranks: int
     """Number of ranks in the group."""
-    stride: Any
+    stride: int
     """Distance in global ranks between consecutive ranks of the group: the product of the inner degrees."""
-    times: Any
+    times: float
     """Number of repetitions per step."""
-    num_messages: Any = 1.0
+    num_messages: float = 1.0
     """Number of calls (layers, buckets) that the vector is split into; each has its latency."""
-    beneath: Beneath = "nothing"
-    bare: Any = None
+    overlaps_with: OverlappedWith = "nothing"
+    exposed_share: float | None = None
     """The share that cannot overlap: the first message of an all-gather, the last of a reduction; None: one
     message of :attr:`num_messages`."""
 
@@ -50,36 +50,36 @@ class StateTraffic(NamedTuple):
     """Communication of a framework for parameters, gradients and optimizer state."""
 
     transfers: tuple[Transfer, ...] = ()
-    copied_for_gathers: Any = 0.0
+    copied_for_gathers: float = 0.0
     """Bytes that one rank reads and writes locally per step to stage all-gathers."""
-    copied_for_gradients: Any = 0.0
+    copied_for_gradients: float = 0.0
     """The same for gradients: accumulated, cast, staged for reduction."""
-    fetched_forward: Any = NOTHING
+    fetched_forward: float = NOTHING
     """Bytes per rank fetched from the host in all forwards of a step."""
-    fetched_backward: Any = NOTHING
+    fetched_backward: float = NOTHING
     """The same in all backwards."""
-    returned_backward: Any = NOTHING
+    returned_backward: float = NOTHING
     """Bytes of gradients offloaded to the host in all backwards."""
-    returned_after: Any = NOTHING
+    returned_after: float = NOTHING
     """Bytes of updated weights copied back after the optimizer step, not overlapped."""
-    nvme_beneath: Any = NOTHING
+    nvme_overlapped: float = NOTHING
     """Bytes per rank read from NVMe, overlapped with arithmetic."""
-    nvme_after: Any = NOTHING
+    nvme_after: float = NOTHING
     """Bytes read and written around the optimizer step."""
-    updated: Any = 0.0
+    updated: float = 0.0
     """Number of weights updated by one rank's optimizer on its GPU."""
-    updated_on_host: Any = NOTHING
+    updated_on_host: float = NOTHING
     """Number of weights updated on the host for one rank."""
     main_copies: bool = False
     """Whether the optimizer updates fp32 main copies and casts them to the module's weights."""
 
     @property
-    def leaves_the_host_alone(self) -> bool:
+    def uses_no_host(self) -> bool:
         """Whether no field for host memory, NVMe or the CPU optimizer is set."""
         return (
             self.fetched_forward is self.fetched_backward is NOTHING
             and self.returned_backward is self.returned_after is NOTHING
-            and self.nvme_beneath is self.nvme_after is NOTHING
+            and self.nvme_overlapped is self.nvme_after is NOTHING
             and self.updated_on_host is NOTHING
         )
 
@@ -99,13 +99,13 @@ class Overlap(NamedTuple):
     context: Literal["ring", "gather"] = "gather"
     """``ring``: keys and values are sent around the ring while attention works on the current part;
     ``gather``: they are all-gathered first."""
-    merges: tuple[int, int] = (0, 0)
+    merge_bytes: tuple[int, int] = (0, 0)
     """Bytes read and written per element to merge a further part of the keys: of attention's output, and of
     the queries' gradient."""
-    gradients_home: bool = False
+    sends_gradients_home: bool = False
     """Gradients of keys and values are sent in fp32, with one more hop, back to their own rank, that does not
     overlap."""
-    sends: Any = False
+    sends: bool = False
     """Pipeline sends overlap; an array if plans differ."""
     stops_early: bool = True
     """Recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's early stop)."""

@@ -6,7 +6,7 @@ Numbers may be arrays of plans.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import map_distinct
 from shardscope.core.precision import FP32, widths
@@ -40,7 +40,9 @@ _NEWTON_SCHULZ_ROUNDS = 5
 """torch/optim/_muon.py, ``ns_steps``."""
 
 
-def update_seconds(plan: Plan, stage: Stage, updated: Any, main_copies: bool, rates: Rates) -> Any:
+def compute_update_seconds(
+    plan: Plan, stage: Stage, updated: float, main_copies: bool, rates: Rates
+) -> float:
     """Return the seconds of one step over ``updated`` weights of a rank.
 
     All state is read and, except gradients, written. ``main_copies``: gradients and the updated weights are
@@ -53,30 +55,30 @@ def update_seconds(plan: Plan, stage: Stage, updated: Any, main_copies: bool, ra
     if name == "adamw_foreach":
         each = each * _FOREACH_PASSES
     each = each + _CLIP_PASSES * original + main_copies * width.compute
-    found = updated * each / rates.memory()
-    return found if name != "muon" else found + _newton_schulz_seconds(plan, stage, rates)
+    seconds = updated * each / rates.get_memory_bandwidth()
+    return seconds if name != "muon" else seconds + _compute_newton_schulz_seconds(plan, stage, rates)
 
 
 class _Rounds(NamedTuple):
-    multiplied: Any
-    moved: Any
+    multiplied: float
+    moved: float
 
 
-def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
+def _compute_newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> float:
     """Return the seconds of five iterations per hidden matrix, unsharded on every rank, in bf16.
 
     Jordan et al. 2024.
     """
     arch, degrees = plan.architecture, plan.degrees
-    found: Any = 0.0
+    seconds: float = 0.0
     for moe, layers in count_layers_by_kind(arch, stage):
-        each = map_distinct(lambda tp, ep, moe=moe: _rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
-        found = found + layers * rates.matrix("bf16").seconds(each.multiplied, each.moved)
-    return found
+        each = map_distinct(lambda tp, ep, moe=moe: _count_rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
+        seconds = seconds + layers * rates.get_matmul_rate("bf16").seconds(each.multiplied, each.moved)
+    return seconds
 
 
 @lru_cache(maxsize=256)
-def _rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
+def _count_rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
     """Return the cost of all iterations for one layer's matrices.
 
     Each iteration has X X', its square, and that times X: n n m, n n n and n n m multiplications for an n x m

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_reduction_width
+from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout, get_reduction_width
 from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
-from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
+from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -28,7 +28,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     the default of stage 3; with a cast (``communication_data_type``) they send twice the bytes of half
     precision.
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     check_not_quantized(layout)
     half, degrees = widths[plan.recipe.precision].compute, plan.degrees
     width = get_reduction_width(layout, plan.recipe)
@@ -38,9 +38,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
     # Below stage 2 gradients are reduced at the gradient accumulation boundary, else in every micro-batch.
     times = micro_batches if layout.stage >= 2 else 1
-    beneath: Beneath = "nothing"
+    overlaps_with: OverlappedWith = "nothing"
     if overlaps and layout.stage > 0:
-        beneath = "backward" if layout.stage >= 2 else "last_backward"
+        overlaps_with = "backward" if layout.stage >= 2 else "last_backward"
     collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
     groups = _groups(plan, stage)
     transfers = [
@@ -52,7 +52,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             apart,
             times,
             maximum(1, ceil_div(weights, layout.reduce_bucket_size)),
-            beneath,
+            overlaps_with,
         )
         for weights, replicas, apart in groups
     ]
@@ -74,13 +74,13 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         gather = Transfer(
             "gathers", "all_gather", gathered, ranks, stride, micro_batches, stage.num_layers + 1, "forward"
         )
-        transfers += [gather, gather._replace(beneath="backward")]
+        transfers += [gather, gather._replace(overlaps_with="backward")]
         if layout.zero_hpz_partition_size > 1:
             transfers[-2:] = _from_near(plan, gather)
-    owned = stage.trainable
+    owned: float = stage.trainable
     if layout.stage > 0:
-        owned = sum(weights / replicas for weights, replicas, _ in groups)
-    cast: Any = 0
+        owned = sum((weights / replicas for weights, replicas, _ in groups), 0.0)
+    cast: float = 0
     if width > half:
         # Stage 3 casts into the bucket and casts the reduced partition back; below it all is cast both ways.
         back = owned if layout.stage == 3 else stage.trainable
@@ -101,17 +101,17 @@ def _from_near(plan: Plan, gather: Transfer) -> list[Transfer]:
     A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
     the small group: the base is frozen, and the adapters' size is negligible.
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     far = 0 if plan.recipe.has_adapters else 1
     near = gather._replace(ranks=layout.zero_hpz_partition_size, stride=1)
     return [
         gather._replace(times=far),
         near._replace(times=plan.num_micro_batches - far),
-        near._replace(beneath="backward"),
+        near._replace(overlaps_with="backward"),
     ]
 
 
-def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
+def _groups(plan: Plan, stage: Stage) -> list[tuple[int, int, int]]:
     """Return (trained weights of a rank, replicas, stride between their ranks) of each parameter group.
 
     With ep > 1 experts are a separate group (deepspeed/moe/utils.py), whose replicas are ep ranks apart
@@ -128,9 +128,9 @@ def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
     ]
 
 
-def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gathered: Any) -> StateTraffic:
+def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: float, gathered: float) -> StateTraffic:
     """Return ``found`` with offload traffic: gradients to the host, the update there, weights back."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     half, micro_batches = widths[plan.recipe.precision].compute, plan.num_micro_batches
     if layout.offload_optimizer:
         leaving = micro_batches if layout.stage >= 2 else 1
@@ -148,7 +148,7 @@ def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gather
         each = micro_batches * gathered
         found = found._replace(fetched_forward=each, fetched_backward=each)
         if layout.offload_params == "nvme":
-            found = found._replace(nvme_beneath=2 * each, nvme_after=found.nvme_after + owned * half)
+            found = found._replace(nvme_overlapped=2 * each, nvme_after=found.nvme_after + owned * half)
     return found
 
 

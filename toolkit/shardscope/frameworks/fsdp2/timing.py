@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.ops import group_equal, minimum, where
 from shardscope.core.precision import base_width, widths
+from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SCHEDULES = {
 # partial output to fp32 (2 + 4 bytes per element), subtracts, scales and subtracts again (12 + 8 + 12);
 # backward adds a partial gradient to an fp32 sum (2 + 4 + 4). ``dkv_rotater`` sends fp32 gradients after
 # every ring step, with one more exposed send after the last.
-OVERLAP = Overlap(context="gather", merges=(38, 10), gradients_home=True, sends=True)
+OVERLAP = Overlap(context="gather", merge_bytes=(38, 10), sends_gradients_home=True, sends=True)
 """Overlap of FSDP2's collectives: DTensor waits for each tensor-parallel collective, torch's context parallel
 all-gathers keys and values (``_ContextParallelOptions.rotate_method``), torch.distributed.pipelining sends
 asynchronously."""
@@ -37,7 +38,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     (``_fsdp_collectives.py``). A pipeline stage keeps its parameters all-gathered after a backward, and
     reduces its gradients when the schedule has ended (memory/pipeline.py).
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     degrees, width = plan.degrees, widths[plan.recipe.precision]
     ranks, stride, calls = group_equal(degrees.shard * degrees.cp), degrees.tp, stage.num_layers + 1
     gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
@@ -53,7 +54,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     ]
     if reshard:
         few = ranks if reshard is True else int(reshard)
-        transfers.append(gather._replace(ranks=few, times=backwards, beneath="backward"))
+        transfers.append(gather._replace(ranks=few, times=backwards, overlaps_with="backward"))
     copies = Transfer(
         "gradients",
         "all_reduce",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from shardscope.core.errors import FieldError, check_choice, check_flag, refuse
 from shardscope.core.fixes import suggest_complete_fixes
@@ -409,3 +409,8 @@ def get_megatron_layout(plan: Plan) -> MegatronLayout:
     layout = plan.layout
     assert isinstance(layout, MegatronLayout), layout
     return layout
+
+
+def get_layout(plan: Plan) -> MegatronLayout:
+    """Return the plan's layout with its type; in a batch of plans it has columns in place of numbers."""
+    return cast("MegatronLayout", plan.layout)

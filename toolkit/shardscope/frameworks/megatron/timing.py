@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, widths
+from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.memory.replicas import replicas_of
-from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
+from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -31,11 +32,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     ``overlap_grad_reduce``. ``gradient_accumulation_fusion`` adds each weight gradient to the main gradient
     in the matmul kernel: a read and a write of the main gradient replace the matmul's own write.
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     degrees, replicas = plan.degrees, replicas_of(plan)
     half = widths[plan.recipe.precision].compute
     width = FP32 if reduces_in_fp32(layout, plan.recipe) else half
-    beneath: Beneath = "last_backward" if layout.overlap_grad_reduce else "nothing"
+    overlaps_with: OverlappedWith = "last_backward" if layout.overlap_grad_reduce else "nothing"
     dense, experts = stage.layers + stage.edges, stage.experts
     added = plan.num_micro_batches * (dense + experts) * 2 * width
     if not plan.architecture.num_moe_layers:
@@ -55,9 +56,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             buckets = maximum(1, ceil_div(weights, maximum(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
         shards: bool = layout.distributed_optimizer
         how: Collective = "reduce_scatter" if shards else "all_reduce"
-        transfers.append(Transfer("gradients", how, weights * width, ranks, stride, 1, buckets, beneath))
+        transfers.append(
+            Transfer("gradients", how, weights * width, ranks, stride, 1, buckets, overlaps_with)
+        )
         if shards:
-            meets: Beneath = "first_forward" if layout.overlap_param_gather else "nothing"
+            meets: OverlappedWith = "first_forward" if layout.overlap_param_gather else "nothing"
             gathered = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets, meets)
             transfers.append(gathered)
     updated = dense + experts
@@ -75,7 +78,7 @@ def overlap(plan: Plan) -> Overlap:
     Megatron-LM overlaps sends between interleaved stages (``overlap_p2p_comm``). Its checkpoint function
     recomputes the whole layer, without early stop.
     """
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     return Overlap(
         tensor_forward=layout.tp_comm_overlap,
         tensor_backward=True,
@@ -84,7 +87,7 @@ def overlap(plan: Plan) -> Overlap:
         # One fused pass reads a partial output, and reads and writes the sum, 2 bytes each (Transformer
         # Engine, attention/dot_product_attention/context_parallel.py, flash_attn_fwd_out_correction; dq
         # likewise).
-        merges=(6, 6),
+        merge_bytes=(6, 6),
         sends=plan.degrees.vpp > 1,
         stops_early=False,
     )

@@ -12,7 +12,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
 from shardscope.planner.checks.nearby_widths import aligned, wider
 from shardscope.planner.checks.words import percent
-from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.matmul import ALIGNED
 
@@ -84,8 +84,8 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
 def _slower_unaligned(case: Case) -> float:
     if case.step is None or not case.plan.on_gpu:
         return 0.0
-    rates = rates_for(case.plan.cluster)
-    return rates.matrix(PEAKS[case.plan.recipe.precision]).slower_unaligned
+    rates = select_rates(case.plan.cluster)
+    return rates.get_matmul_rate(PEAKS[case.plan.recipe.precision]).unaligned_slowdown
 
 
 def _weight_widths(plan: Plan) -> dict[str, int]:

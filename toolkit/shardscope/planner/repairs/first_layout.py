@@ -15,7 +15,7 @@ from shardscope.planner.advice.trials import offloads
 from shardscope.planner.search.candidates import Candidates, candidates_of
 from shardscope.planner.search.search import rank
 from shardscope.planner.verdict import assess
-from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
 
@@ -53,9 +53,9 @@ def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: R
 
 
 def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
-    rates = rates_for(cluster)
-    rates.matrix(PEAKS[recipe.precision])
-    rates.memory()
+    rates = select_rates(cluster)
+    rates.get_matmul_rate(PEAKS[recipe.precision])
+    rates.get_memory_bandwidth()
     check_links(cluster, rates)
     offered = list(
         candidates_of(

@@ -10,7 +10,7 @@ from shardscope.core.html_table import html_table
 from shardscope.core.number_format import gib
 from shardscope.planner.capacity import Place, fits, places, shortages
 from shardscope.planner.repairs.changes import Change, Ladder, ladders
-from shardscope.timing.paging import travelling_bytes
+from shardscope.timing.paging import count_travelling_bytes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -147,7 +147,7 @@ def _cost_words(repair: Repair, whole: float) -> str:
 
 
 def _paging_words(repair: Repair) -> str:
-    return ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
+    return ", while it pages" if count_travelling_bytes(repair.plan, repair.plan.memory()) else ""
 
 
 def _priced(tried: _Tried, seconds: float) -> Repair:

@@ -22,7 +22,7 @@ from shardscope.planner.search.ranking import Ranking, of_needs
 from shardscope.prediction.batch.memory import compute_stage_bytes
 from shardscope.prediction.batch.step import compute_step_seconds
 from shardscope.prediction.support import check_sequence, check_targets
-from shardscope.timing.calibration.curves import rates_for
+from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
 
@@ -78,9 +78,9 @@ def search(
     names = _names(frameworks)
     check_targets(arch, recipe)
     check_sequence(arch, recipe)
-    rates = rates_for(cluster)
-    rates.matrix(PEAKS[recipe.precision])
-    rates.memory()
+    rates = select_rates(cluster)
+    rates.get_matmul_rate(PEAKS[recipe.precision])
+    rates.get_memory_bandwidth()
     check_links(cluster, rates)
     refused: dict[str, str] = {}
     asked: list[Candidates] = []

@@ -10,9 +10,14 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.prediction.batch.column import sum_columns
 from shardscope.prediction.pipeline import TIE_TOLERANCE
-from shardscope.timing.calibration.curves import rates_for
-from shardscope.timing.pipeline import bubble_seconds
-from shardscope.timing.stages import FLOWING, ONCE, seconds_of, work_of
+from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.pipeline import compute_bubble_seconds
+from shardscope.timing.stages import (
+    PER_MICRO_BATCH_PARTS,
+    PER_STEP_PARTS,
+    compute_stage_seconds,
+    prepare_layers,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,9 +32,14 @@ def compute_step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.flo
     ``ValueError`` that names an unknown figure.
     """
     model = frameworks[plans.layout.framework].timing_model()
-    parts = seconds_of(work_of(plans, find_modules(plans), rates_for(plans.cluster), model), stage).parts
-    through = sum_columns([parts[part] for part in FLOWING])
-    busy = table.by_place(table.rows.spread(sum_columns([through, *(parts[part] for part in ONCE)])))
+    found = compute_stage_seconds(
+        prepare_layers(plans, find_modules(plans), select_rates(plans.cluster), model), stage
+    )
+    parts = found.parts
+    through = sum_columns([parts[part] for part in PER_MICRO_BATCH_PARTS])
+    busy = table.by_place(
+        table.rows.spread(sum_columns([through, *(parts[part] for part in PER_STEP_PARTS)]))
+    )
     flowing = table.by_place(table.rows.spread(through))
     most, every = busy[0].copy(), flowing[0] * table.num_alike[0]
     for own, flow, alike in zip(busy[1:], flowing[1:], table.num_alike[1:], strict=True):
@@ -42,6 +52,10 @@ def compute_step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.flo
     for own, flow in zip(reversed(busy), reversed(flowing), strict=True):
         np.copyto(slowest[: len(own)], flow, where=own >= TIE_TOLERANCE * most[: len(own)])
     columns = table.columns
-    most, every, slowest = table.by_plan(most), table.by_plan(every), table.by_plan(slowest)
-    bubble = bubble_seconds(every, slowest, columns.get("vpp", 1), table.num_micro_batches)
+    most = table.by_plan(most)
+    all_stages: Any = table.by_plan(every)
+    slowest_stage: Any = table.by_plan(slowest)
+    vpp: Any = columns.get("vpp", 1)
+    micro_batches: Any = table.num_micro_batches
+    bubble: Any = compute_bubble_seconds(all_stages, slowest_stage, vpp, micro_batches)
     return np.where(table.num_stages > 1, most + bubble, most)

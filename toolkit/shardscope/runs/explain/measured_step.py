@@ -28,11 +28,11 @@ MIN_PROFILED_STEPS = 20
 
 def predict_step(plan: Plan) -> dict[str, object] | None:
     """Return the prediction of ``plan.step()`` at launch, for ``run.json``; None if there is none."""
-    from shardscope.timing.calibration.curves import rates_for
+    from shardscope.timing.calibration.curves import select_rates
 
     try:
         seconds = plan.step().seconds
-        source = rates_for(plan.cluster).source
+        source = select_rates(plan.cluster).source
     except ValueError:
         return None
     return {"step_seconds": seconds, "from": source} if math.isfinite(seconds) and seconds > 0 else None

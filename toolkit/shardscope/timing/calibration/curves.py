@@ -1,6 +1,6 @@
 """Curves measured on a machine, and the rates that a prediction takes from them.
 
-``ss.calibrate()`` measures them (``runs/calibrate/``), ``store.py`` stores them, :func:`rates_for` selects
+``ss.calibrate()`` measures them (``runs/calibrate/``), ``store.py`` stores them, :func:`select_rates` selects
 those that match a cluster.
 """
 
@@ -254,16 +254,16 @@ BUSY_LOAD = 0.5
 """Runnable processes per core above which measured curves are reported as disturbed."""
 
 
-def rates_for(cluster: Cluster) -> Rates:
+def select_rates(cluster: Cluster) -> Rates:
     """Return the speeds of ``cluster``: this machine's calibration if it matches, else the catalogue's.
 
     Cheap enough to call on every step: files are read only when they change. Raises ``ValueError`` for a
     damaged stored calibration, naming its file.
     """
-    from shardscope.timing.calibration.store import stored_rates
-    from shardscope.timing.rates import rates_of
+    from shardscope.timing.calibration.store import load_stored_rates
+    from shardscope.timing.rates import look_up_rates
 
-    return stored_rates(cluster) or rates_of(cluster)
+    return load_stored_rates(cluster) or look_up_rates(cluster)
 
 
 def _text(field: str, value: object) -> None:

@@ -100,14 +100,14 @@ def residual(plan: Plan) -> Residual | None:
     Counted are runs of the same architecture and framework on this machine's GPUs of the same type, predicted
     from the same constants as ``plan`` would be now. Raises ``ValueError`` for a damaged stored file.
     """
-    from shardscope.timing.calibration.curves import BUSY_LOAD, rates_for
+    from shardscope.timing.calibration.curves import BUSY_LOAD, select_rates
     from shardscope.timing.calibration.store import data_folder, file_for, stored
 
     record = stored(file_for(plan.cluster.gpu.name, data_folder()))
     if record is None or not record.steps:
         return None
     shape = plan.architecture.to_dict()
-    framework, source = plan.layout.framework, rates_for(plan.cluster).source
+    framework, source = plan.layout.framework, select_rates(plan.cluster).source
     counted = [
         (one.ratio, one.load > BUSY_LOAD)
         for one in record.steps

@@ -13,8 +13,8 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.timing.collectives import seconds
-from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, MeasuredCalls, Rates, rates_of
+from shardscope.timing.collectives import compute_transfer_seconds
+from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, MeasuredCalls, Rates, look_up_rates
 from shardscope.timing.traffic import Transfer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
 def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
     """Return the catalogue's rates of ``cluster``, with everything that was measured replaced."""
-    known = rates_of(cluster)
+    known = look_up_rates(cluster)
     matrices = dict(known.matrices)
     precisions = {product.precision for product in calibration.matrix_products}
     for precision in sorted(precisions):
@@ -132,7 +132,7 @@ def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: 
     total = 0.0
     for call in calls:
         transfer = Transfer("gathers", call.collective, call.num_bytes, ranks, 1, 1)
-        total += log(seconds(transfer, ranks, rates) / call.seconds) ** 2
+        total += log(compute_transfer_seconds(transfer, ranks, rates) / call.seconds) ** 2
     return total
 
 

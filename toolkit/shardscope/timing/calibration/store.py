@@ -107,7 +107,7 @@ def machine_name() -> str:
     return _plain(socket.gethostname()) or "unnamed"
 
 
-def stored_rates(cluster: Cluster) -> Rates | None:
+def load_stored_rates(cluster: Cluster) -> Rates | None:
     """Return the rates of the stored calibration that matches ``cluster``, or None.
 
     Takes microseconds if no file has changed. Raises as :func:`stored` does.
@@ -125,7 +125,7 @@ def stored_rates(cluster: Cluster) -> Rates | None:
     return _rates(cluster, folder, own, others, count_cores() if gpu == "cpu" else None)
 
 
-def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
+def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
     """Return the stored calibration that matches ``cluster``: of this host, or of another one in the folder.
 
     CPU ranks share their host's cores, so theirs must be of this host, with the same numbers of ranks and
@@ -226,7 +226,7 @@ def _read(path: Path, _modified: int, size: int, _inode: int) -> MachineRecord:
 
 @lru_cache(maxsize=64)
 def _rates(cluster: Cluster, folder: str, *_read_anew_when_these_change: Any) -> Rates | None:
-    calibration = calibration_for(cluster, Path(folder).parent)
+    calibration = find_calibration(cluster, Path(folder).parent)
     return None if calibration is None else calibration.rates(cluster)
 
 

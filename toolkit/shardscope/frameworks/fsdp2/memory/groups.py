@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, minimum, where
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.quantized import count_saved_elements
 from shardscope.memory.state.lora import count_layer_adapters, find_adapter_targets
 from shardscope.memory.state.stages import count_layer_shard, list_rank_shapes
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
     from shardscope.memory.state.stages import Stage
-
-
-def get_layout(plan: Plan) -> Fsdp2Layout:
-    """Return the plan's layout by its own type; in a batch of plans it is an object with the same fields."""
-    return cast("Fsdp2Layout", plan.layout)
 
 
 class GroupBuffers(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
+from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory import explanations
-from shardscope.frameworks.fsdp2.memory.groups import get_layout
 from shardscope.memory.report import Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import gib
 from shardscope.core.ops import all_true, group_equal, maximum
 from shardscope.core.precision import base_width, widths
-from shardscope.frameworks.fsdp2.memory.groups import compute_groups, get_layout
+from shardscope.frameworks.fsdp2.layout import get_layout
+from shardscope.frameworks.fsdp2.memory.groups import compute_groups
 from shardscope.frameworks.fsdp2.memory.peaks import StepPeaks, compute_gathered_at_loss
 from shardscope.frameworks.fsdp2.memory.pipeline import (
     PipelinePeaks,

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
 
 
-def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
+def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     """Return the formula of one part, followed by ``also``."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
-    rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
-    passes = rates.passes(plan.kernels)
+    rate, attention = (
+        rates.get_matmul_rate(precision),
+        rates.get_attention_rate(HALF_PEAKS[recipe.precision], plan.kernels),
+    )
+    passes = rates.get_passes(plan.kernels)
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
-    memory = f"{rates.memory() / 1e12:.2f} TB/s"
+    memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
     words: dict[Part, str] = {
         "matrices": (
             f"2 FLOPs for each pair of numbers, forward once and backward twice, at "
@@ -39,7 +42,7 @@ def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
             f"{plan.kernels} modules save, at {memory}, or as long as the host takes to start the kernels"
         ),
         "loss": f"logits, their fp32 copies and gradients written and read once at {memory}",
-        "recomputation": " + ".join(_recomputed(recipe)) or "nothing is recomputed",
+        "recomputation": " + ".join(_describe_recomputation(recipe)) or "nothing is recomputed",
         "tensor_parallel": (
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
             "4; Korthikanti et al. 2022, section 4.2.2)"
@@ -65,10 +68,10 @@ def told(part: Part, plan: Plan, rates: Rates, also: str) -> str:
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
         ),
     }
-    return f"{words[part]}{also} · {rates.source}"
+    return f"{words[part]}{suffix} · {rates.source}"
 
 
-def _recomputed(recipe: Recipe) -> list[str]:
+def _describe_recomputation(recipe: Recipe) -> list[str]:
     """Return descriptions of everything that is recomputed."""
     words = []
     if recipe.recompute in ("full", "selective"):
