@@ -40,7 +40,7 @@ def _unpacking(mapped: Mapped) -> float:
     plan = mapped.plan
     rates = select_rates(plan.cluster)
     numel, _, _ = measure_layer_linears(plan.architecture, False, "nf4_double")
-    moved = (_UNPACKED_BYTES - _PLANNED_BYTES) * numel / rates.memory()
+    moved = (_UNPACKED_BYTES - _PLANNED_BYTES) * numel / rates.get_memory_bandwidth()
     started = _MATRICES * _KERNELS * rates.kernel_seconds
     return plan.num_micro_batches * plan.architecture.num_hidden_layers * (moved + started)
 

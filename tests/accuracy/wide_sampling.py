@@ -20,7 +20,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations.forward import KNOWN
+from shardscope.memory.activations.forward import FAMILIES_WITH_ACTIVATIONS
 from shardscope.prediction.support import list_supported
 
 MAX_HIDDEN = 8192
@@ -43,7 +43,7 @@ def architecture(draw: Random) -> Architecture:
     """A few layers of any family: of sizes as :mod:`sampling` draws them, or of a published model's."""
     if draw.random() < 0.4:
         return sampling.architecture(draw)
-    family = draw.choice(sorted(KNOWN))
+    family = draw.choice(sorted(FAMILIES_WITH_ACTIVATIONS))
     published = [one for one in models.values() if one.model_type == family and one.hidden_size <= MAX_HIDDEN]
     model = draw.choice(published)
     layers = draw.choice((1, 2, 3, 4, 6))

@@ -20,13 +20,13 @@ import ipywidgets
 import shardscope as ss
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.plans.page import PlansPage
-from shardscope_widgets.plans.ranking_table import layout_words
+from shardscope_widgets.plans.ranking_table import describe_layout
 
 applied = ipywidgets.Label("none")
 applied.add_class("applied")
 
 def apply(plan):
-    applied.value = f"{layout_words(plan.layout)} / {plan.recipe.micro_batch_size} {plan.recipe.recompute}"
+    applied.value = f"{describe_layout(plan.layout)} / {plan.recipe.micro_batch_size} {plan.recipe.recompute}"
     page.offer(plan)
 
 model, gpus = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")

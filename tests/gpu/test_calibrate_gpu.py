@@ -23,6 +23,6 @@ def test_this_machines_gpus_are_measured_and_used(tmp_path: Path, monkeypatch: p
     assert rates.source == one.source
     for precision, peak in here.gpu.peak_flops.items():
         if any(product.precision == precision for product in one.matrix_products):
-            assert 0.1 * peak < rates.matrix(precision).flops_per_second < 1.1 * peak
+            assert 0.1 * peak < rates.get_matmul_rate(precision).flops_per_second < 1.1 * peak
     bandwidth = here.gpu.memory_bandwidth_bytes_per_second
-    assert bandwidth is None or 0.3 * bandwidth < rates.memory() < 1.1 * bandwidth
+    assert bandwidth is None or 0.3 * bandwidth < rates.get_memory_bandwidth() < 1.1 * bandwidth

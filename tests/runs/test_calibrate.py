@@ -100,7 +100,7 @@ def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
     assert rates.source == one.source
     best = max(product.flops_per_second for product in one.matrix_products)
     for precision in ("fp32", "bf16"):
-        assert 0 < rates.matrix(precision).flops_per_second < 100 * best
+        assert 0 < rates.get_matmul_rate(precision).flops_per_second < 100 * best
     plan = make_plan(2)
     assert plan.step().seconds > 0 and one.source in plan.step().calibration
     assert sorted(file.name for file in (folder / "calibration").iterdir() if file.name[0] != ".") == [

@@ -201,7 +201,7 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
         if beside:
             saving = checkpointing.AsyncSave(path, chunks, optimizer, position)
             stepped(chunks, optimizer)
-            saving.look()
+            saving.poll()
             saving.wait()
         else:
             checkpointing.save_checkpoint(path, chunks, optimizer, position)

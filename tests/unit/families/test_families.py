@@ -13,14 +13,14 @@ import shardscope as ss
 from shardscope.catalog import models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.families.parameter_names import attention_inputs, mlp_inputs, names_of
-from shardscope.memory.activations.forward import KNOWN
+from shardscope.memory.activations.forward import FAMILIES_WITH_ACTIVATIONS
 from shardscope.memory.state import stages
 
 ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}
 
 
 def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> None:
-    assert set(ONE_OF_EACH) == set(MODEL_TYPES) == KNOWN
+    assert set(ONE_OF_EACH) == set(MODEL_TYPES) == FAMILIES_WITH_ACTIVATIONS
 
 
 # --------------------------------------------------------------------------------------------- FLOPs

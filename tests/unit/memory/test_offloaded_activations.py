@@ -16,14 +16,14 @@ def test_copies_go_one_by_one_while_backward_is_in_the_layer(monkeypatch: pytest
     from shardscope.training.model import recompute
 
     alive: weakref.WeakSet[object] = weakref.WeakSet()
-    make = recompute._Away.__init__
+    make = recompute._HostCopy.__init__
     seen: list[int] = []
 
     def made(self: object, *arguments: object) -> None:
         make(self, *arguments)  # type: ignore[arg-type]
         alive.add(self)
 
-    monkeypatch.setattr(recompute._Away, "__init__", made)
+    monkeypatch.setattr(recompute._HostCopy, "__init__", made)
 
     class Layer(torch.nn.Module):
         def forward(self, numbers: torch.Tensor) -> torch.Tensor:

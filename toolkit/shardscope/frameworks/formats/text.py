@@ -15,7 +15,7 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n",
 
 
 def format_comment(sentences: Iterable[str]) -> str:
-    """Return sentences as lines with "# "; continuation lines are indented (see :func:`uncommented`)."""
+    """Return sentences as lines with "# "; continuation lines are indented (see :func:`parse_comment`)."""
     lines: list[str] = []
     for sentence in sentences:
         plain = " ".join(sentence.split())
@@ -26,7 +26,7 @@ def format_comment(sentences: Iterable[str]) -> str:
 
 
 def parse_comment(text: str) -> list[str]:
-    """Return the sentences in lines written by :func:`comments`."""
+    """Return the sentences in lines written by :func:`format_comment`."""
     sentences: list[str] = []
     for line in text.splitlines():
         if line.startswith("#   ") and sentences:

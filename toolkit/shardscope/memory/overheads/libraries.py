@@ -45,7 +45,7 @@ round up to 2 MiB; published reserved/allocated pairs range from 0 to over 30 %)
 
 FRAGMENTATION_HIGH_PERCENT = 48
 """Maximum of the allocator's memory beyond tensors, as a share of a step's allocated and freed bytes
-(:func:`shardscope.memory.overheads.band.allocated_and_freed`).
+(:func:`shardscope.memory.overheads.band.compute_allocated_and_freed`).
 
 Chosen by a rule from published rows of role ``calibration`` with ``reserved`` or nvidia-smi figures (107 rows
 of 4 sources in tests/measured): 90 % of them are below it, with equal weight per source, other memory of the
