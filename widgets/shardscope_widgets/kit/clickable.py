@@ -65,7 +65,7 @@ class Clickable(anywidget.AnyWidget):
         self._handle_input(act, lambda: self._on_act(act), IgnoredError)
 
     def open_row(self, key: str) -> None:
-        """Open the row of a :func:`~shardscope_widgets.kit.part_table.render_part_table` and scroll it into view."""
+        """Open a row of :func:`~shardscope_widgets.kit.part_table.render_part_table`, scrolled into view."""
         self.send({"open": key})
 
     def submit_text(self, act: str, typed: str) -> None:
