@@ -159,6 +159,7 @@ FAMILIES |= {
         **BIAS,
     },
     "nemotron": {"head_dim": 32, **PLAIN},
+    "seed_oss": {"head_dim": 32, "attention_bias": True},
 }
 ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2")
 """Families of which every layer here has the window; the others' every other layer."""

@@ -128,7 +128,7 @@ LORA = Recipe(method="lora", lora_rank=RANK)
 PAIRS = [(family, mode) for family in FAMILIES for mode in MODES]
 TURNS = [(family, MODES[turn % 3]) for turn, family in enumerate(FAMILIES)]
 """Every family in one mode."""
-PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
 TARGETS = (("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
 
 

@@ -123,7 +123,18 @@ def test_published_counts(name: str, published: int) -> None:
 
 
 LATENT = ("deepseek_v2", "deepseek_v3")
-BIASED = ("gemma", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "granite", "glm", "glm4", "nemotron")
+BIASED = (
+    "gemma",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt_oss",
+    "olmo2",
+    "granite",
+    "glm",
+    "glm4",
+    "nemotron",
+    "seed_oss",
+)
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
 """Families whose heads have the width that is left for them; phi only with qk_layernorm."""
 FLAGS = {
@@ -133,6 +144,7 @@ FLAGS = {
     "use_parallel_residual": ("gpt_neox",),
     "bias": ("falcon",),
     "alibi": ("falcon",),
+    "attention_out_bias": ("seed_oss",),
     "use_sliding_window": ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
 }
 EXPERTS = {
@@ -189,7 +201,7 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         config["head_dim"] = draw(st.integers(1, 16)) * 2
     if family in ("llama", "qwen3", "qwen3_moe", "gemma2", *LATENT, *BIASED):
         config["attention_bias"] = draw(st.booleans())
-    if family in ("llama", "granite", "nemotron", "deepseek_v2"):
+    if family in ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss"):
         config["mlp_bias"] = draw(st.booleans())
     for flag, families in FLAGS.items():
         if family in families:

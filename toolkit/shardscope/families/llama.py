@@ -1,4 +1,4 @@
-"""Llama and similar decoders: Granite, OLMo 2, Nemotron."""
+"""Llama and similar decoders: Granite, OLMo 2, Nemotron, Seed-OSS."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def _read_nemotron(config: HfConfig) -> Fields:
     }
 
 
+def _read_seed_oss(config: HfConfig) -> Fields:
+    """Read SeedOssConfig: Llama's layers; the output projection's bias has a flag of its own.
+
+    A missing ``head_dim`` is 128; null divides hidden_size by the heads.
+    """
+    fields: Fields = {
+        **read_sizes(config, kv_heads=8, positions=524_288),
+        "attention_bias": config.read_flag("attention_bias", True),
+        "attention_output_bias": config.read_flag("attention_out_bias", False),
+        "mlp_bias": config.read_flag("mlp_bias", False),
+    }
+    if "head_dim" not in config.data:
+        fields["head_dim"] = 128
+    return fields
+
+
 LLAMA = Family(model_type="llama", read=_read_llama, supports=LLAMA_SUPPORT)
 
 GRANITE = Family(
@@ -68,3 +84,14 @@ NEMOTRON = Family(
     concatenates_query=True,
     has_layernorm_1p=True,
 )
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    read=_read_seed_oss,
+    # Without "dropout": residual_dropout adds masks after attention and MLP, which have no formula.
+    supports=frozenset({
+        "pipeline_stages", "fsdp2_tensor_parallel", "fsdp2_context_parallel", "compiled_layers",
+        "attention_choice",
+    }),
+    may_have_experts=False,
+)  # fmt: skip

@@ -12,7 +12,7 @@ from shardscope.families.family import Family, Support
 from shardscope.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardscope.families.glm import GLM, GLM4
 from shardscope.families.gpt import GPT2, GPT_NEOX, GPT_OSS
-from shardscope.families.llama import GRANITE, LLAMA, NEMOTRON, OLMO2
+from shardscope.families.llama import GRANITE, LLAMA, NEMOTRON, OLMO2, SEED_OSS
 from shardscope.families.mistral import MISTRAL, MIXTRAL
 from shardscope.families.phi import PHI, PHI3
 from shardscope.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -25,14 +25,15 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3, DEEPSEEK_V3, GPT2,
         QWEN2_MOE, GEMMA, GEMMA3_TEXT, PHI, DEEPSEEK_V2, GPT_NEOX, GPT_OSS, OLMO2, GRANITE, GLM, GLM4,
-        FALCON, STARCODER2, NEMOTRON,
+        FALCON, STARCODER2, NEMOTRON, SEED_OSS,
     )
 }  # fmt: skip
 """Every family whose layers are known exactly, by ``model_type``."""
 
 _LISTING = (
-    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3_TEXT, GRANITE, PHI3, GLM, GLM4,
-    OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, GPT_NEOX, GPT_OSS, QWEN2_MOE, PHI, FALCON, STARCODER2, NEMOTRON,
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3_TEXT, GRANITE, SEED_OSS, PHI3,
+    GLM, GLM4, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, GPT_NEOX, GPT_OSS, QWEN2_MOE, PHI, FALCON, STARCODER2,
+    NEMOTRON,
 )  # fmt: skip
 """Order of the families in error messages: Llama and the most similar ones first."""
 

@@ -19,6 +19,7 @@ OTHER_SPELLINGS = {
     "qk_norm": ("qk_layernorm",),
     "parallel_residual": ("use_parallel_residual", "parallel_attn"),
     "attention_bias": ("qkv_bias", "use_bias", "bias"),
+    "attention_output_bias": ("attention_out_bias",),
 }
 """Other names of ``Architecture`` fields in the configs of some model families."""
 
