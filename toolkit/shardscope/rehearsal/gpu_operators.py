@@ -56,8 +56,12 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
 
     Functions are replaced instead of using a ``TorchFunctionMode``, which is off during backward.
     """
+    # Dynamo reads the ``__name__`` of every function that torch lets subclasses override; a partial has none.
+    dispatch_attention = functools.update_wrapper(
+        functools.partial(_dispatch_attention, has_flash), _dispatch_attention
+    )
     stand_ins: list[Patch] = [
-        (F, "scaled_dot_product_attention", functools.partial(_dispatch_attention, has_flash)),
+        (F, "scaled_dot_product_attention", dispatch_attention),
         (F, "dropout", _apply_dropout),
         (F, "layer_norm", _wrap_layer_norm(F.layer_norm)),
         *((owner, name, _wrap_power(getattr(owner, name))) for owner, name in _POWERS),
