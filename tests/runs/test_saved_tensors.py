@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardscope.core.architecture import Architecture
+from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.core.recipe import Recipe
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
@@ -130,6 +130,10 @@ TURNS = [(family, MODES[turn % 3]) for turn, family in enumerate(FAMILIES)]
 """Every family in one mode."""
 PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
 TARGETS = (("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
+
+
+def test_every_family_has_a_small_model() -> None:
+    assert {architecture(family, 2).model_type for family in FAMILIES} == set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize("mode", MODES)

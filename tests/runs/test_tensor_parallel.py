@@ -21,6 +21,7 @@ pytestmark = thorough()
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
+    "seed_oss": {"attention_bias": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {
         "tie_word_embeddings": True,
