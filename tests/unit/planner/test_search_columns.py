@@ -25,7 +25,12 @@ from shardscope.core.ops import (
 )
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.memory.layer import Layer
-from shardscope.frameworks.megatron.memory.schedule import Fullest, _steps, chunk_layers, fullest
+from shardscope.frameworks.megatron.memory.pipeline import (
+    SchedulePeaks,
+    compute_schedule_peaks,
+    count_chunk_layers,
+    iterate_schedule,
+)
 from shardscope.prediction.batch.column import Column, sum_columns
 from shardscope.prediction.batch.deduplicate import Distinct
 from shardscope.prediction.batch.object_batch import ObjectBatch
@@ -192,10 +197,10 @@ def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
     assert several.times(3).values.tolist() == [6, 30, 12]
 
 
-def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Fullest:
+def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> SchedulePeaks:
     """What a stage holds, step by step through its schedule."""
     pp, vpp, number, micro_batches = numbers
-    layers = chunk_layers(arch, pp, vpp, number)
+    layers = count_chunk_layers(arch, pp, vpp, number)
     saved = [a * dense.saved + b * moe.saved for a, b in layers]
     gone = 0 if moe.retained else moe.saved
     working = [
@@ -208,7 +213,7 @@ def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Ful
     ending = [moe.ending if b else dense.ending * (a > 0) for a, b in layers]
     held = [0] * vpp
     waiting = forward = head = backward = last = first = chunks = 0
-    for is_forward, chunk in _steps(pp, vpp, number, micro_batches):
+    for is_forward, chunk in iterate_schedule(pp, vpp, number, micro_batches):
         if is_forward:
             held[chunk] += 1
             waiting += saved[chunk]
@@ -223,7 +228,7 @@ def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Ful
         waiting -= saved[chunk]
         if chunk == 0:
             last = max(last, waiting + layers[chunk][1] * 2 * moe.retained)
-    return Fullest(forward, head, backward, last, 0, 0, first, chunks)
+    return SchedulePeaks(forward, head, backward, last, 0, 0, first, chunks)
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -250,7 +255,7 @@ def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> N
         num_micro_batches = micro_batches
 
     plan: Any = Stand
-    found = fullest(plan, number, dense, moe)
+    found = compute_schedule_peaks(plan, number, dense, moe)
     expected = played(arch, (pp, vpp, number, micro_batches), dense, moe)
     assert found._replace(dense=0, moe=0) == expected
 

@@ -8,7 +8,7 @@ import pytest
 from planning import LLAMA
 
 import shardscope as ss
-from shardscope.frameworks.megatron.memory.eager import eager_attention, takes_plain_softmax
+from shardscope.frameworks.megatron.memory.eager_attention import compute_eager_attention, takes_plain_softmax
 from shardscope.memory.activations.modules.megatron import copies_query, list_fused_projection, repeats_heads
 from shardscope.memory.activations.modules.saved import Modules
 
@@ -24,11 +24,11 @@ def modules(compute: int = 2, dropout: float = 0.0) -> Modules:
 
 
 def test_the_fused_softmax_holds_the_product_and_the_probabilities() -> None:
-    one = eager_attention(GPT, modules(), 1, 0)
+    one = compute_eager_attention(GPT, modules(), 1, 0)
     assert one.saved == 2 * SCORES
     assert one.forward == 4 * SCORES + 2 * OUTPUT
     assert one.gradients == 2 * SCORES + 2 * OUTPUT
-    dropped = eager_attention(GPT, modules(dropout=0.1), 1, 0)
+    dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, 0)
     # Korthikanti et al. 2022, eq. 1: 5 a s^2 b.
     assert dropped.saved == 5 * SCORES
 
@@ -36,7 +36,7 @@ def test_the_fused_softmax_holds_the_product_and_the_probabilities() -> None:
 @pytest.mark.parametrize("rows", [3, 96])
 def test_torch_s_softmax_holds_fp32_and_a_mask_for_each_call(rows: int) -> None:
     mask = SCORES // rows
-    half, full = (eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
+    half, full = (compute_eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
     assert half.saved == 6 * SCORES + mask
     # The product, its fp32 copy, the softmax and its cast; and with few rows the mask in the making.
     assert half.forward >= 12 * SCORES + mask
@@ -45,7 +45,7 @@ def test_torch_s_softmax_holds_fp32_and_a_mask_for_each_call(rows: int) -> None:
     # Autograd's copies of a gradient that goes through a view.
     assert full.gradients + full.saved == 16 * SCORES + mask + 2 * OUTPUT
     # The cast goes once dropout has made its own output of it.
-    dropped = eager_attention(GPT, modules(dropout=0.1), 1, rows)
+    dropped = compute_eager_attention(GPT, modules(dropout=0.1), 1, rows)
     assert dropped.saved == 7 * SCORES + mask
 
 

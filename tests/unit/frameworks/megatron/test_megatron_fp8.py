@@ -15,8 +15,8 @@ from tests.unit.planning import LATENT, LLAMA, MOE
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron.fp8 import copies
-from shardscope.frameworks.megatron.memory.layer import Cuts, layer
+from shardscope.frameworks.megatron.fp8 import count_operand_copies
+from shardscope.frameworks.megatron.memory.layer import ShardCounts, compute_layer
 from shardscope.memory.activations.modules.saved import Modules
 from shardscope.prediction.batch.memory import compute_peaks
 
@@ -26,7 +26,9 @@ HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32
 
 def saved(arch: Any, *, moe: bool = False, eight: bool = True, recompute: str = "none", **more: Any) -> int:
     modules = Modules("megatron", False, 2, 4096, eight_bit_inputs=eight, **more)
-    return layer(arch, moe, modules, recompute, Cuts(1, 1, 1, 1, gradient_copies=2 * eight)).saved
+    return compute_layer(
+        arch, moe, modules, recompute, ShardCounts(1, 1, 1, 1, gradient_copies=2 * eight)
+    ).saved
 
 
 def plan(cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> Plan:
@@ -82,7 +84,7 @@ def test_latent_attention_by_hand() -> None:
     ("cluster", "number"), [("8xh100-sxm-80gb", 2), ("8xb200-sxm-180gb", 1), ("8xrtx-5090-32gb", 2)]
 )
 def test_weights_have_a_copy_and_before_blackwell_its_transpose(cluster: str, number: int) -> None:
-    assert copies(ss.Cluster.parse(cluster).gpu) == number
+    assert count_operand_copies(ss.Cluster.parse(cluster).gpu) == number
     matrices = 32 * (HIDDEN * (HIDDEN + 2 * KEYS) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     parameters = [
         plan(cluster, precision=precision).memory().components["parameters"]

@@ -10,9 +10,13 @@ from planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.memory.layer import Cuts, Layer, layer
-from shardscope.frameworks.megatron.memory.schedule import Fullest, chunk_layers, fullest
+from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size
+from shardscope.frameworks.megatron.memory.layer import Layer, ShardCounts, compute_layer
+from shardscope.frameworks.megatron.memory.pipeline import (
+    SchedulePeaks,
+    compute_schedule_peaks,
+    count_chunk_layers,
+)
 from shardscope.memory.activations.modules.saved import Modules
 
 GPT = ss.models["gpt-3-175b"]
@@ -32,7 +36,9 @@ def saved(
     tp: int, sequence_parallel: bool, recompute: str = "none", attention: str | None = "eager"
 ) -> float:
     modules = Modules("megatron", False, 2, S, dropout=0.1, attention=attention)
-    return layer(GPT, False, modules, recompute, Cuts(tp, tp if sequence_parallel else 1, tp, 1)).saved
+    return compute_layer(
+        GPT, False, modules, recompute, ShardCounts(tp, tp if sequence_parallel else 1, tp, 1)
+    ).saved
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -57,7 +63,10 @@ def test_selective_recomputation_with_fused_attention_wins_next_to_nothing() -> 
     none, some = (saved(1, False, how, None) for how in ("none", "selective"))
     assert none - some == 4 * A
     modules = Modules("megatron", False, 2, S)
-    kept = [layer(LLAMA, False, modules, how, Cuts(1, 1, 1, 1)).saved for how in ("none", "selective")]
+    kept = [
+        compute_layer(LLAMA, False, modules, how, ShardCounts(1, 1, 1, 1)).saved
+        for how in ("none", "selective")
+    ]
     query_and_key = 2 * LLAMA.head_dim * (LLAMA.num_attention_heads + LLAMA.num_key_value_heads)
     assert kept[1] - kept[0] == query_and_key - 4 * LLAMA.num_attention_heads
 
@@ -67,31 +76,31 @@ def test_selective_recomputation_with_fused_attention_wins_next_to_nothing() -> 
 )
 def test_the_vocabulary_is_padded(vocab: int, tp: int, padded: int) -> None:
     # 50,257 becomes 50,304 with tp 1 and 51,200 with tp 8: Megatron's own logs say so.
-    assert padded_vocab_size(vocab, tp) == padded
+    assert compute_padded_vocab_size(vocab, tp) == padded
 
 
 def test_logits_use_the_padded_vocabulary() -> None:
     odd = replace(LLAMA, vocab_size=32_001)
     at_head = plan(odd, tp=2).memory().by_stage[0].at("forward").components["logits"]
     # bf16 logits and their fp32 softmax.
-    assert at_head == 4096 * padded_vocab_size(32_001, 2) // 2 * 6
+    assert at_head == 4096 * compute_padded_vocab_size(32_001, 2) // 2 * 6
 
 
 def test_each_chunk_has_its_layers() -> None:
     experts = replace(LATENT, num_hidden_layers=16)
     # Four chunks of four layers, of which the first two layers of the model are dense.
-    assert chunk_layers(experts, 2, 2, 0) == ((2, 2), (0, 4))
-    assert chunk_layers(experts, 2, 2, 1) == ((0, 4), (0, 4))
+    assert count_chunk_layers(experts, 2, 2, 0) == ((2, 2), (0, 4))
+    assert count_chunk_layers(experts, 2, 2, 1) == ((0, 4), (0, 4))
     fewer = replace(LLAMA, num_hidden_layers=14)
     uneven = plan(fewer, pp=2, vpp=2)
-    assert chunk_layers(fewer, 2, 2, 0) == ((3, 0), (4, 0))
-    assert chunk_layers(fewer, 2, 2, 1) == ((4, 0), (3, 0))
-    assert sum(map(sum, chunk_layers(fewer, 2, 2, 0))) == uneven.stage_layers[0]
+    assert count_chunk_layers(fewer, 2, 2, 0) == ((3, 0), (4, 0))
+    assert count_chunk_layers(fewer, 2, 2, 1) == ((4, 0), (3, 0))
+    assert sum(map(sum, count_chunk_layers(fewer, 2, 2, 0))) == uneven.stage_layers[0]
 
 
-def held(one: Plan, stage: int) -> Fullest:
+def held(one: Plan, stage: int) -> SchedulePeaks:
     """In layers: each keeps a byte."""
-    return fullest(one, stage, Layer(1, 0, 0), Layer(1, 0, 0))
+    return compute_schedule_peaks(one, stage, Layer(1, 0, 0), Layer(1, 0, 0))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -112,7 +121,7 @@ def test_uneven_chunks_are_fullest_later() -> None:
     """Chunks of two layers and one on the last stage: at its first backward they hold five layers, once the
     first chunk's second round has come six."""
     uneven = plan(replace(LLAMA, num_hidden_layers=6), pp=2, vpp=2)
-    assert chunk_layers(uneven.architecture, 2, 2, 1) == ((2, 0), (1, 0))
+    assert count_chunk_layers(uneven.architecture, 2, 2, 1) == ((2, 0), (1, 0))
     one = held(uneven, 1)
     assert one.chunks == 3 and one.first == 2
     assert (one.head, one.forward) == (5, 6)
@@ -122,11 +131,11 @@ def test_experts_go_backward_before_the_layers_in_front_of_them() -> None:
     """So a dense layer's gradients never meet what experts have saved."""
     mixed = replace(LATENT, num_hidden_layers=4)
     dense, moe = Layer(10, 100, 0), Layer(70, 50, 0)
-    assert chunk_layers(mixed, 1, 1, 0) == ((2, 2),)
-    assert fullest(plan(mixed), 0, dense, moe).backward == 2 * 10 + 2 * 70 + 50
-    assert fullest(plan(mixed), 0, dense._replace(working=300), moe).backward == 2 * 10 + 300
+    assert count_chunk_layers(mixed, 1, 1, 0) == ((2, 2),)
+    assert compute_schedule_peaks(plan(mixed), 0, dense, moe).backward == 2 * 10 + 2 * 70 + 50
+    assert compute_schedule_peaks(plan(mixed), 0, dense._replace(working=300), moe).backward == 2 * 10 + 300
     # Played again, they keep their inputs and these inputs' gradients.
-    kept = fullest(plan(mixed), 0, dense._replace(working=300), moe._replace(retained=70))
+    kept = compute_schedule_peaks(plan(mixed), 0, dense._replace(working=300), moe._replace(retained=70))
     assert kept.backward == 2 * 10 + 2 * 70 + 2 * 70 + 300
     assert kept.last == 2 * 2 * 70
 
@@ -174,9 +183,9 @@ def test_dropout_leaves_a_byte_a_number_of_each_branch() -> None:
 @pytest.mark.parametrize("arch", [LLAMA, MOE, LATENT, GPT], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_full_recomputation_keeps_a_layer_s_input(arch: Any, tp: int) -> None:
-    modules, cuts = Modules("megatron", False, 2, S), Cuts(tp, tp, tp, 1)
+    modules, cuts = Modules("megatron", False, 2, S), ShardCounts(tp, tp, tp, 1)
     moe = arch.num_moe_layers > 0
-    none, full = (layer(arch, moe, modules, how, cuts) for how in ("none", "full"))
+    none, full = (compute_layer(arch, moe, modules, how, cuts) for how in ("none", "full"))
     assert full.saved == 2 * arch.hidden_size // tp < none.saved
     # What was not kept comes back while the layer is played again.
     assert full.working >= none.saved + none.working - full.saved

@@ -10,7 +10,7 @@ from planning import LLAMA, MOE
 
 import shardscope as ss
 from shardscope.core.plan import Plan
-from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size
 from shardscope.frameworks.megatron.rehearsal.rehearse import rehearse
 from shardscope.prediction.batch.memory import compute_peaks
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
@@ -93,7 +93,7 @@ def test_experts_have_an_optimizer_of_their_own_that_steps_after() -> None:
 @pytest.mark.parametrize(("impl", "each"), [("native", 6), ("te", 2)])
 def test_transformer_engines_loss_writes_its_gradient_over_the_logits(impl: str, each: int) -> None:
     a_plan = plan(recipe={"loss": "fused"}, tp=2, cross_entropy_fusion_impl=impl)
-    rows = padded_vocab_size(LLAMA.vocab_size, 2) // 2
+    rows = compute_padded_vocab_size(LLAMA.vocab_size, 2) // 2
     peak = max(m.components["logits"] for m in a_plan.memory().worst_stage.phases)
     assert peak >= each * 512 * rows
     assert (peak == 2 * 512 * rows) == (impl == "te")

@@ -8,7 +8,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
+from shardscope.frameworks.megatron.layout import MegatronLayout, count_pipeline_ends
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -17,7 +17,7 @@ MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
 """Megatron-LM's default for ``--make-vocab-size-divisible-by``, which it multiplies by tp."""
 
 
-def padded_vocab_size(vocab_size: Any, tp: Any) -> Any:
+def compute_padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Return the embedding's rows, padded to a multiple of 128 x tp (megatron/training/tokenizer)."""
     multiple = MAKE_VOCAB_SIZE_DIVISIBLE_BY * tp
     return ceil_div(vocab_size, multiple) * multiple
@@ -160,7 +160,7 @@ def _split(plan: Plan) -> dict[str, Any]:
     assert isinstance(plan.layout, MegatronLayout)
     if degrees.pp == 1:
         return {}
-    embedding, loss = counted_ends(layers, degrees.pp, degrees.vpp)
+    embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)
     return {
         "account_for_embedding_in_pipeline_split": bool(embedding),
         "account_for_loss_in_pipeline_split": bool(loss),

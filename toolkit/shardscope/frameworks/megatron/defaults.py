@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.frameworks.defaults import CheckpointFormat, ReduceType, Tie
 from shardscope.frameworks.megatron import core_config
-from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.layout import MegatronLayout, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def get_reduce_type(plan: Plan) -> ReduceType:
     """Return the dtype of gradient reduction: fp32 with ``grad_reduce_in_fp32``, else the weights' dtype."""
-    if plan.recipe.precision == "fp32" or reduces_in_fp32(plan.layout, plan.recipe):
+    if plan.recipe.precision == "fp32" or reduces_in_fp32(get_layout(plan), plan.recipe):
         return "fp32"
     return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
 
@@ -36,7 +36,7 @@ def suggest_fp32_reduction(plan: Plan) -> tuple[str, Plan | None]:
 
 def pad_vocab_size(plan: Plan) -> int:
     """Return the vocabulary size, padded to a multiple of 128 x tp."""
-    return int(core_config.padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp))
+    return core_config.compute_padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp)
 
 
 def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
@@ -63,7 +63,7 @@ def get_checkpoint_format(plan: Plan) -> CheckpointFormat:
 
 def find_unused_options(plan: Plan) -> Mapping[str, str]:
     """Return the options without effect: ``cross_entropy_fusion_impl`` unless the loss is fused."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if plan.recipe.loss != "fused" and layout.cross_entropy_fusion_impl != "native":
         return {"cross_entropy_fusion_impl": "with Recipe(loss='fused')"}
     return {}
@@ -71,6 +71,6 @@ def find_unused_options(plan: Plan) -> Mapping[str, str]:
 
 def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return the overlap options that are off, for gradient reduction and the parameter all-gather."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
     return {name: True for name in names if not getattr(layout, name)}

@@ -9,10 +9,11 @@ from Transformer Engine 2.20 and megatron-core 0.16.1, and never run here.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import map_distinct
+from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.memory.activations.modules.attention import get_attention_widths
 from shardscope.memory.state.stages import count_layers_by_kind, list_rank_shapes
 
@@ -29,7 +30,7 @@ _ROWS, _COLUMNS = 8, 16
 """Divisors of every operand's sizes (``pytorch/utils.py``, ``assert_dim_for_fp8_exec``)."""
 
 
-def copies(gpu: Gpu) -> int:
+def count_operand_copies(gpu: Gpu) -> int:
     """Return the 8-bit copies of an operand that several matmuls read: 2 with its transpose, else 1.
 
     Data-center Blackwell supports every GEMM layout and needs no transpose (``pytorch/utils.py``,
@@ -38,12 +39,12 @@ def copies(gpu: Gpu) -> int:
     return 1 if (gpu.architecture or "").startswith("blackwell") and not gpu.name.startswith("rtx") else 2
 
 
-def gradient_copies(plan: Plan) -> int:
+def count_gradient_copies(plan: Plan) -> int:
     """Return the 8-bit copies of an output gradient, which two backward matmuls read; 0 without fp8."""
-    return copies(plan.cluster.gpu) if plan.recipe.precision == "fp8-mixed" else 0
+    return count_operand_copies(plan.cluster.gpu) if plan.recipe.precision == "fp8-mixed" else 0
 
 
-def weight_copies(plan: Plan, stage: Stage) -> Any:
+def compute_weight_copies(plan: Plan, stage: Stage) -> int:
     """Return the bytes of a stage's cached 8-bit weights, which live from the first micro-batch on.
 
     ``quantize_weight`` (``pytorch/module/base.py``) refills the cache at the first micro-batch of each step.
@@ -51,17 +52,17 @@ def weight_copies(plan: Plan, stage: Stage) -> Any:
     """
     if plan.recipe.precision != "fp8-mixed":
         return 0
-    arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
-    numel: Any = 0
+    arch, degrees, layout = plan.architecture, plan.degrees, get_layout(plan)
+    numel = 0
     for moe, layers in count_layers_by_kind(arch, stage):
-        each = map_distinct(
+        layer_numel = map_distinct(
             lambda tp, expert_tp, ep, moe=moe: _layer_matrices(arch, moe, tp, expert_tp, ep),
             degrees.tp,
-            layout.expert_tp,  # type: ignore[attr-defined]
+            layout.expert_tp,
             degrees.ep,
         )
-        numel = numel + layers * each
-    return copies(plan.cluster.gpu) * numel
+        numel = numel + layers * layer_numel
+    return count_operand_copies(plan.cluster.gpu) * numel
 
 
 @lru_cache(maxsize=4096)

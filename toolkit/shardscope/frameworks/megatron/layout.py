@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 from shardscope.core.errors import FieldError, check_choice, check_flag, refuse
 from shardscope.core.fixes import suggest_complete_fixes
@@ -21,6 +21,7 @@ from shardscope.core.layout import (
     compute_remaining_ranks,
     list_divisors,
 )
+from shardscope.core.ops import group_equal, maximum, where
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -289,7 +290,7 @@ class MegatronLayout(Layout):
         if degrees.pp == 1:
             return [layers]
         try:
-            embedding, loss = counted_ends(layers, degrees.pp, degrees.vpp)
+            embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)
         except LookupError:
             raise self._no_split(layers, degrees) from None
         stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
@@ -382,7 +383,7 @@ class MegatronLayout(Layout):
         return "Megatron-core" + (f" ({', '.join(named)})" if named else "")
 
 
-def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
+def count_pipeline_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
     """Return (embedding, loss), each 1 if it must count as a layer for an even split, else 0.
 
     Raises ``LookupError`` if there is no even split.
@@ -398,19 +399,31 @@ def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
 def splits(num_layers: int, pp: int, vpp: int) -> bool:
     """Return whether the layers split evenly over pp x vpp chunks."""
     try:
-        counted_ends(num_layers, pp, vpp)
+        count_pipeline_ends(num_layers, pp, vpp)
     except LookupError:
         return False
     return True
 
 
-def get_megatron_layout(plan: Plan) -> MegatronLayout:
-    """Return the layout of ``plan``, which must be one of Megatron-core's."""
-    layout = plan.layout
-    assert isinstance(layout, MegatronLayout), layout
-    return layout
-
-
 def get_layout(plan: Plan) -> MegatronLayout:
     """Return the plan's layout with its type; in a batch of plans it has columns in place of numbers."""
     return cast("MegatronLayout", plan.layout)
+
+
+class Replicas(NamedTuple):
+    """Ranks that reduce the same gradients; the distributed optimizer shards its state over them."""
+
+    dense: int
+    experts: int
+
+
+def count_replicas(plan: Plan) -> Replicas:
+    """Return the replicas of dense weights (data x context parallel ranks) and of experts.
+
+    With ep > 1 an expert has fewer replicas than a dense weight: the other ranks have other experts. With
+    ep 1 experts are in the dense weights' buffers (tensor_parallel/layers.py, "allreduce").
+    """
+    degrees, layout = plan.degrees, get_layout(plan)
+    dense = group_equal(degrees.data_parallel * degrees.cp)
+    fewer = maximum(1, dense * degrees.tp // (degrees.ep * layout.expert_tp))
+    return Replicas(dense, where(degrees.ep > 1, fewer, dense))

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.megatron.layout import get_layout
+from shardscope.frameworks.megatron.layout import count_replicas, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
-from shardscope.frameworks.megatron.memory.replicas import replicas_of
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     in the matmul kernel: a read and a write of the main gradient replace the matmul's own write.
     """
     layout = get_layout(plan)
-    degrees, replicas = plan.degrees, replicas_of(plan)
+    degrees, replicas = plan.degrees, count_replicas(plan)
     half = widths[plan.recipe.precision].compute
     width = FP32 if reduces_in_fp32(layout, plan.recipe) else half
     overlaps_with: OverlappedWith = "last_backward" if layout.overlap_grad_reduce else "nothing"
@@ -63,7 +62,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             meets: OverlappedWith = "first_forward" if layout.overlap_param_gather else "nothing"
             gathered = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets, meets)
             transfers.append(gathered)
-    updated = dense + experts
+    updated: float = dense + experts
     if layout.distributed_optimizer:
         updated = dense / replicas.dense + experts / replicas.experts
     return StateTraffic(

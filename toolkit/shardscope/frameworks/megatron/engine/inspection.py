@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardscope.core.number_format import count
 from shardscope.frameworks.megatron.engine.context_parallel import check_attention
 from shardscope.frameworks.megatron.engine.model import choose_attention, flatten_optimizers
-from shardscope.frameworks.megatron.layout import get_megatron_layout
+from shardscope.frameworks.megatron.layout import get_layout
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -24,7 +24,7 @@ def read_back(
     plan: Plan, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, data_rank: int
 ) -> dict[str, object]:
     """Describe what megatron-core built, as JSON. Raises ``RuntimeError`` if it contradicts ``plan``."""
-    layout = get_megatron_layout(plan)
+    layout = get_layout(plan)
     degrees, arch = plan.degrees, plan.architecture
     groups = _read_groups()
     _check_equal(

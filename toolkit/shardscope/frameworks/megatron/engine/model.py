@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
+from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.engine.context_parallel import get_context_attention
-from shardscope.frameworks.megatron.layout import get_megatron_layout
+from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.weights.config import convert_config, convert_rope
 
@@ -47,7 +47,7 @@ def init_model_parallel(plan: Plan) -> None:
     """Initialize Megatron-core's process groups, after destroying those of an earlier engine. Collective."""
     from megatron.core import parallel_state
 
-    degrees, layout = plan.degrees, get_megatron_layout(plan)
+    degrees, layout = plan.degrees, get_layout(plan)
     leave_model_parallel()
     before = set(_list_groups())
     parallel_state.initialize_model_parallel(
@@ -146,7 +146,7 @@ def _build_chunk(
     model: torch.nn.Module = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=MarkedNorm),
-        padded_vocab_size(arch.vocab_size, degrees.tp),
+        compute_padded_vocab_size(arch.vocab_size, degrees.tp),
         arch.max_position_embeddings if learned else plan.recipe.seq_len,
         pre_process=stage == 0 and number == 0,
         post_process=stage == degrees.pp - 1 and number == degrees.vpp - 1,
@@ -185,7 +185,7 @@ def wrap_chunks(
     """Wrap each chunk in megatron-core's ``DistributedDataParallel``, whose buffers hold the gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    layout = get_megatron_layout(plan)
+    layout = get_layout(plan)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduces_in_fp32(layout, plan.recipe),
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -222,7 +222,7 @@ def build_optimizer(
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    layout = get_megatron_layout(plan)
+    layout = get_layout(plan)
     dtype = DTYPES[plan.recipe.precision]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
-from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
+from shardscope.frameworks.megatron.layout import MegatronLayout, count_pipeline_ends
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _layout(plan: Plan) -> Flags:
     if degrees.vpp > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = degrees.vpp
     if degrees.pp > 1:
-        embedding, loss = counted_ends(plan.architecture.num_hidden_layers, degrees.pp, degrees.vpp)
+        embedding, loss = count_pipeline_ends(plan.architecture.num_hidden_layers, degrees.pp, degrees.vpp)
         if embedding:
             flags["account-for-embedding-in-pipeline-split"] = None
         if loss:

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 def compute_host_memory(plan: Plan) -> Term:
     """Return no bytes: ``use_cpu_initialization`` is off (megatron/core/model_parallel_config.py)."""
-    return zero_term("each rank makes its own part on its GPU (use_cpu_initialization=False)")
+    return zero_term("each rank initializes its shard on its GPU (use_cpu_initialization=False)")

@@ -19,7 +19,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.core_config import (
     check_rehearsed,
-    padded_vocab_size,
+    compute_padded_vocab_size,
     transformer_config,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
@@ -91,7 +91,7 @@ class _StageRehearsal:
         self.plan = plan
         self.number = number
         self.dtype = _DTYPES[plan.recipe.precision]
-        self.vocab = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp)
+        self.vocab = compute_padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp)
 
     def play(self) -> RehearsedStage:
         """Run two steps and report the second: the first creates the optimizer state."""

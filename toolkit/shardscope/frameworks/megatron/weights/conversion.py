@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size
 from shardscope.frameworks.megatron.hf_names import (
     Pair,
     expert_pairs,
@@ -122,7 +122,7 @@ def shard_tensor(full: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.
     if pair.cut == "whole":
         return full
     if pair.cut == "vocabulary":
-        padding = padded_vocab_size(full.shape[0], size) - full.shape[0]
+        padding = compute_padded_vocab_size(full.shape[0], size) - full.shape[0]
         full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])]) if padding else full
     if size == 1:
         return full

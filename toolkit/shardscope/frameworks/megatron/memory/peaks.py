@@ -1,4 +1,4 @@
-"""Activations and logits of one Megatron pipeline stage in each phase of a step.
+"""Peak candidates of one Megatron pipeline stage: activations and logits in each phase of a step.
 
 Megatron's schedules decide how many micro-batches of which model chunk are in flight, and which tensors are
 being sent between stages meanwhile. The head works on the padded vocabulary.
@@ -7,16 +7,17 @@ being sent between stages meanwhile. The head works on the padded vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import count, kib
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, where
 from shardscope.core.precision import FP32, HALF
-from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
-from shardscope.frameworks.megatron.memory.eager import takes_plain_softmax
-from shardscope.frameworks.megatron.memory.layer import Cuts, Layer, layer
-from shardscope.frameworks.megatron.memory.schedule import fullest
+from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size
+from shardscope.frameworks.megatron.fp8 import SOURCE, count_gradient_copies
+from shardscope.frameworks.megatron.layout import get_layout
+from shardscope.frameworks.megatron.memory.eager_attention import takes_plain_softmax
+from shardscope.frameworks.megatron.memory.layer import Layer, ShardCounts, compute_layer
+from shardscope.frameworks.megatron.memory.pipeline import compute_schedule_peaks
 from shardscope.memory.activations.head import Logits, compute_logits_per_token
 from shardscope.memory.activations.modules.megatron import compute_norm_statistics
 from shardscope.memory.report import Term
@@ -49,79 +50,95 @@ class StageActivations(NamedTuple):
     """Logits at the same time as ``head``."""
 
 
-def _layer_of_cuts(arch: Architecture, moe: bool, modules: Modules, recompute: str, *cuts: int) -> Layer:
-    return layer(arch, moe, modules, recompute, Cuts(*cuts))
+def _compute_layer_of_counts(
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, *counts: int
+) -> Layer:
+    return compute_layer(arch, moe, modules, recompute, ShardCounts(*counts))
 
 
-def stage_activations(plan: Plan, stage: Stage, modules: Modules) -> StageActivations:
+def compute_stage_activations(plan: Plan, stage: Stage, modules: Modules) -> StageActivations:
     """Compute the activations and logits of one stage in each phase of a step."""
-    return _Stage(plan, stage, modules).step()
+    return _StageStep(plan, stage, modules).compute_phases()
 
 
-class _Stage:
+class _StageStep:
+    """One training step of a stage: layers, shards and micro-batches in flight, by phase."""
+
     def __init__(self, plan: Plan, stage: Stage, modules: Modules) -> None:
         self.plan, self.stage, self.modules = plan, stage, modules
         self.arch, self.degrees = plan.architecture, plan.degrees
-        layout: Any = plan.layout
-        recipe, tp = plan.recipe, plan.degrees.tp
+        layout, recipe, tp = get_layout(plan), plan.recipe, plan.degrees.tp
         sequence = where(layout.splits_sequence, tp, 1)
         rows = recipe.micro_batch_size * (self.arch.num_attention_heads // tp)
         plain = where(takes_plain_softmax(modules, rows), rows, 0)
         batch = recipe.micro_batch_size
-        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, batch, gradient_copies(plan))
+        self.shards = ShardCounts(
+            tp, sequence, layout.expert_tp, plan.degrees.ep, plain, batch, count_gradient_copies(plan)
+        )
         # Context parallelism: each rank has 1/cp of every sequence in all operators, attention's keys and
         # values included (megatron/core/utils.py, get_batch_on_this_cp_rank). Transformer Engine's buffers of
         # keys and values in transit are not counted: they never coexist with the MLP's tensors.
-        self.tokens: Any = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
-        self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
-        self.kinds = [(moe, self._layer(moe)) for moe, _ in count_layers_by_kind(self.arch, stage)]
+        self.tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
+        self.stream = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
+        self.kinds = [(moe, self._compute_layer(moe)) for moe, _ in count_layers_by_kind(self.arch, stage)]
         of_kind = dict(self.kinds)
-        self.held = fullest(plan, stage.number, of_kind.get(False, _NO_LAYER), of_kind.get(True, _NO_LAYER))
+        self.in_flight = compute_schedule_peaks(
+            plan, stage.number, of_kind.get(False, _NO_LAYER), of_kind.get(True, _NO_LAYER)
+        )
         # Whether the first backward begins before the last forward.
-        self.alternates: Any = (self.degrees.pp > 1) & (
-            self.held.chunks < plan.num_micro_batches * self.degrees.vpp
+        self.alternates = (self.degrees.pp > 1) & (
+            self.in_flight.chunks < plan.num_micro_batches * self.degrees.vpp
         )
 
-    def _layer(self, moe: bool) -> Layer:
+    def _compute_layer(self, moe: bool) -> Layer:
         arch, modules, recompute = self.arch, self.modules, self.plan.recipe.recompute
-        found: Layer = map_distinct(partial(_layer_of_cuts, arch, moe, modules, recompute), *self.cuts)
-        return found
+        return map_distinct(partial(_compute_layer_of_counts, arch, moe, modules, recompute), *self.shards)
 
-    def step(self) -> StageActivations:
+    def compute_phases(self) -> StageActivations:
         """Compute all phases of the step."""
-        tokens, held, stream, words = self.tokens, self.held, self.stream, self._words
-        angles, edges, interleaved = self._angles(), self._edges(), self.degrees.vpp > 1
-        travelling = self._travelling()
-        logits, logits_backward = self._logits()
+        tokens, in_flight, stream = self.tokens, self.in_flight, self.stream
+        explain = self._explain_saved
+        angles, edges, interleaved = (
+            self._compute_rotary_angles(),
+            self._compute_edges(),
+            self.degrees.vpp > 1,
+        )
+        received = self._compute_received()
+        logits, logits_backward = self._build_logits()
         # Interleaved: one gradient is sent while the next arrives. 1F1B: the next input has arrived too, and
         # each tensor is held twice while it is sent on. Another micro-batch's gradient may have arrived.
-        moving = where(interleaved, self.alternates * stream, 2 * travelling)
+        moving = where(interleaved, self.alternates * stream, 2 * received)
         arrived = self.alternates * stream
         # On all stages but the first, an output and a gradient are in transit too after the first round
         # (seen in rehearsals from the middle stage on; one stage before the middle held neither).
         later = interleaved * (1 - self.stage.is_first) * (self.plan.num_micro_batches > self.degrees.pp)
         sent = 2 * later * arrived
         # Rotary angles live throughout. They are added last: in a batch of plans only they depend on cp.
-        forward = tokens * held.head + edges + moving
-        ending = tokens * held.forward + moving + arrived + sent
+        forward = tokens * in_flight.head + edges + moving
+        ending = tokens * in_flight.forward + moving + arrived + sent
         # The last layer's forward may need more than the head and its logits.
         is_ending = ending > forward + logits[0]
         # At the end of the first layer's backward its own activations are freed. The other micro-batches are
         # still in flight, and the embedding's output gradient is allocated.
-        last = tokens * held.last + travelling + where(self.stage.is_first, self._whole(), stream)
+        last = (
+            tokens * in_flight.last
+            + received
+            + where(self.stage.is_first, self._compute_embedding_gradient(), stream)
+        )
         # In fp32 the logits' gradient is not cast, and so still alive when the head's input gradient comes.
         uncast = self.stream if self.modules.compute == FP32 and not self._casts_loss() else 0
         again = " and recomputed" if self.plan.recipe.recompute == "full" else ""
         return StageActivations(
-            forward=Term(where(is_ending, ending, forward) + angles, words),
+            forward=Term(where(is_ending, ending, forward) + angles, explain),
             head=Term(
-                tokens * held.head + edges + where(interleaved, arrived, travelling) + uncast + angles, words
+                tokens * in_flight.head + edges + where(interleaved, arrived, received) + uncast + angles,
+                explain,
             ),
             first=Term(
-                tokens * held.backward + travelling + sent + angles,
-                lambda: f"{words()} + gradients in flight{again} in one layer",
+                tokens * in_flight.backward + received + sent + angles,
+                lambda: f"{explain()} + gradients in flight{again} in one layer",
             ),
-            last=Term(last + angles, lambda: f"the other micro-batches' share of {words()}"),
+            last=Term(last + angles, lambda: f"the other micro-batches' part of {explain()}"),
             logits_forward=Term(
                 where(is_ending, 0, logits[0]),
                 lambda: (
@@ -135,22 +152,22 @@ class _Stage:
 
     # ---- tensors saved for backward
 
-    def _words(self) -> str:
+    def _explain_saved(self) -> str:
         """Explain the activations of all micro-batches in flight."""
-        held, recompute = self.held, self.plan.recipe.recompute
+        in_flight, recompute = self.in_flight, self.plan.recipe.recompute
         parts = " + ".join(
-            f"{count(layers, 'layer')} in flight × {count(self.tokens, 'token')} × {kib(each.saved)} KiB"
-            for is_moe, each in self.kinds
-            if (layers := held.moe if is_moe else held.dense)
+            f"{count(layers, 'layer')} in flight × {count(self.tokens, 'token')} × {kib(layer.saved)} KiB"
+            for is_moe, layer in self.kinds
+            if (layers := in_flight.moe if is_moe else in_flight.dense)
         )
         eight = f"; products' inputs in 8 bits: {SOURCE}" if self.modules.eight_bit_inputs else ""
-        batches = "1 micro-batch" if held.chunks == 1 else f"{held.chunks} micro-batches"
+        batches = "1 micro-batch" if in_flight.chunks == 1 else f"{in_flight.chunks} micro-batches"
         return (
             f"{parts} ({batches} of a model chunk, recompute {recompute}) · megatron modules, Korthikanti et "
             f"al. 2022, eq. 2, operator by operator{eight}"
         )
 
-    def _angles(self) -> Any:
+    def _compute_rotary_angles(self) -> int:
         """Return the bytes of the fp32 rotary angles of a sequence.
 
         All micro-batches share them, and so do all layers of a chunk. Only layers with latent attention have
@@ -164,20 +181,20 @@ class _Stage:
         copies = self.stage.num_layers if latent else self.degrees.vpp
         return copies * length * width * FP32
 
-    def _whole(self) -> Any:
+    def _compute_embedding_gradient(self) -> int:
         """Return the bytes of the embedding's output gradient, all-gathered over the sequence."""
         return self.tokens * self.arch.hidden_size * self.modules.compute
 
-    def _edges(self) -> Any:
+    def _compute_edges(self) -> int:
         """Return the bytes of token ids and embedding dropout masks, the final norm and the head's input."""
         arch, stage = self.arch, self.stage
-        mask = ceil_div(arch.hidden_size, self.cuts.sequence) if self.modules.dropout else 0
+        mask = ceil_div(arch.hidden_size, self.shards.sequence) if self.modules.dropout else 0
         norm = 2 * arch.hidden_size * self.modules.compute + compute_norm_statistics(arch)
-        return stage.is_first * self.held.first * self.tokens * (8 + mask) + stage.is_last * ceil_div(
-            self.tokens * norm, self.cuts.sequence
+        return stage.is_first * self.in_flight.first * self.tokens * (8 + mask) + stage.is_last * ceil_div(
+            self.tokens * norm, self.shards.sequence
         )
 
-    def _travelling(self) -> Any:
+    def _compute_received(self) -> int:
         """Return the bytes of inputs and gradients received early from other stages (schedules.py)."""
         arrived = where(self.degrees.vpp > 1, 2, 1 - self.stage.is_first)
         return self.alternates * arrived * self.stream
@@ -199,30 +216,31 @@ class _Stage:
 
         Transformer Engine's does (transformer_engine/pytorch/cross_entropy.py, triton/cross_entropy.py).
         """
-        layout: Any = self.plan.layout
+        layout = get_layout(self.plan)
         return self.plan.recipe.loss == "fused" and layout.cross_entropy_fusion_impl == "te"
 
-    def _logits(self) -> tuple[Term, Term]:
+    def _build_logits(self) -> tuple[Term, Term]:
+        """Return the terms of the logits at the end of forward and in the backward of the loss."""
         is_last, tokens = self.stage.is_last, self.tokens
-        rows = padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
-        each = compute_logits_per_token(rows, "megatron", self.modules.compute)
+        rows = compute_padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
+        logits = compute_logits_per_token(rows, "megatron", self.modules.compute)
         if self._overwrites_logits():
-            each = Logits(rows * self.modules.compute, rows * self.modules.compute)
+            logits = Logits(rows * self.modules.compute, rows * self.modules.compute)
         elif self._casts_loss():
-            each = Logits(each.forward, rows * (FP32 + HALF + self.modules.compute))
+            logits = Logits(logits.forward, rows * (FP32 + HALF + self.modules.compute))
 
-        def words(num_bytes: int) -> str:
+        def explain(num_bytes: int) -> str:
             if not is_last:
                 return "only the last pipeline stage has the head"
-            kept = "logits, fp32 softmax, gradient"
+            tensors = "logits, fp32 softmax, gradient"
             if self._overwrites_logits():
-                kept = "Transformer Engine's, whose gradient takes the logits' place"
+                tensors = "Transformer Engine's, whose gradient overwrites the logits"
             return (
                 f"{count(tokens, 'token')} × {rows:,} rows of the padded vocabulary × "
-                f"{num_bytes // rows} bytes · vocab-parallel cross entropy: {kept}"
+                f"{num_bytes // rows} bytes · vocab-parallel cross entropy: {tensors}"
             )
 
         return (
-            Term(is_last * tokens * each.forward, lambda: words(each.forward)),
-            Term(is_last * tokens * each.backward, lambda: words(each.backward)),
+            Term(is_last * tokens * logits.forward, lambda: explain(logits.forward)),
+            Term(is_last * tokens * logits.backward, lambda: explain(logits.backward)),
         )

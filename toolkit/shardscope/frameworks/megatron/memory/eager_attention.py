@@ -7,7 +7,7 @@ counted in ``training_state.py``; the product of queries and keys lives until th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import FP32
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved import Modules
 
 
-class Eager(NamedTuple):
+class EagerAttention(NamedTuple):
     """Bytes per token of the core attention on one rank."""
 
     saved: int
@@ -34,8 +34,8 @@ class Eager(NamedTuple):
     """Peak of recomputation and backward, where the core attention is checkpointed (``core_attn``)."""
 
 
-def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
-    """Return whether attention falls back to torch's softmax because the fused kernel is not available.
+def takes_plain_softmax(modules: Modules, rows: int) -> bool:
+    """Return whether eager attention falls back to torch's softmax because the fused kernel is not available.
 
     ``rows``: micro-batch size x heads of a rank. Source: ``FusedScaleMaskSoftmax.is_kernel_available``.
     """
@@ -47,7 +47,7 @@ def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
     return rows % 4 > 0
 
 
-def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: int) -> Eager:
+def compute_eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: int) -> EagerAttention:
     """Compute the bytes per token of eager attention on one rank.
 
     ``plain_rows``: micro-batch size x heads of a rank where the softmax is torch's, else 0.
@@ -57,10 +57,13 @@ def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: i
     product, full = scores * c, scores * FP32
     dropped = scores + product if modules.dropout else 0
     output: int = ceil_div(width.output * c, tp)
-    repeated = more = 0
+    # Keys and values are repeated to all heads (repeat_interleave): copies that autograd saves.
+    repeated = repeated_saved = 0
     if repeats_heads(arch, tp):
         repeated = 2 * output
-        more = ceil_div(2 * (width.query - max(tp, arch.num_key_value_heads) * arch.head_dim) * c, tp)
+        repeated_saved = ceil_div(
+            2 * (width.query - max(tp, arch.num_key_value_heads) * arch.head_dim) * c, tp
+        )
     if plain_rows:
         # Each call builds one mask, first in fp32, then as booleans (transformer/utils.py,
         # get_default_causal_mask). In fp32 the product itself is masked, otherwise its fp32 copy.
@@ -82,8 +85,8 @@ def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: i
     # Two peak candidates: the backward of the matmul with the values, and that of the softmax.
     backward = max(saved + product + 2 * output, softmax)
     forward = repeated + max(during, product + saved + 2 * output)
-    return Eager(
-        saved=saved + more,
+    return EagerAttention(
+        saved=saved + repeated_saved,
         forward=forward,
         without_gradient=repeated + max(during, 2 * product + 2 * output),
         gradients=backward - saved,
