@@ -55,7 +55,9 @@ def test_fault_23_a_folder_that_cannot_be_made(studio: Studio, monkeypatch: pyte
     """/proc takes no folder from anybody, root included."""
     monkeypatch.chdir("/proc")
     studio.launch.button.click()
-    assert re.search(r"The run folder /proc/runs.*cannot be written: .*Give folder= a place", said(studio))
+    assert re.search(
+        r"The run folder /proc/runs.*cannot be written: .*Nearest fix: a writable folder=", said(studio)
+    )
     assert "role='alert'" in studio.notice.value
     assert not studio.launch.button.disabled and studio.run is None
 

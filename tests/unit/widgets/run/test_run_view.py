@@ -78,7 +78,8 @@ def test_points_stay_bounded_and_keep_both_ends() -> None:
     run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
     view = RunView(run)
     assert until(lambda: view.num_steps == 5 * MAX_POINTS)
-    assert until(lambda: len(view.figure.widget.data) == 1)
+    # The view's thread adds the trace first and sets its points after that.
+    assert until(lambda: len(view.figure.widget.data) == 1 and len(view.figure.widget.data[0].x) > 0)
     line = view.figure.widget.data[0]
     assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
     assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
