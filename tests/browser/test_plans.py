@@ -27,12 +27,12 @@ applied.add_class("applied")
 
 def apply(plan):
     applied.value = f"{describe_layout(plan.layout)} / {plan.recipe.micro_batch_size} {plan.recipe.recompute}"
-    page.offer(plan)
+    page.set_plan(plan)
 
 model, gpus = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")
 plan = ss.Plan(model, gpus, ss.Recipe(), ss.Layout.ddp())
 page = PlansPage(on_apply=apply)
-page.offer(plan)
+page.set_plan(plan)
 large = ss.Plan(ss.models["llama-3.1-70b"], gpus, ss.Recipe(micro_batch_size=4), ss.Layout.fsdp2())
 checks = ChecksView(large)
 shown = ipywidgets.VBox([page, applied, checks])

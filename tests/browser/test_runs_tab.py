@@ -164,7 +164,9 @@ def test_runs_are_opened_compared_and_read_at_every_width(page: Any) -> None:
 
 
 def a_run_is_opened_by_a_click(page: Any, name: str, status: str) -> float:
-    page.locator(".ss-runs tr", has_text=name).first.click(position={"x": 300, "y": 20})
+    # By name: the message of a damaged run may contain the word "failed".
+    row = page.locator(".ss-runs tr", has=page.locator("button.ss-open", has_text=name)).first
+    row.click(position={"x": 300, "y": 20})
     page.wait_for_selector(f".ss-run .ss-status[data-status={status}]")
     return float(page.evaluate("() => document.querySelector('.ss-run-top').getBoundingClientRect().height"))
 
