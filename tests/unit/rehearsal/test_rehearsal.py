@@ -119,6 +119,7 @@ def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
         small(ss.Layout.fsdp2(cp=2)).rehearse()
 
 
+@thorough()
 def test_an_8b_plan_at_any_world_size() -> None:
     """Here the largest world of the catalogue's usual clusters."""
     plan = Plan(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import few, needs
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.old_names import REPLACEMENTS, STRATEGIES
@@ -759,20 +759,20 @@ def test_what_is_no_text_is_refused() -> None:
 CHAIN = "a" + ".b" * 1500
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"x = {CHAIN}",
-        f"x = {'(' * 80}{'-' * 900}1{')' * 80}",
-        f"x = {'1 + ' * 3000}1",
-        "if a: pass\n" + "elif b: pass\n" * 1200,
-        f"{CHAIN} = FullyShardedDataParallel({CHAIN}, auto_wrap_policy=policy)",
-        f"{CHAIN}.half()",
-        f"x = torch.bfloat16 if {CHAIN} else torch.float16",
-        f"loader = DataLoader({CHAIN}, shuffle=True)",
-        f"DistributedSampler(data, num_replicas={CHAIN}, rank={CHAIN})",
-    ],
-)
+DEEP_LINES = [
+    f"x = {CHAIN}",
+    f"x = {'(' * 80}{'-' * 900}1{')' * 80}",
+    f"x = {'1 + ' * 3000}1",
+    "if a: pass\n" + "elif b: pass\n" * 1200,
+    f"{CHAIN} = FullyShardedDataParallel({CHAIN}, auto_wrap_policy=policy)",
+    f"{CHAIN}.half()",
+    f"x = torch.bfloat16 if {CHAIN} else torch.float16",
+    f"loader = DataLoader({CHAIN}, shuffle=True)",
+    f"DistributedSampler(data, num_replicas={CHAIN}, rank={CHAIN})",
+]
+
+
+@pytest.mark.parametrize("line", few(DEEP_LINES, DEEP_LINES[:2]))
 @pytest.mark.parametrize("plan", [PLAN])
 def test_text_that_nests_deeper_than_python_follows_raises_nothing(line: str, plan: ss.Plan | None) -> None:
     check_script(f"model.half()\nFullyShardedDataParallel(model)\n{line}\nloss.backward()\n", plan)

@@ -76,7 +76,7 @@ def test_fp32_needs_no_main_copy_in_stage_0_only() -> None:
     assert zero(1, precision="fp32").memory().at("rest")["optimizer"] == pytest.approx(12 * P / 8, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", few([0, 1, 2, 3], [1, 3]))
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 def test_an_update_needs_no_more_on_cpu_ranks(stage: int, precision: str) -> None:
     """The engine's AdamW is fused on both, and needs nothing besides its moments."""
@@ -486,7 +486,7 @@ needs_deepspeed = needs_installed("deepspeed")
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", few([0, 1, 2, 3], [1, 3]))
 def test_deepspeed_allocates_the_predicted_bytes(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
     plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
@@ -546,7 +546,7 @@ def test_every_term_has_an_explanation(stage: int, recompute: str) -> None:
             (2, {"loss": "chunked"}),
             (1, {"recompute": "offload"}),
         ],
-        [(1, {"optimizer": "adafactor"}), (3, {"optimizer": "adamw_8bit"}), (1, {"recompute": "offload"})],
+        [(1, {"optimizer": "adafactor"})],
     ),
 )
 def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: dict[str, Any]) -> None:
