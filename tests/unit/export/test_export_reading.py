@@ -374,7 +374,7 @@ def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: s
         (
             "--num-layers 32 \\",
             "--num-layers 32\n--num-layers 32",
-            r"line 2, --num-layers: this flag stands twice",
+            r"line 2, --num-layers: this flag is given twice",
         ),
         ("--num-layers 32 \\", "num-layers 32", r"line 1, 'num-layers'"),
         ("--swiglu", "--swiglu yes", r"line 10, --swiglu"),
@@ -392,7 +392,7 @@ def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: s
         (
             "--lr 3e-4",
             "--num-layers-per-virtual-pipeline-stage 4 --num-virtual-stages-per-pipeline-rank 4",
-            r"line 22, num-layers-per.*nothing beside --num-virtual",
+            r"line 22, num-layers-per.*not set with --num-virtual",
         ),
         ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),

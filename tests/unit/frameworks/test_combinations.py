@@ -16,7 +16,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
-from shardscope.frameworks.megatron.core_config import transformer_config
+from shardscope.frameworks.megatron.core_config import build_transformer_config
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 BIASED = replace(MOE, model_type="qwen3_moe", attention_output_bias=True, attention_bias=True, qk_norm=True)
@@ -80,7 +80,10 @@ def test_megatron_splits_no_experts_with_biases() -> None:
 
 def transformer_says(megatron_says: OwnChecks, plan: Plan, **changes: Any) -> str:
     """What ``TransformerConfig`` raises, or "ok". Fused kernels are Transformer Engine's; none are needed."""
-    config = transformer_config(plan) | {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+    config = build_transformer_config(plan) | {
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
     return megatron_says(
         f"""
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -23,7 +23,7 @@ from shardscope.core.ops import (
     minimum,
     where,
 )
-from shardscope.frameworks.megatron.layout import splits
+from shardscope.frameworks.megatron.layout import splits_evenly
 from shardscope.frameworks.megatron.memory.layer import Layer
 from shardscope.frameworks.megatron.memory.pipeline import (
     SchedulePeaks,
@@ -236,7 +236,10 @@ def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Sch
 def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> None:
     arch: Any = data.draw(st.sampled_from([LLAMA, MOE, LATENT]))
     chunks = [
-        (pp, vpp) for pp in range(2, 9) for vpp in range(1, 12) if splits(arch.num_hidden_layers, pp, vpp)
+        (pp, vpp)
+        for pp in range(2, 9)
+        for vpp in range(1, 12)
+        if splits_evenly(arch.num_hidden_layers, pp, vpp)
     ]
     pp, vpp = data.draw(st.sampled_from([(1, 1), *chunks]))
     number = data.draw(st.integers(0, pp - 1))

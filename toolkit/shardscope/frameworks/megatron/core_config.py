@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, count_pipeline_ends
+from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -51,14 +51,14 @@ def check_rehearsed(plan: Plan) -> None:
     experts = arch.mixture_of_experts
     if experts is not None and not arch.gated_mlp:
         refuse("Architecture.gated_mlp", False, "True with experts in a rehearsal", "plan.memory()")
-    if plan.layout.use_precision_aware_optimizer:  # type: ignore[attr-defined]
+    if get_layout(plan).use_precision_aware_optimizer:
         refuse(
             "Layout.use_precision_aware_optimizer",
             True,
             "False in a rehearsal: it is Transformer Engine's Adam, which needs CUDA",
             "plan.memory()",
         )
-    if recipe.loss == "fused" and plan.layout.cross_entropy_fusion_impl == "te":  # type: ignore[attr-defined]
+    if recipe.loss == "fused" and get_layout(plan).cross_entropy_fusion_impl == "te":
         refuse(
             "Layout.cross_entropy_fusion_impl",
             "te",
@@ -69,14 +69,14 @@ def check_rehearsed(plan: Plan) -> None:
         refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", {"optimizer": "adamw"})
 
 
-def transformer_config(plan: Plan) -> dict[str, Any]:
+def build_transformer_config(plan: Plan) -> dict[str, object]:
     """Return the arguments of ``TransformerConfig``, without dtypes.
 
     With latent attention they are those of ``MLATransformerConfig``.
     """
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
     biases = arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "num_layers": arch.num_hidden_layers,
         "hidden_size": arch.hidden_size,
         "ffn_hidden_size": arch.intermediate_size,
@@ -93,7 +93,7 @@ def transformer_config(plan: Plan) -> dict[str, Any]:
         "tensor_model_parallel_size": degrees.tp,
         "pipeline_model_parallel_size": degrees.pp,
         "virtual_pipeline_model_parallel_size": degrees.vpp if degrees.vpp > 1 else None,
-        "sequence_parallel": plan.layout.splits_sequence,
+        "sequence_parallel": get_layout(plan).splits_sequence,
         "context_parallel_size": degrees.cp,
         "expert_model_parallel_size": degrees.ep,
         "bias_activation_fusion": arch.gated_mlp or biases,
@@ -103,9 +103,9 @@ def transformer_config(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_fusion": True,
         "cross_entropy_loss_fusion": recipe.loss == "fused",
         "deallocate_pipeline_outputs": True,
-        **_recompute(plan),
-        **_experts(plan),
-        **_split(plan),
+        **_build_recompute_options(plan),
+        **_build_expert_options(plan),
+        **_build_split_options(plan),
     }
     latent = arch.latent_attention
     if latent is not None:
@@ -121,7 +121,7 @@ def transformer_config(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def _recompute(plan: Plan) -> dict[str, Any]:
+def _build_recompute_options(plan: Plan) -> dict[str, object]:
     recipe = plan.recipe
     if recipe.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -130,9 +130,8 @@ def _recompute(plan: Plan) -> dict[str, Any]:
     return {}
 
 
-def _experts(plan: Plan) -> dict[str, Any]:
-    arch, recipe, layout = plan.architecture, plan.recipe, plan.layout
-    assert isinstance(layout, MegatronLayout)
+def _build_expert_options(plan: Plan) -> dict[str, object]:
+    arch, recipe, layout = plan.architecture, plan.recipe, get_layout(plan)
     experts = arch.mixture_of_experts
     if experts is None:
         return {}
@@ -154,10 +153,9 @@ def _experts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _split(plan: Plan) -> dict[str, Any]:
+def _build_split_options(plan: Plan) -> dict[str, object]:
     """Return the options that give the plan's pipeline split (``MegatronLayout.stage_layers``)."""
     layers, degrees = plan.architecture.num_hidden_layers, plan.degrees
-    assert isinstance(plan.layout, MegatronLayout)
     if degrees.pp == 1:
         return {}
     embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)

@@ -19,7 +19,7 @@ from shardscope.frameworks.grid import (
     select_rows,
 )
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, splits
+from shardscope.frameworks.megatron.layout import MegatronLayout, splits_evenly
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -57,7 +57,7 @@ def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
         (pp, vpp)
         for pp in ranks
         for vpp in range(1, (layers + 2) // pp + 1 if pp > 1 else 2)
-        if pp == 1 or splits(layers, pp, vpp)
+        if pp == 1 or splits_evenly(layers, pp, vpp)
     ]
     found = combine_degrees(
         cluster,

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, cast, get_args
 
 from shardscope.core.errors import FieldError, check_choice, check_flag, refuse
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.layout import (
     Degrees,
     Layout,
+    OptionValue,
     check_context,
     check_degrees,
     check_experts,
@@ -62,13 +63,13 @@ class MegatronLayout(Layout):
     supports_packing: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = False
     """``recompute_num_layers`` counts layers of a chunk, or the first layers, not every n-th layer."""
-    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
+    on_cpu_ranks: ClassVar[Mapping[str, OptionValue]] = MappingProxyType({
         "tp_comm_overlap": False,
         "use_precision_aware_optimizer": False,
         "exp_avg_dtype": "fp32",
         "exp_avg_sq_dtype": "fp32",
     })  # fmt: skip
-    abilities: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({
+    abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({
         "data": {},
         "zero_1": {"distributed_optimizer": True},
         "tensor": {"tp": 2},
@@ -78,7 +79,7 @@ class MegatronLayout(Layout):
         "context": {"cp": 2},
         "expert": {"ep": 2},
     })  # fmt: skip
-    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+    choices: ClassVar[Mapping[str, tuple[OptionValue, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
         "vpp": None,
@@ -98,7 +99,7 @@ class MegatronLayout(Layout):
     cp: int = 1
     """Context-parallel degree."""
     ep: int = 1
-    """Ranks that share out the experts; taken from data x context parallel."""
+    """Ranks over which the experts are sharded; taken from data x context parallel."""
     etp: int | None = None
     """Tensor-parallel degree inside an expert; ``None``: ``tp``."""
     sequence_parallel: bool | None = None
@@ -112,9 +113,9 @@ class MegatronLayout(Layout):
     """Transformer Engine's Adam keeps the main weights and reads gradients as they are: of bf16 weights it
     keeps the lower 16 bits only (``store_param_remainders``)."""
     exp_avg_dtype: MomentType = "fp32"
-    """Type of the first moment; another than fp32 needs ``use_precision_aware_optimizer``."""
+    """Dtype of the first moment; a dtype other than fp32 needs ``use_precision_aware_optimizer``."""
     exp_avg_sq_dtype: MomentType = "fp32"
-    """Type of the second."""
+    """Dtype of the second moment."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     """Whose kernel a fused loss is: Transformer Engine's writes the gradient over the logits."""
     overlap_grad_reduce: bool = False
@@ -122,8 +123,8 @@ class MegatronLayout(Layout):
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward goes on; needs ``overlap_grad_reduce``."""
     tp_comm_overlap: bool = False
-    """Transformer Engine's user buffers: collectives of tp in pieces beneath the products beside them; needs
-    sequence parallelism."""
+    """Transformer Engine's user buffers: tensor-parallel collectives in chunks, overlapped with the
+    matmuls next to them; needs sequence parallelism."""
 
     def __post_init__(self) -> None:
         check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
@@ -176,12 +177,12 @@ class MegatronLayout(Layout):
             )
         check_choice("Layout.cross_entropy_fusion_impl", self.cross_entropy_fusion_impl, ("native", "te"))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            kept = getattr(self, name)
-            check_choice(f"Layout.{name}", kept, get_args(MomentType))
-            if kept != "fp32" and not aware:
+            dtype = getattr(self, name)
+            check_choice(f"Layout.{name}", dtype, get_args(MomentType))
+            if dtype != "fp32" and not aware:
                 refuse(
                     f"Layout.{name}",
-                    kept,
+                    dtype,
                     "'fp32' unless use_precision_aware_optimizer=True",
                     {"use_precision_aware_optimizer": True},
                 )
@@ -218,7 +219,7 @@ class MegatronLayout(Layout):
             self.check_fp8(architecture, cluster, recipe)
         return degrees
 
-    def spread(self, left: Any) -> Degrees:
+    def spread(self, left: int) -> Degrees:
         """Return the degrees with ``left`` data-parallel ranks, which shard a distributed optimizer."""
         return Degrees(
             data_parallel=left,
@@ -240,7 +241,7 @@ class MegatronLayout(Layout):
             refuse(
                 "Recipe.optimizer",
                 recipe.optimizer,
-                "'adamw' with distributed_optimizer=True (megatron-core's takes no other), 'sgd' without",
+                "'adamw' with distributed_optimizer=True (megatron-core's supports no other), 'sgd' without",
                 {"optimizer": "adamw"},
             )
         if recipe.attention == "eager" and degrees.cp > 1:
@@ -306,12 +307,12 @@ class MegatronLayout(Layout):
                 (pp, vpp)
                 for pp in list_divisors(degrees.pp * degrees.data_parallel)
                 for vpp in range(1, layers + 1 if pp > 1 else 2)
-                if splits(layers, pp, vpp)
+                if splits_evenly(layers, pp, vpp)
             ),
-            key=lambda found: (
-                found[0] != degrees.pp and found[1] != degrees.vpp,
-                abs(found[0] - degrees.pp),
-                abs(found[1] - degrees.vpp),
+            key=lambda degree_pair: (
+                degree_pair[0] != degrees.pp and degree_pair[1] != degrees.vpp,
+                abs(degree_pair[0] - degrees.pp),
+                abs(degree_pair[1] - degrees.vpp),
             ),
         )
         changed = {
@@ -390,13 +391,13 @@ def count_pipeline_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
     """
     # The loss costs more than the embedding, so it is tried first.
     for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
-        whole = num_layers + embedding + loss
-        if whole % (pp * vpp) == 0 and whole // pp > max(embedding, loss):
+        total = num_layers + embedding + loss
+        if total % (pp * vpp) == 0 and total // pp > max(embedding, loss):
             return embedding, loss
     raise LookupError(f"no even split of {num_layers} layers over {pp} x {vpp} chunks")
 
 
-def splits(num_layers: int, pp: int, vpp: int) -> bool:
+def splits_evenly(num_layers: int, pp: int, vpp: int) -> bool:
     """Return whether the layers split evenly over pp x vpp chunks."""
     try:
         count_pipeline_ends(num_layers, pp, vpp)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.megatron.config_limits import check_computed
 from shardscope.frameworks.megatron.hf_names import check_mapped
+from shardscope.frameworks.megatron.layout import get_layout
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -34,7 +35,7 @@ INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that the engine cannot run, naming one that can if there is one."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if importlib.util.find_spec("megatron") is None:
         refuse(
             "Layout.framework",
@@ -44,14 +45,14 @@ def check_plan(plan: Plan) -> None:
         )
     check_trainable(plan)
     if layout.cp > 1:
-        _check_installed(layout.cp)
+        _check_transformer_engine(layout.cp)
 
 
 def check_trainable(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that the engine never runs, whatever packages are installed."""
-    layout: Any = plan.layout
+    layout = get_layout(plan)
     if layout.cp > 1:
-        _check_context(plan, layout.cp)
+        _check_context_kernels(plan, layout.cp)
     for name, why in (
         ("use_precision_aware_optimizer", "it is Transformer Engine's Adam"),
         ("tp_comm_overlap", "it is Transformer Engine's user buffers"),
@@ -79,7 +80,7 @@ def check_trainable(plan: Plan) -> None:
     check_recipe(plan.recipe, TRAINED)
 
 
-def _check_installed(cp: int) -> None:
+def _check_transformer_engine(cp: int) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         refuse(
             "Layout.cp",
@@ -90,7 +91,7 @@ def _check_installed(cp: int) -> None:
         )
 
 
-def _check_context(plan: Plan, cp: int) -> None:
+def _check_context_kernels(plan: Plan, cp: int) -> None:
     """Raise ``ValueError`` for a plan without a Transformer Engine backend for context parallelism.
 
     ``get_attention_backend`` (dot_product_attention/utils.py) allows only FlashAttention and cuDNN with
@@ -118,6 +119,6 @@ def _check_context(plan: Plan, cp: int) -> None:
         )
 
 
-def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
+def check_config(plan: Plan, config: Mapping[str, object]) -> None:
     """Raise ``ValueError`` if megatron-core would compute another model than ``config`` (a config.json)."""
     check_computed(config)

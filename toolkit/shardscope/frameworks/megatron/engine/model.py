@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size, transformer_config
+from shardscope.frameworks.megatron.core_config import build_transformer_config, compute_padded_vocab_size
 from shardscope.frameworks.megatron.engine.context_parallel import get_context_attention
 from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -92,7 +92,7 @@ def build_config(plan: Plan, hf_config: PretrainedConfig) -> TransformerConfig:
     from megatron.core.transformer import TransformerConfig
 
     dtype, vpp = DTYPES[plan.recipe.precision], plan.degrees.vpp
-    values: dict[str, object] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
+    values: dict[str, object] = build_transformer_config(plan) | dict.fromkeys(UNFUSED, False)
     # Fused SwiGLU saves only its input. As three operators it also saves the gate's activation and a copy of
     # the other half. An activation without a gate saves the same either way.
     fused = values["bias_activation_fusion"] = plan.architecture.gated_mlp

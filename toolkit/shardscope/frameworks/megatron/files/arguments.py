@@ -6,18 +6,18 @@ Names and meanings are those of megatron/training/arguments.py; a test lists all
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.families.registry import family_of
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
-from shardscope.frameworks.megatron.layout import MegatronLayout, count_pipeline_ends
+from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
 
-Flags = dict[str, Any]
+Flags = dict[str, object]
 
 RECIPE = (
     *("seq_len", "micro_batch_size", "global_batch_size", "precision", "optimizer", "recompute", "dropout"),
@@ -36,7 +36,7 @@ OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
 def megatron_arguments(plan: Plan) -> Flags:
     """Return every flag that the plan determines."""
-    return {**architecture_flags(plan.architecture), **_layout(plan), **_recipe(plan)}
+    return {**architecture_flags(plan.architecture), **_build_layout_flags(plan), **_build_recipe_flags(plan)}
 
 
 def architecture_flags(arch: Architecture) -> Flags:
@@ -65,7 +65,7 @@ def architecture_flags(arch: Architecture) -> Flags:
         flags["qk-layernorm"] = None
     if not arch.tie_word_embeddings:
         flags["untie-embeddings-and-output-weights"] = None
-    return {**flags, **_latent(arch), **_experts(arch)}
+    return {**flags, **_build_latent_attention_flags(arch), **_build_expert_flags(arch)}
 
 
 def has_biases(arch: Architecture) -> bool:
@@ -73,7 +73,7 @@ def has_biases(arch: Architecture) -> bool:
     return arch.attention_output_bias or arch.mlp_bias or family_of(arch).projections == "conv1d"
 
 
-def _latent(arch: Architecture) -> Flags:
+def _build_latent_attention_flags(arch: Architecture) -> Flags:
     latent = arch.latent_attention
     if latent is None:
         return {}
@@ -89,7 +89,7 @@ def _latent(arch: Architecture) -> Flags:
     }
 
 
-def _experts(arch: Architecture) -> Flags:
+def _build_expert_flags(arch: Architecture) -> Flags:
     experts = arch.mixture_of_experts
     if experts is None:
         return {}
@@ -115,9 +115,8 @@ def _layer_pattern(arch: Architecture) -> str:
     return f"({'+'.join(runs)})"
 
 
-def _layout(plan: Plan) -> Flags:
-    layout, degrees = plan.layout, plan.degrees
-    assert isinstance(layout, MegatronLayout)
+def _build_layout_flags(plan: Plan) -> Flags:
+    layout, degrees = get_layout(plan), plan.degrees
     flags: Flags = {
         "tensor-model-parallel-size": degrees.tp,
         "pipeline-model-parallel-size": degrees.pp,
@@ -150,9 +149,8 @@ def _layout(plan: Plan) -> Flags:
     return flags
 
 
-def _recipe(plan: Plan) -> Flags:
-    recipe, layout = plan.recipe, plan.layout
-    assert isinstance(layout, MegatronLayout)
+def _build_recipe_flags(plan: Plan) -> Flags:
+    recipe, layout = plan.recipe, get_layout(plan)
     flags: Flags = {
         "seq-length": recipe.seq_len,
         "micro-batch-size": recipe.micro_batch_size,

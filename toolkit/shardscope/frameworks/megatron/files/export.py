@@ -41,8 +41,8 @@ NEEDS = (
 
 def render_files(plan: Plan) -> list[Exported | Absent]:
     """Return the files that an export of a Megatron plan writes in addition to its JSON."""
-    why = _why_not(plan)
-    plain = _scripts(plan)
+    why = _explain_missing_support(plan)
+    plain = _render_script(plan)
     none: list[Exported | Absent] = [
         *list_absent_files(
             why_not_started(plan)
@@ -57,17 +57,19 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
         return [Absent(name=FLAGS_FILE, why=why), *add_commands(plan, *plain, environment=environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
-        name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
+        name=FLAGS_FILE,
+        what="command-line arguments of Megatron-LM's pretrain_gpt.py",
+        text=_render_arguments(plan),
     )
     return [
         flags,
         *render_commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
-        *_beside(plan, plain, environment),
+        *_rename_script_files(plan, plain, environment),
         *none,
     ]
 
 
-def _scripts(plan: Plan) -> list[Exported | Absent]:
+def _render_script(plan: Plan) -> list[Exported | Absent]:
     """Return ``train.py``, its model and its ``config.json``, or the reason that they are absent."""
     try:
         check_trainable(plan)
@@ -84,27 +86,31 @@ def _scripts(plan: Plan) -> list[Exported | Absent]:
             f"{arch.vocab_size:,} tokens are not divisible by tp={tp}."
         )
         return [Absent(name=SCRIPT_FILE, why=why)]
-    script, *others = render_train_files(plan, TRAINED_VALUES)
+    script, *other_files = render_train_files(plan, TRAINED_VALUES)
     if isinstance(script, Absent):
         return [script]
     text = (resources.files(__package__) / MODEL_SCRIPT).read_text(encoding="utf-8")
     what = f"the model of {SCRIPT_FILE}: Megatron-core's modules with a transformers model's weights"
-    return [script, Exported(name=MODEL_SCRIPT, what=what, text=text), *others]
+    return [script, Exported(name=MODEL_SCRIPT, what=what, text=text), *other_files]
 
 
-def _beside(plan: Plan, plain: list[Exported | Absent], environment: str) -> list[Exported | Absent]:
+def _rename_script_files(
+    plan: Plan, plain: list[Exported | Absent], environment: str
+) -> list[Exported | Absent]:
     """Return the plain script and its commands, renamed where Megatron-LM's files have the same names."""
-    script, *others = plain
+    script, *other_files = plain
     if isinstance(script, Absent):
         why = f"{script.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
         return [replace(script, why=why)]
     named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
-    found = render_commands(plan, script.name, environment=environment)
-    own = [replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in found]
-    return [*own, script, *others]
+    commands = render_commands(plan, script.name, environment=environment)
+    script_commands = [
+        replace(file, name=named[file.name], what=f"{file.what}, for {script.name}") for file in commands
+    ]
+    return [*script_commands, script, *other_files]
 
 
-def _why_not(plan: Plan) -> str | None:
+def _explain_missing_support(plan: Plan) -> str | None:
     """Return why Megatron-LM cannot build or run the plan, or None if it can."""
     arch = plan.architecture
     try:
@@ -123,11 +129,13 @@ def _why_not(plan: Plan) -> str | None:
     return None
 
 
-def _text(plan: Plan) -> str:
-    carried = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
+def _render_arguments(plan: Plan) -> str:
+    layout_fields = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
     # Megatron does not distinguish bf16 and bf16-mixed: it always keeps fp32 main weights.
-    said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
-    notes = describe_fields(find_unsupported_fields(plan, {*said, "kernels"}, carried), "whoever runs it")
+    expressed = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
+    notes = describe_fields(
+        find_unsupported_fields(plan, {*expressed, "kernels"}, layout_fields), "whoever runs it"
+    )
     notes.append(
         "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
     )

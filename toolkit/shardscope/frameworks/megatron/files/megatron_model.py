@@ -150,10 +150,12 @@ def load_weights(model: torch.nn.Module, source: PretrainedConfig, checkpoint: s
     """Copy this rank's shards of a transformers model: of random weights, or of ``checkpoint``."""
     torch.manual_seed(0)
     if checkpoint:
-        whole = AutoModelForCausalLM.from_pretrained(checkpoint, config=source, dtype=torch.float32)
+        transformers_model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, config=source, dtype=torch.float32
+        )
     else:
-        whole = AutoModelForCausalLM.from_config(source, dtype=torch.float32)
-    weights, parameters = whole.state_dict(), dict(model.named_parameters())
+        transformers_model = AutoModelForCausalLM.from_config(source, dtype=torch.float32)
+    weights, parameters = transformers_model.state_dict(), dict(model.named_parameters())
     group = parallel_state.get_tensor_model_parallel_group()
     for name, stacked in map_weights(parameters, source.num_hidden_layers):
         tensors, parameter = [weights[one] for one in stacked], parameters[name]
@@ -194,6 +196,6 @@ def save_weights(model: torch.nn.Module, source: PretrainedConfig, folder: str) 
             weights |= dict(zip(stacked, (one.cpu().contiguous() for one in tensors), strict=True))
     if dist.get_rank() == 0:
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(source)
-        whole.config.use_cache = True  # off while training
-        whole.save_pretrained(folder, state_dict=weights)
+            transformers_model = AutoModelForCausalLM.from_config(source)
+        transformers_model.config.use_cache = True  # off while training
+        transformers_model.save_pretrained(folder, state_dict=weights)

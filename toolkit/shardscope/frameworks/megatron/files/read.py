@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.recipe import Recipe
@@ -24,10 +24,10 @@ from shardscope.frameworks.formats.unsupported_fields import read_noted_fields
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, megatron_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
     SHAPE,
-    Says,
+    FlagValues,
     check_positions,
-    sizes,
-    the_architecture,
+    read_architecture,
+    read_sizes,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -63,7 +63,7 @@ SIZES = {
     "micro_batch_size": "micro-batch-size",
     "global_batch_size": "global-batch-size",
 }
-REFUSED = {"optimizer-cpu-offload": "its optimizer's state on the host is not planned here"}
+REFUSED = {"optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron"}
 """Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 READ = (
@@ -94,7 +94,7 @@ def read(
     recipe: Recipe | None = None,
 ) -> Plan:
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_megatron`."""
-    document, file = _document(arguments)
+    document, file = _read_document(arguments)
     for flag, why in REFUSED.items():
         if document.get(flag):
             document.refuse((flag,), f"nothing: {why}", "leave it out")
@@ -104,23 +104,28 @@ def read(
         rest = replace(rest, recipe=apply_to_recipe(rest.recipe, document, recipe_noted))
     before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
     rest = replace(rest, recipe=_without_switches(document, rest))
-    recipe_says = _recipe(document, rest)
-    made = apply_to_recipe(rest.recipe, document, recipe_says)
+    recipe_values = _read_recipe(document, rest)
+    planned_recipe = apply_to_recipe(rest.recipe, document, recipe_values)
     if document.get("global-batch-size") is None and rest.layout is None:
         where = document.name
         allowed = "a number: Megatron-LM's default depends on the cluster"
         refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
-    says = ({} if rest.layout else layout_noted) | _layout(document, made, before)
-    said = recipe_says | says | sizes(document, rest)
-    check_positions(document, made, said)
-    rest = replace(rest, architecture=the_architecture(document, rest, said))
+    layout_values = ({} if rest.layout else layout_noted) | _read_layout(document, planned_recipe, before)
+    flag_values = recipe_values | layout_values | read_sizes(document, rest)
+    check_positions(document, planned_recipe, flag_values)
+    rest = replace(rest, architecture=read_architecture(document, rest, flag_values))
     if document.get(CHUNK) is not None:
-        pp = says["pp"][1]
+        pp = layout_values["pp"][1]
         assert isinstance(pp, int)
-        says["vpp"] = ((CHUNK,), chunks(document, rest.require_architecture(document.name), pp))
-    values = {name: value for name, (_, value) in says.items()}
+        layout_values["vpp"] = (
+            (CHUNK,),
+            count_model_chunks(document, rest.require_architecture(document.name), pp),
+        )
+    values = {name: value for name, (_, value) in layout_values.items()}
     start = before or MegatronLayout()
-    plan = build_plan(rest, document, made, said | says, lambda: replace_fields(start, values))
+    plan = build_plan(
+        rest, document, planned_recipe, flag_values | layout_values, lambda: replace_fields(start, values)
+    )
     _check_split(document, plan)
     return plan
 
@@ -128,7 +133,7 @@ def read(
 # ------------------------------------------------------------------------------------------- the arguments
 
 
-def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
+def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
     """Return flag -> value, with each flag's line number if they come from a file."""
     if isinstance(arguments, Path) or (
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
@@ -141,37 +146,37 @@ def _document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | N
                 words += [(number, word) for word in shlex.split(line.rstrip(" \\"), comments=True)]
             except ValueError as error:
                 raise ValueError(f"{file.name}, line {number}: {error}.") from error
-        return _parsed(file.name, words), file
+        return _parse_words(file.name, words), file
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
     if not isinstance(arguments, Sequence) or not all(isinstance(word, str) for word in arguments):
         refuse(
             "arguments", arguments, "a file of arguments, or a list of words", Value("megatron_arguments.txt")
         )
-    return _parsed("the arguments", [(0, word) for word in arguments]), None
+    return _parse_words("the arguments", [(0, word) for word in arguments]), None
 
 
-def _parsed(name: str, words: list[tuple[int, str]]) -> Document:
-    values: dict[str, Any] = {}
+def _parse_words(name: str, words: list[tuple[int, str]]) -> Document:
+    values: dict[str, object] = {}
     lines: dict[KeyPath, int] = {}
     unread: list[str] = []
-    place = 0
-    while place < len(words):
-        line, word = words[place]
+    index = 0
+    while index < len(words):
+        line, word = words[index]
         at = f"{name}, line {line}" if line else name
         if not word.startswith("--"):
-            raise ValueError(f"{at}, {word!r}: this is no flag; allowed: --name value.")
+            raise ValueError(f"{at}, {word!r}: this is not a flag; allowed: --name value.")
         flag, has_value, value = word[2:].partition("=")
-        place += 1
-        given = [value] if has_value else []
-        while not has_value and place < len(words) and not words[place][1].startswith("--"):
-            given.append(words[place][1])
-            place += 1
+        index += 1
+        flag_arguments = [value] if has_value else []
+        while not has_value and index < len(words) and not words[index][1].startswith("--"):
+            flag_arguments.append(words[index][1])
+            index += 1
         if flag in values:
-            raise ValueError(f"{at}, --{flag}: this flag stands twice; keep one.")
+            raise ValueError(f"{at}, --{flag}: this flag is given twice; keep one.")
         if line:
             lines[(flag,)] = line
-        values[flag] = _value(at, flag, given)
+        values[flag] = _parse_value(at, flag, flag_arguments)
         if flag not in READ:
             near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
             if near:
@@ -180,20 +185,25 @@ def _parsed(name: str, words: list[tuple[int, str]]) -> Document:
     return Document(name=name, values=values, lines=lines, _unread=unread)
 
 
-def _value(at: str, flag: str, given: list[str]) -> Any:
+def _parse_value(at: str, flag: str, flag_arguments: list[str]) -> object:
     if flag not in READ:
-        return given
-    if len(given) != (0 if flag in ALONE else 1):
-        allowed = "nothing behind it" if flag in ALONE else "one value behind it"
-        refuse(f"{at}, --{flag}", " ".join(given), allowed, f"--{flag}" + ("" if flag in ALONE else " VALUE"))
+        return flag_arguments
+    if len(flag_arguments) != (0 if flag in ALONE else 1):
+        allowed = "no value" if flag in ALONE else "one value"
+        refuse(
+            f"{at}, --{flag}",
+            " ".join(flag_arguments),
+            allowed,
+            f"--{flag}" + ("" if flag in ALONE else " VALUE"),
+        )
     if flag in ALONE:
         return True
     for kind in (int, float):
         try:
-            return kind(given[0])
+            return kind(flag_arguments[0])
         except ValueError:
             continue
-    return given[0]
+    return flag_arguments[0]
 
 
 # ------------------------------------------------------------------------------------------------ the nouns
@@ -204,23 +214,22 @@ def _without_switches(document: Document, rest: PlanParts) -> Recipe:
     recipe = rest.recipe
     if rest.layout is None:
         return recipe
-    open_fields: dict[str, Any] = {"attention": None, "expert_capacity_factor": None}
-    if recipe.loss == "fused" and not document.get("cross-entropy-loss-fusion"):
-        open_fields["loss"] = None
-    return replace(recipe, **open_fields)
+    is_unfused = recipe.loss == "fused" and not document.get("cross-entropy-loss-fusion")
+    loss = None if is_unfused else recipe.loss
+    return replace(recipe, attention=None, expert_capacity_factor=None, loss=loss)
 
 
-def _recipe(document: Document, rest: PlanParts) -> Says:
+def _read_recipe(document: Document, rest: PlanParts) -> FlagValues:
     recipe = rest.recipe
-    says: Says = {
+    flag_values: FlagValues = {
         field: ((flag,), document.read_number(flag, low=1, high=2**24)) for field, flag in SIZES.items()
     }
-    if says["micro_batch_size"][1] is None and rest.layout is None:
+    if flag_values["micro_batch_size"][1] is None and rest.layout is None:
         refuse(f"{document.name}, --micro-batch-size", None, "a number", "--micro-batch-size 1")
     names = {value: key for key, value in OPTIMIZERS.items()}
     optimizer = document.read_choice("optimizer", among=names) or "adam"
-    says["optimizer"] = (("optimizer",), names[optimizer])
-    says["precision"] = _precision(document, recipe)
+    flag_values["optimizer"] = (("optimizer",), names[optimizer])
+    flag_values["precision"] = _read_precision(document, recipe)
     dropouts = [document.get(flag) for flag in ("hidden-dropout", "attention-dropout")]
     default = 0.1  # Megatron-LM's own
     hidden, attention = (default if value is None else value for value in dropouts)
@@ -228,29 +237,32 @@ def _recipe(document: Document, rest: PlanParts) -> Says:
         document.refuse(
             ("attention-dropout",), f"{hidden}, as --hidden-dropout: a recipe has one", str(hidden)
         )
-    says["dropout"] = (("hidden-dropout",), float(hidden) if isinstance(hidden, int | float) else hidden)
+    flag_values["dropout"] = (
+        ("hidden-dropout",),
+        float(hidden) if isinstance(hidden, int | float) else hidden,
+    )
     backends = {value: key for key, value in BACKENDS.items()}
     backend = document.read_choice("attention-backend", among=("auto", "fused", *backends))
     if backend == "fused":
         backend = "flash"  # cuDNN's own, of the same memory
     if backend in backends or document.get("use-flash-attn"):
-        says["attention"] = (("attention-backend",), backends.get(backend or "", "flash"))
+        flag_values["attention"] = (("attention-backend",), backends.get(backend or "", "flash"))
     if document.get("cross-entropy-loss-fusion"):
-        says["loss"] = (("cross-entropy-loss-fusion",), "fused")
-    says["recompute"] = _recompute(document)
+        flag_values["loss"] = (("cross-entropy-loss-fusion",), "fused")
+    flag_values["recompute"] = _read_recompute(document)
     factor = document.get("moe-expert-capacity-factor")
     if factor is not None:
-        says["expert_capacity_factor"] = (
+        flag_values["expert_capacity_factor"] = (
             ("moe-expert-capacity-factor",),
             float(factor) if isinstance(factor, int) else factor,
         )
-    return says
+    return flag_values
 
 
-def _precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
+def _read_precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
     if document.get("fp16"):
         if document.get("bf16"):
-            document.refuse(("bf16",), "nothing beside --fp16", "leave it out")
+            document.refuse(("bf16",), "not set with --fp16", "leave it out")
         return ("fp16",), "fp16-mixed"
     if document.read_choice("fp8-format", among=("hybrid", "e4m3")):
         return ("fp8-format",), "fp8-mixed"
@@ -259,7 +271,7 @@ def _precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]
     return ("bf16",), "fp32"
 
 
-def _recompute(document: Document) -> tuple[KeyPath, str]:
+def _read_recompute(document: Document) -> tuple[KeyPath, str]:
     keys = ("recompute-granularity",)
     kind = document.read_choice(*keys, among=("full", "selective"))
     if document.get("recompute-activations"):
@@ -272,39 +284,39 @@ def _recompute(document: Document) -> tuple[KeyPath, str]:
     return keys, kind or "none"
 
 
-def _layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -> Says:
-    says: Says = {}
+def _read_layout(document: Document, recipe: Recipe, before: MegatronLayout | None) -> FlagValues:
+    flag_values: FlagValues = {}
     for field, flag in DEGREES.items():
         size = document.read_number(flag, low=1, high=2**20)
-        says[field] = ((flag,), size if field == "etp" else size or 1)
+        flag_values[field] = ((flag,), size if field == "etp" else size or 1)
     for field, flag in SWITCHES.items():
-        says[field] = ((flag,), bool(document.get(flag)))
+        flag_values[field] = ((flag,), bool(document.get(flag)))
     for field, flag in TYPES.items():
-        says[field] = ((flag,), document.get(flag) or getattr(MegatronLayout, field))
-    values = {name: value for name, (_, value) in says.items()}
+        flag_values[field] = ((flag,), document.get(flag) or getattr(MegatronLayout, field))
+    values = {name: value for name, (_, value) in flag_values.items()}
     if before is not None and not document.get("cross-entropy-loss-fusion"):
-        says["cross_entropy_fusion_impl"] = (
+        flag_values["cross_entropy_fusion_impl"] = (
             ("cross-entropy-fusion-impl",),
             before.cross_entropy_fusion_impl,
         )
     # A layout field that was None stays None if its default has the same effect.
     if values["sequence_parallel"] == (values["tp"] > 1):
-        kept = before.sequence_parallel if before is not None else None
-        if kept is None or kept == values["sequence_parallel"]:
-            says["sequence_parallel"] = (("sequence-parallel",), kept)
+        previous = before.sequence_parallel if before is not None else None
+        if previous is None or previous == values["sequence_parallel"]:
+            flag_values["sequence_parallel"] = (("sequence-parallel",), previous)
     if values["etp"] in (None, values["tp"]):
-        kept_etp = before.etp if before is not None else None
-        says["etp"] = (
+        previous_etp = before.etp if before is not None else None
+        flag_values["etp"] = (
             ("expert-tensor-parallel-size",),
-            kept_etp if kept_etp in (None, values["tp"]) else None,
+            previous_etp if previous_etp in (None, values["tp"]) else None,
         )
         if before is not None and values["etp"] is None:
-            says["etp"] = (("expert-tensor-parallel-size",), before.etp)
-    says["grad_reduce_in_fp32"] = _gradients(document, recipe, before)
-    return says
+            flag_values["etp"] = (("expert-tensor-parallel-size",), before.etp)
+    flag_values["grad_reduce_in_fp32"] = _read_gradient_dtype(document, recipe, before)
+    return flag_values
 
 
-def _gradients(
+def _read_gradient_dtype(
     document: Document, recipe: Recipe, before: MegatronLayout | None
 ) -> tuple[KeyPath, bool | None]:
     keys = ("grad-reduce-in-bf16",)
@@ -325,9 +337,9 @@ def _check_split(document: Document, plan: Plan) -> None:
     wanted = megatron_arguments(plan)
     for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
         if bool(document.get(flag)) != (flag in wanted) and plan.degrees.pp > 1:
-            here = "there" if flag in wanted else "left out"
+            presence = "set" if flag in wanted else "left out"
             allowed = (
-                f"{here}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
+                f"{presence}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
             )
             refuse(document.locate(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
 
@@ -339,13 +351,13 @@ SAME = "num-virtual-stages-per-pipeline-rank"
 """The newer flag, in chunks; Megatron-LM accepts only one of the two (megatron/training/arguments.py)."""
 
 
-def chunks(document: Document, architecture: Architecture, pp: int) -> int:
+def count_model_chunks(document: Document, architecture: Architecture, pp: int) -> int:
     """Return the model chunks of a stage by Megatron-LM's rule (validate_args): both divisions are exact.
 
     Embedding and loss are included in the sum if they count as layers.
     """
     if document.get(SAME) is not None:
-        document.refuse((CHUNK,), f"nothing beside --{SAME}", "leave it out")
+        document.refuse((CHUNK,), f"not set with --{SAME}", "leave it out")
     size = document.read_number(CHUNK, low=1, high=2**20) or 1
     ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
     layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in ends)

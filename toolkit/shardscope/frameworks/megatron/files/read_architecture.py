@@ -12,7 +12,8 @@ from shardscope.frameworks.formats.documents import Document
 from shardscope.frameworks.formats.sidecar_files import PlanParts, locate_errors
 from shardscope.frameworks.megatron.files.arguments import architecture_flags
 
-Says = dict[str, tuple[KeyPath, Any]]
+FlagValues = dict[str, tuple[KeyPath, Any]]
+"""Plan field -> (key of its flag, value)."""
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -38,16 +39,16 @@ SIZES = {
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-def check_positions(document: Document, recipe: Recipe, said: Says) -> None:
+def check_positions(document: Document, recipe: Recipe, flag_values: FlagValues) -> None:
     """Raise ``ValueError`` if the sequence exceeds the positions (validate_args asserts it always)."""
     limit = document.read_number("max-position-embeddings", low=1)
     if limit is not None and recipe.seq_len > limit:
-        with locate_errors(document, said):
+        with locate_errors(document, flag_values):
             allowed = f"at most max_position_embeddings={limit}, as Megatron-LM asserts"
             refuse("Recipe.seq_len", recipe.seq_len, allowed, f"--seq-length {limit}")
 
 
-def sizes(document: Document, rest: PlanParts) -> Says:
+def read_sizes(document: Document, rest: PlanParts) -> FlagValues:
     """Return architecture field -> (flag, number); with a known architecture the value is not validated."""
     known = rest.architecture is not None
     return {
@@ -56,17 +57,17 @@ def sizes(document: Document, rest: PlanParts) -> Says:
     }
 
 
-def the_architecture(document: Document, rest: PlanParts, said: Says) -> Architecture:
+def read_architecture(document: Document, rest: PlanParts, flag_values: FlagValues) -> Architecture:
     """Return the known architecture if the flags agree with it, else the Llama that they describe."""
     if rest.architecture is None:
-        return _llama(document, said)
+        return _build_llama(document, flag_values)
     shape = architecture_flags(rest.architecture)
     for flag in SHAPE:
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
-        if value is None and (planned_value is _MISSING or flag in _LEFT_TO_OTHERS):
+        if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
             continue
         expected = True if planned_value is None else planned_value
-        if value != expected and not (flag in _LEFT_TO_OTHERS and rest.layout is None):
+        if value != expected and not (flag in _OPTIONAL_FLAGS and rest.layout is None):
             what = f"{rest.architecture.name} has"
             if expected is _MISSING:
                 refuse(document.locate(flag), value, f"nothing: {what} no such part", "leave it out")
@@ -75,7 +76,7 @@ def the_architecture(document: Document, rest: PlanParts, said: Says) -> Archite
 
 
 _MISSING = object()
-_LEFT_TO_OTHERS = frozenset({
+_OPTIONAL_FLAGS = frozenset({
     "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "num-query-groups",
     "ffn-hidden-size", "kv-channels", "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
     "position-embedding-type",
@@ -83,11 +84,11 @@ _LEFT_TO_OTHERS = frozenset({
 """Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
 
 
-def _llama(document: Document, said: Says) -> Architecture:
+def _build_llama(document: Document, flag_values: FlagValues) -> Architecture:
     """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
     fix = 'architecture=ss.models["llama-3.1-8b"]'
     needed = ("swiglu", "disable-bias-linear")
-    others = [
+    unsupported = [
         flag
         for flag in ("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")
         if document.get(flag) is not None
@@ -96,25 +97,27 @@ def _llama(document: Document, said: Says) -> Architecture:
         all(document.get(flag) for flag in needed)
         and document.get("normalization") == "RMSNorm"
         and document.get("position-embedding-type") == "rope"
-        and not others
+        and not unsupported
     )
     if not is_llama:
-        allowed = "an Architecture: these flags are not those of a Llama, and no plan.json lies beside them"
+        allowed = (
+            "an Architecture: these flags are not those of a Llama, and there is no plan.json in their folder"
+        )
         refuse("architecture", None, allowed, fix)
-    found = {field: said[field][1] for field in SIZES}
+    dimensions = {field: flag_values[field][1] for field in SIZES}
     for field in NEEDED:
-        if found[field] is None:
+        if dimensions[field] is None:
             where = f"{document.name}, --{SIZES[field]}"
             refuse(where, None, "a number, or architecture=...", fix)
-    heads = found["num_attention_heads"]
+    heads = dimensions["num_attention_heads"]
     grouped = document.get("group-query-attention")
-    found["num_key_value_heads"] = (found["num_key_value_heads"] or 1) if grouped else heads
-    found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
-    found["max_position_embeddings"] = found["max_position_embeddings"] or 4096
-    with locate_errors(document, said):
+    dimensions["num_key_value_heads"] = (dimensions["num_key_value_heads"] or 1) if grouped else heads
+    dimensions["head_dim"] = dimensions["head_dim"] or dimensions["hidden_size"] // heads
+    dimensions["max_position_embeddings"] = dimensions["max_position_embeddings"] or 4096
+    with locate_errors(document, flag_values):
         return Architecture(
             name=document.name,
             model_type="llama",
             tie_word_embeddings=not document.get("untie-embeddings-and-output-weights"),
-            **found,
+            **dimensions,
         )

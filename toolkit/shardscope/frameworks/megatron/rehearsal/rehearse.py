@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.megatron.core_config import (
+    build_transformer_config,
     check_rehearsed,
     compute_padded_vocab_size,
-    transformer_config,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
@@ -235,7 +235,7 @@ class _StageRehearsal:
         kind = MLATransformerConfig if self.plan.architecture.latent_attention else TransformerConfig
         gelu, silu = torch.nn.functional.gelu, torch.nn.functional.silu
         return kind(
-            **transformer_config(self.plan) | {"masked_softmax_fusion": True},
+            **build_transformer_config(self.plan) | {"masked_softmax_fusion": True},
             activation_func=silu if self.plan.architecture.gated_mlp else gelu,
             bf16=self.dtype == torch.bfloat16,
             fp16=self.dtype == torch.float16,
