@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.pickers import RunOptions, TaskPicker
 from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
 from shardscope_widgets.studio.headline import write_verdict
@@ -17,4 +17,4 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Launc
 
 def verdict(plan: ss.Plan, report: MemoryReport) -> str:
     """Return the second line of the Studio's head."""
-    return write_verdict(plan, report, assess(plan, report))
+    return write_verdict(plan, report, assess_plan(plan, report))

@@ -14,7 +14,7 @@ from tests.offers import offer_for, verdict
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
-from shardscope.planner.capacity import fits, places, shortages
+from shardscope.planner.capacity import find_shortages, fits, list_places
 from shardscope.planner.repairs.repairs import in_words
 
 GIB = 2**30
@@ -87,7 +87,7 @@ def test_a_quantised_base_is_packed_as_it_is_read(layout: ss.Layout) -> None:
 
 def test_cpu_ranks_train_it_where_they_made_it() -> None:
     plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=128), ss.Layout.ddp())
-    assert MAKING not in {place.name for place in places(plan, plan.memory())}
+    assert MAKING not in {place.name for place in list_places(plan, plan.memory())}
 
 
 @thorough()
@@ -121,7 +121,7 @@ def crowded() -> ss.Plan:
 def test_a_node_without_room_to_make_it_does_not_fit(crowded: ss.Plan) -> None:
     report = crowded.memory()
     assert report.fits and not fits(crowded, report)
-    (short,) = shortages(crowded, report)
+    (short,) = find_shortages(crowded, report)
     assert (short.name, short.needed_bytes) == (MAKING, 8 * 4 * LLAMA.num_parameters)
     said = verdict(crowded, report)
     assert all(fact in said for fact in ("Does not fit", "239 GiB", "host memory", "128"))

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.abilities import COLUMNS, Cell, abilities, code
+from shardscope.planner.abilities import COLUMNS, Cell, compute_abilities, format_layout
 
 CLUSTER = ss.Cluster.parse("8xh100-sxm-80gb")
 DENSE = ss.models["llama-3.1-8b"]
@@ -44,7 +44,7 @@ def plan_of(key: str, layout: ss.Layout, recipe: dict[str, Any]) -> ss.Plan:
 
 @pytest.mark.parametrize(("framework", "key"), EVERY)
 def test_a_plan_accepts_what_the_table_says(framework: str, key: str) -> None:
-    cell = abilities().cell(framework, key)
+    cell = compute_abilities().cell(framework, key)
     if not cell.supported:
         assert cell.layout is None
         if framework in frameworks:
@@ -103,7 +103,7 @@ def has_tp(framework: str) -> bool:
 
 def test_what_everyone_knows() -> None:
     """The table by hand, once, for what nobody doubts."""
-    table = abilities()
+    table = compute_abilities()
     known: dict[str, set[str]] = {
         "ddp": {"data"},
         "fsdp2": {"data", "zero_1", "zero_2", "zero_3", "hybrid", "tensor", "context", "cpu_offload"},
@@ -122,23 +122,23 @@ def test_what_everyone_knows() -> None:
 
 
 def test_zero_stages_are_their_own() -> None:
-    table = abilities()
+    table = compute_abilities()
     for stage in (1, 2, 3):
         layout: Any = table.cell("deepspeed", f"zero_{stage}").layout
         assert layout.stage == stage
 
 
 def test_accelerate_has_nothing_that_what_it_starts_has_not() -> None:
-    table = abilities()
+    table = compute_abilities()
     for key in COLUMNS:
         if table.cell("accelerate", key).supported:
             assert any(table.cell(name, key).supported for name in PLUGIN_FIELDS), key
 
 
 def test_code_makes_the_layout() -> None:
-    cells = [cell for row in abilities().cells.values() for cell in row.values() if cell.layout]
+    cells = [cell for row in compute_abilities().cells.values() for cell in row.values() if cell.layout]
     for cell in cells:
-        assert eval(f"ss.{code(cell.layout)}", {"ss": ss}) == cell.layout  # type: ignore[arg-type]
+        assert eval(f"ss.{format_layout(cell.layout)}", {"ss": ss}) == cell.layout  # type: ignore[arg-type]
 
 
 def test_accelerate_has_the_fields_that_it_is_said_to_have() -> None:
@@ -159,18 +159,18 @@ def test_accelerate_has_the_fields_that_it_is_said_to_have() -> None:
 
 
 def test_the_table_as_a_frame_and_as_html() -> None:
-    frame = abilities().to_frame()
+    frame = compute_abilities().to_frame()
     assert list(frame.index) == ["DDP", "FSDP2", "DeepSpeed ZeRO", "Megatron-core", "Accelerate"]
     assert frame.shape == (5, len(COLUMNS) + 1)
     assert frame["ergonomics"].str.len().min() > 10
-    html = abilities().to_html()
+    html = compute_abilities().to_html()
     assert "<script" not in html
     assert html.count("<tr>") == 6
 
 
 def test_wrong_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="'fsdp2'"):
-        abilities().cell("fsdp", "tensor")
+        compute_abilities().cell("fsdp", "tensor")
     with pytest.raises(ValueError, match="'tensor'"):
-        abilities().cell("fsdp2", "tensors")
-    assert isinstance(abilities().cell("ddp", "data"), Cell)
+        compute_abilities().cell("fsdp2", "tensors")
+    assert isinstance(compute_abilities().cell("ddp", "data"), Cell)

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.planner.advice import words
-from shardscope.planner.advice.layout_ladder import choose, gathered_once, megatron, sharded
-from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Tried, fastest, is_faster, offloads
+from shardscope.planner.advice.layout_ladder import (
+    build_fully_sharded,
+    build_sharded_optimizer,
+    choose_outcome,
+    try_megatron,
+)
+from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Tried, find_fastest, has_offload, is_faster
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
@@ -33,7 +38,7 @@ def run(seconds: float | None, *, fits: bool = True, tight: bool = False, recomp
 
 @given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))
 def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float) -> None:
-    one, other = words.shares(seconds, others), words.shares(others, seconds)
+    one, other = words.compare_seconds(seconds, others), words.compare_seconds(others, seconds)
     assert one.replace("faster", "slower") == other.replace("faster", "slower")
     if one != "no faster":
         assert ("faster" in one) == (seconds < others)
@@ -51,7 +56,7 @@ def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float)
     ],
 )
 def test_shares(seconds: float, others: float, told: str) -> None:
-    assert words.shares(seconds, others) == told
+    assert words.compare_seconds(seconds, others) == told
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_shares(seconds: float, others: float, told: str) -> None:
     ],
 )
 def test_durations(days: float, told: str) -> None:
-    assert words.duration(days) == told
+    assert words.format_duration(days) == told
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_durations(days: float, told: str) -> None:
     ],
 )
 def test_numbers_of_parameters(number: float, told: str) -> None:
-    assert words.billions(number) == told
+    assert words.format_count(number) == told
 
 
 def test_a_plan_is_named_by_what_sets_it_apart() -> None:
@@ -88,15 +93,15 @@ def test_a_plan_is_named_by_what_sets_it_apart() -> None:
     changed = ss.Recipe(micro_batch_size=2, recompute="full", loss="chunked")
     layout = ss.Layout.fsdp2(tp=2, reshard_after_forward=False)
     plan = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(micro_batch_size=2, recompute="full"), layout)
-    assert words.named(PLAN, PLAN.recipe) == "FSDP2"
-    told = words.named(plan, wanted)
+    assert words.name_plan(PLAN, PLAN.recipe) == "FSDP2"
+    told = words.name_plan(plan, wanted)
     assert all(fact in told for fact in ("FSDP2", "tp 2", "weights kept", "micro-batch 2", "full recomp"))
-    tried = Bench(PLAN.architecture, PLAN.cluster, wanted).tried(ss.Layout.fsdp2(), changed)
+    tried = Bench(PLAN.architecture, PLAN.cluster, wanted).try_plan(ss.Layout.fsdp2(), changed)
     assert isinstance(tried, Tried)
-    eased = words.eased(tried, wanted)
+    eased = words.describe_recipe_changes(tried, wanted)
     assert all(fact in eased for fact in ("micro-batch 2 instead of 4", "full recomputation", "chunks"))
     split = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(), ss.Layout.megatron(tp=2, pp=2, vpp=4))
-    assert words.named(split, split.recipe) == "Megatron-core (tp 2, pp 2, vpp 4)"
+    assert words.name_plan(split, split.recipe) == "Megatron-core (tp 2, pp 2, vpp 4)"
 
 
 # ------------------------------------------------------------------------------------- what is chosen
@@ -105,7 +110,7 @@ def test_a_plan_is_named_by_what_sets_it_apart() -> None:
 @given(st.lists(st.tuples(st.floats(1, 100), st.booleans(), st.booleans()), max_size=8))
 def test_the_fastest_fits_and_is_seldom_tight(runs: list[tuple[float, bool, bool]]) -> None:
     tried = [run(seconds, fits=fits, tight=tight) for seconds, fits, tight in runs]
-    best = fastest(tried)
+    best = find_fastest(tried)
     fitting = [one for one in tried if one.fits]
     assert (best is None) == (not fitting)
     if best is None or best.seconds is None:
@@ -122,7 +127,7 @@ def test_what_has_no_time_is_never_faster() -> None:
     assert not is_faster(run(None), run(5.0))
     assert not is_faster(run(5.0), run(None))
     first = run(None)
-    assert fastest([first, run(None)]) is first
+    assert find_fastest([first, run(None)]) is first
 
 
 @given(st.floats(1, 100))
@@ -134,19 +139,19 @@ def test_it_pays_from_ten_percent_on(seconds: float) -> None:
 def test_easing_goes_from_the_wanted_micro_batch_down() -> None:
     recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
     bench = Bench(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xa100-sxm-80gb"), recipe)
-    outcome = bench.outcome(ss.Layout.fsdp2())
+    outcome = bench.try_layout(ss.Layout.fsdp2())
     assert outcome.best is not None
     assert outcome.best.fits
     assert outcome.is_eased
     assert 4 % outcome.best.plan.recipe.micro_batch_size == 0
-    assert bench.outcome(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
+    assert bench.try_layout(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
 
 
 def test_room_is_used_by_what_is_faster_and_not_tight() -> None:
     bench = Bench(
         ss.models["gpt2"], ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(seq_len=1024, recompute="full")
     )
-    tried = bench.tried(ss.Layout.ddp(), bench.recipe)
+    tried = bench.try_plan(ss.Layout.ddp(), bench.recipe)
     assert isinstance(tried, Tried)
     larger = bench.with_room(tried)
     assert larger.plan.recipe.recompute != "full", "there is room for activations"
@@ -157,16 +162,19 @@ def test_room_is_used_by_what_is_faster_and_not_tight() -> None:
 
 def test_another_framework_is_tried_only_where_it_could_decide() -> None:
     bench = Bench(PLAN.architecture, PLAN.cluster, PLAN.recipe)
-    assert choose(bench, gathered_once(PLAN.cluster), ()).best is not None
-    assert {o.wanted.plan.layout.framework for o in bench.outcomes() if o.wanted} == {"fsdp2"}
-    choose(bench, sharded(PLAN.cluster), ("deepspeed",))
-    assert {o.wanted.plan.layout.framework for o in bench.outcomes() if o.wanted} == {"fsdp2", "deepspeed"}
+    assert choose_outcome(bench, build_sharded_optimizer(PLAN.cluster), ()).best is not None
+    assert {o.wanted.plan.layout.framework for o in bench.list_outcomes() if o.wanted} == {"fsdp2"}
+    choose_outcome(bench, build_fully_sharded(PLAN.cluster), ("deepspeed",))
+    assert {o.wanted.plan.layout.framework for o in bench.list_outcomes() if o.wanted} == {
+        "fsdp2",
+        "deepspeed",
+    }
 
 
 def test_megatron_splits_inside_nodes_with_the_fewest_stages() -> None:
     cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
     bench = Bench(ss.models["llama-3.1-70b"], cluster, ss.Recipe(global_batch_size=256))
-    best = megatron(bench).best
+    best = try_megatron(bench).best
     assert best is not None
     assert best.fits
     degrees = best.plan.degrees
@@ -175,7 +183,7 @@ def test_megatron_splits_inside_nodes_with_the_fewest_stages() -> None:
 
 
 def test_what_offloads() -> None:
-    assert offloads(ss.Layout.fsdp2(offload="cpu"))
-    assert offloads(ss.Layout.zero(offload_optimizer="nvme"))
-    assert not offloads(ss.Layout.ddp())
-    assert not offloads(ss.Layout.megatron())
+    assert has_offload(ss.Layout.fsdp2(offload="cpu"))
+    assert has_offload(ss.Layout.zero(offload_optimizer="nvme"))
+    assert not has_offload(ss.Layout.ddp())
+    assert not has_offload(ss.Layout.megatron())

@@ -9,15 +9,15 @@ import pytest
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.repairs.first_layout import NEAR, first_layout
-from shardscope.planner.verdict import assess
+from shardscope.planner.repairs.first_layout import NEAR, choose_first_layout
+from shardscope.planner.verdict import assess_plan
 
 H100 = "h100-sxm-80gb"
 
 
 def first(framework: str, model: str, cluster: str, **recipe: Any) -> ss.Plan:
     nouns = ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe)
-    return ss.Plan(*nouns, first_layout(framework, *nouns))
+    return ss.Plan(*nouns, choose_first_layout(framework, *nouns))
 
 
 def test_405b_on_eight_nodes_with_megatron_is_split_in_nodes_and_over_them() -> None:
@@ -40,7 +40,7 @@ def test_405b_on_eight_nodes_with_megatron_is_split_in_nodes_and_over_them() -> 
 )
 def test_the_first_layout_fits_with_the_recipe_as_it_is(framework: str, model: str, cluster: str) -> None:
     plan = first(framework, model, cluster)
-    assert assess(plan).state == "fits"
+    assert assess_plan(plan).state == "fits"
     assert plan.degrees.tp <= plan.cluster.gpus_per_node
     assert plan.recipe == ss.Recipe()
 
@@ -65,9 +65,9 @@ def test_a_layout_is_simple_for_its_speed() -> None:
 @pytest.mark.parametrize("cluster", ["2xcpu", "rtx-4090-24gb", f"6x{H100}", "7x8xl4-24gb"])
 def test_there_is_always_a_layout_of_that_framework(framework: str, cluster: str) -> None:
     nouns = ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe()
-    assert first_layout(framework, *nouns).framework == framework
+    assert choose_first_layout(framework, *nouns).framework == framework
     with pytest.raises(ValueError, match="megatron"):
-        first_layout("megatorn", *nouns)
+        choose_first_layout("megatorn", *nouns)
 
 
 def test_few_gpus_start_with_offload_where_nothing_else_does() -> None:

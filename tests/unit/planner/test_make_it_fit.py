@@ -12,11 +12,11 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
-from shardscope.planner.differences import differences
-from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.differences import find_differences
+from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope.planner.repairs.make_it_fit import NEAR, make_it_fit
 from shardscope.planner.repairs.repairs import find_steps
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 
 H100 = "h100-sxm-80gb"
 
@@ -31,7 +31,7 @@ def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None
         plan = plan_of("llama-3.1-405b", f"8x8x{H100}", layout)
         assert not plan.repairs()
         fit = make_it_fit(plan)
-        assert fit is not None and assess(fit.plan).state == "fits"
+        assert fit is not None and assess_plan(fit.plan).state == "fits"
         assert fit.plan.layout.framework != "megatron"
         assert (fit.plan.cluster, fit.plan.architecture) == (plan.cluster, plan.architecture)
         assert any("instead of Megatron-core" in change for change in fit.changes)
@@ -49,11 +49,11 @@ def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None
 )
 def test_the_framework_stays_where_it_has_a_plan_that_fits(plan: ss.Plan) -> None:
     fit = make_it_fit(plan)
-    assert fit is not None and assess(fit.plan).state == "fits"
+    assert fit is not None and assess_plan(fit.plan).state == "fits"
     assert type(fit.plan.layout) is type(plan.layout)
     assert fit.bytes_won == plan.memory().peak_bytes - fit.plan.memory().peak_bytes
     assert fit.seconds_lost == pytest.approx(fit.plan.step().seconds - plan.step().seconds)
-    assert len(fit.changes) == len(differences(plan, fit.plan))
+    assert len(fit.changes) == len(find_differences(plan, fit.plan))
     assert is_trained(fit.plan) or not is_trained(plan)
 
 
@@ -61,7 +61,7 @@ def test_it_is_about_as_fast_as_the_fastest_and_changes_no_more_than_it_must() -
     plan = plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=2)
     fit = make_it_fit(plan)
     assert fit is not None and fit.changes == ("micro batch size 2 → 1",)
-    steps = [step for step in find_steps(plan) if assess(step.plan).state == "fits"]
+    steps = [step for step in find_steps(plan) if assess_plan(step.plan).state == "fits"]
     same = [
         step
         for step in steps
@@ -74,15 +74,15 @@ def test_it_is_about_as_fast_as_the_fastest_and_changes_no_more_than_it_must() -
 
 def test_it_starts_from_a_frameworks_first_layout_as_well() -> None:
     nouns = ss.models["llama-3.1-405b"], ss.Cluster.parse(f"16x8x{H100}"), ss.Recipe(global_batch_size=512)
-    plan = ss.Plan(*nouns, first_layout("megatron", *nouns))
+    plan = ss.Plan(*nouns, choose_first_layout("megatron", *nouns))
     fit = make_it_fit(plan)
-    assert fit is not None and assess(fit.plan).state == "fits"
+    assert fit is not None and assess_plan(fit.plan).state == "fits"
     assert fit.plan.layout.framework == "megatron"
 
 
 def test_more_gpus_or_adapters_come_last_and_are_named() -> None:
     fit = make_it_fit(plan_of("llama-3.1-405b", f"8x{H100}", ss.Layout.fsdp2()))
-    assert fit is not None and assess(fit.plan).runs
+    assert fit is not None and assess_plan(fit.plan).runs
     assert any("method" in change or "GPUs" in change or "model" in change for change in fit.changes)
 
 
@@ -93,18 +93,18 @@ def test_a_plan_that_fits_needs_nothing() -> None:
 def test_where_host_memory_is_not_known_the_plan_is_not_said_to_fit() -> None:
     plan = plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp())
     fit = make_it_fit(plan)
-    assert fit is not None and assess(fit.plan).state == "unknown"
+    assert fit is not None and assess_plan(fit.plan).state == "unknown"
     known = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**39))
     fit = make_it_fit(known)
-    assert fit is not None and assess(fit.plan).state in ("fits", "tight")
+    assert fit is not None and assess_plan(fit.plan).state in ("fits", "tight")
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_what_it_returns_never_lacks_memory(plan: ss.Plan) -> None:
     fit = make_it_fit(plan)
-    if assess(plan).runs:
+    if assess_plan(plan).runs:
         assert fit is None
     elif fit is not None:
-        assert assess(fit.plan).runs and fit.plan != plan
+        assert assess_plan(fit.plan).runs and fit.plan != plan
         assert fit.changes and fit.words == ", ".join(fit.changes)

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
-from shardscope.planner.advice.simplicity import simplicity_of
+from shardscope.planner.advice.simplicity import compute_simplicity
 from shardscope.planner.advice.trials import PAYS
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
@@ -30,7 +30,7 @@ def outdoes(plan: ss.Plan, other: ss.Plan, wanted: ss.Recipe) -> bool:
     except ValueError:
         return False
     is_leaner = plan.memory().peak_bytes < other.memory().peak_bytes
-    as_simple = simplicity_of(plan, wanted).is_as_simple_as(simplicity_of(other, wanted))
+    as_simple = compute_simplicity(plan, wanted).is_as_simple_as(compute_simplicity(other, wanted))
     return is_faster and is_leaner and as_simple
 
 

@@ -14,9 +14,9 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.core.precision import widths
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.capacity import fits, places
+from shardscope.planner.capacity import fits, list_places
 from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
-from shardscope.planner.checks.nearby_widths import aligned
+from shardscope.planner.checks.nearby_widths import align_width
 
 
 def plan_of(
@@ -414,7 +414,7 @@ def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
     # All ranks of a node load the model at the same time, before any of it is sharded.
     name = "out-of-host-memory-at-start"
     plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp())
-    (making,) = [place for place in places(plan, plan.memory()) if place.name.endswith("is made")]
+    (making,) = [place for place in list_places(plan, plan.memory()) if place.name.endswith("is made")]
     room = making.needed_bytes - 2**30
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
     assert one(small, name).number == 1.0
@@ -565,7 +565,7 @@ def test_a_width_is_made_even_by_a_narrower_model_where_a_wider_one_has_no_room(
         if better < model.intermediate_size:
             plan = short_of_room(plan)
         assert plan.memory().fits
-        words, found = aligned(plan, "width of the MLP", 64)
+        words, found = align_width(plan, "width of the MLP", 64)
         assert found is not None and found.architecture.intermediate_size == better
         assert f"intermediate_size={better:,}" in words and found.memory().fits
 

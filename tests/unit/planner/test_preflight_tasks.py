@@ -18,7 +18,7 @@ from shardscope.planner.checks.learning_rate import WARM_UP_STEPS
 from shardscope.planner.checks.usual_rates import (
     REFERENCES,
     reference_for,
-    scaled,
+    scale_rate,
     small_reference,
     usual_rates,
 )
@@ -57,10 +57,10 @@ def found_in(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> F
 )
 def test_rules_carry_a_rate_over_any_batch_between(rate: float, one: float, two: float, three: float) -> None:
     """From one batch to a third is the same with or without the second, and back is where it began."""
-    there = scaled(rate, one, three)
-    by_way = scaled(scaled(rate, one, two).linear, two, three).linear
+    there = scale_rate(rate, one, three)
+    by_way = scale_rate(scale_rate(rate, one, two).linear, two, three).linear
     assert there.linear == pytest.approx(by_way)
-    assert scaled(there.square_root, three, one).square_root == pytest.approx(rate)
+    assert scale_rate(there.square_root, three, one).square_root == pytest.approx(rate)
     assert min(there) <= rate <= max(there) or rate <= min(there) or rate >= max(there)
     assert there.square_root**2 == pytest.approx(rate * there.linear)
 

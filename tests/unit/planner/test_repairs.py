@@ -12,8 +12,8 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.planner.capacity import fits
-from shardscope.planner.differences import differences
-from shardscope.planner.repairs.changes import ladders
+from shardscope.planner.differences import find_differences
+from shardscope.planner.repairs.changes import list_ladders
 from shardscope.planner.repairs.repairs import find_steps, in_words
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -32,7 +32,7 @@ def plan_of(
 
 def changed(one: ss.Plan, other: ss.Plan) -> set[str]:
     """Fields of recipe and layout in which two plans differ; another framework counts as one."""
-    return {difference.field for difference in differences(one, other)}
+    return {difference.field for difference in find_differences(one, other)}
 
 
 def test_a_plan_that_fits_needs_no_repair() -> None:
@@ -165,7 +165,7 @@ def test_the_words_of_a_button() -> None:
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
-    for ladder in ladders(plan):
+    for ladder in list_ladders(plan):
         for change in ladder:
             assert change.words
             fields = changed(plan, change.plan) - {"shard"}

@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.planner.search.ranking import Ranking
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,10 @@ def some(rows: np.ndarray) -> list[int]:
 
 def test_what_is_feasible_lacks_no_memory_and_what_is_not_says_which(ranking: Ranking) -> None:
     for row in some(np.flatnonzero(ranking.is_feasible)):
-        assert assess(ranking.plan(row)).state != "does not fit"
+        assert assess_plan(ranking.plan(row)).state != "does not fit"
         assert ranking.why_not(row).startswith("cannot be launched here: ") or ranking.why_not(row) == ""
     for row in some(np.flatnonzero(~ranking.is_feasible)):
-        verdict = assess(ranking.plan(row))
+        verdict = assess_plan(ranking.plan(row))
         assert verdict.state == "does not fit"
         for place in verdict.shortages:
             if place.name == "GPU memory":

@@ -9,9 +9,15 @@ import pytest
 
 import shardscope as ss
 from shardscope.planner.capacity import fits
-from shardscope.planner.differences import differences
-from shardscope.planner.repairs.repairs import repairs
-from shardscope.planner.repairs.several import MOST_CHANGES, PlanChange, on_more_nodes, searched, several
+from shardscope.planner.differences import find_differences
+from shardscope.planner.repairs.repairs import find_repairs
+from shardscope.planner.repairs.several import (
+    MOST_CHANGES,
+    PlanChange,
+    combine_changes,
+    on_more_nodes,
+    search_change,
+)
 
 
 def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
@@ -34,8 +40,8 @@ STEP_BY_STEP = [
     "plan", STEP_BY_STEP, ids=lambda plan: f"{plan.architecture.name} {plan.layout.title}"
 )
 def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
-    assert not any(has_room(repair.plan) for repair in repairs(plan))
-    way = several(plan)
+    assert not any(has_room(repair.plan) for repair in find_repairs(plan))
+    way = combine_changes(plan)
     assert way is not None and has_room(way.plan)
     assert 1 <= len(way.changes) <= MOST_CHANGES and way.text == ", ".join(way.changes)
     # On the same GPUs, and what is learnt stays the same.
@@ -46,12 +52,12 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
 def test_what_is_told_is_all_that_differs() -> None:
     """And nothing that one step did and a later one undid."""
     plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
-    way = several(plan)
+    way = combine_changes(plan)
     assert way is not None and way.plan.recipe.recompute == "full"
     assert "recompute none → full" in way.text and "activations" not in way.text
     (framework,) = [words for words in way.changes if " instead of DDP" in words]
     assert framework.startswith(way.plan.layout.description)
-    assert len(way.changes) == len(differences(plan, way.plan))
+    assert len(way.changes) == len(find_differences(plan, way.plan))
 
 
 def test_a_search_leaves_the_options_of_the_same_framework() -> None:
@@ -60,7 +66,7 @@ def test_a_search_leaves_the_options_of_the_same_framework() -> None:
     )
     cluster = "4x8xh100-sxm-80gb"
     plan = plan_of("llama-3.1-70b", cluster, layout, global_batch_size=8, recompute="full")
-    way = searched(plan)
+    way = search_change(plan)
     assert way is not None and has_room(way.plan)
     kept = {name: getattr(way.plan.layout, name) for name in ("exp_avg_dtype", "overlap_grad_reduce")}
     assert kept == {"exp_avg_dtype": "bf16", "overlap_grad_reduce": True}
@@ -70,7 +76,7 @@ def test_a_search_leaves_the_options_of_the_same_framework() -> None:
 
 def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> None:
     plan = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.megatron(tp=8), precision="fp16-mixed")
-    way = several(plan)
+    way = combine_changes(plan)
     assert way is not None and has_room(way.plan) and way.plan.cluster == plan.cluster
     assert way.plan == ss.search(plan.architecture, plan.cluster, plan.recipe).best
     assert way.plan.layout.title in way.text
@@ -79,16 +85,16 @@ def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> N
 def test_room_that_is_to_stay_free_does() -> None:
     plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
     free = 40 * 2**30
-    way = searched(plan, headroom_bytes=free)
+    way = search_change(plan, headroom_bytes=free)
     assert way is not None
     memory = way.plan.memory()
     assert memory.usable_bytes - memory.peak_bytes >= free
-    assert searched(plan, headroom_bytes=79 * 2**30) is None
+    assert search_change(plan, headroom_bytes=79 * 2**30) is None
 
 
 def test_adapters_come_in_before_more_nodes_do() -> None:
     plan = plan_of("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
-    way = several(plan)
+    way = combine_changes(plan)
     assert way is not None and has_room(way.plan)
     assert way.plan.recipe.method != "full" and way.plan.cluster == plan.cluster
 
@@ -107,5 +113,5 @@ def test_where_nothing_fits_the_fewest_nodes_do() -> None:
     assert on_more_nodes([PlanChange((), plan)], lambda plan: False) is None
     ranks = plan_of("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
     assert on_more_nodes([PlanChange((), ranks)], has_room) is None, "there is one machine"
-    smaller = several(ranks)
+    smaller = combine_changes(ranks)
     assert smaller is not None and has_room(smaller.plan) and smaller.plan.cluster == ranks.cluster

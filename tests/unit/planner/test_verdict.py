@@ -10,8 +10,8 @@ from tests.needs import examples
 
 import shardscope as ss
 from shardscope.core.number_format import gib
-from shardscope.planner.capacity import places
-from shardscope.planner.verdict import assess
+from shardscope.planner.capacity import list_places
+from shardscope.planner.verdict import assess_plan
 
 
 def plan_of(
@@ -27,7 +27,7 @@ def plan_of(
 
 def test_a_plan_with_room_fits_and_says_how_much_it_needs() -> None:
     plan = plan_of()
-    verdict = assess(plan)
+    verdict = assess_plan(plan)
     assert verdict.state == "fits" == plan.memory().verdict
     assert gib(plan.memory().peak_bytes) in verdict.reason and not verdict.shortages
     assert verdict.runs
@@ -37,7 +37,7 @@ def test_a_plan_over_four_fifths_of_its_gpu_is_tight_and_says_why() -> None:
     plan = plan_of(seq_len=6144)
     report = plan.memory()
     assert report.fits and report.is_tight
-    verdict = assess(plan)
+    verdict = assess_plan(plan)
     assert verdict.state == "tight" == report.verdict
     assert "80 %" in verdict.reason and gib(report.peak_bytes) in verdict.reason
     assert verdict.runs
@@ -47,19 +47,19 @@ def test_a_band_whose_top_is_over_the_limit_is_tight() -> None:
     plan = plan_of()
     report = plan.memory()
     above = replace(report, find_band=lambda: (report.low_bytes, report.usable_bytes + 2**30))
-    verdict = assess(plan, above)
+    verdict = assess_plan(plan, above)
     assert verdict.state == "tight" == above.verdict
     assert gib(report.usable_bytes + 2**30) in verdict.reason
 
 
 def test_every_kind_of_memory_that_is_short_is_named() -> None:
-    over = assess(plan_of(model="llama-3.1-405b"))
+    over = assess_plan(plan_of(model="llama-3.1-405b"))
     assert over.state == "does not fit" and not over.runs
     assert [place.name for place in over.shortages] == ["GPU memory"]
     assert gib(over.shortages[0].needed_bytes) in over.reason and "each GPU" in over.reason
     offloaded = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"))
     small = replace(offloaded, cluster=replace(offloaded.cluster, host_memory_bytes=2**36))
-    host = assess(small)
+    host = assess_plan(small)
     assert host.state == "does not fit" and small.memory().fits
     assert "host memory" in host.reason and "64.0" in host.reason
 
@@ -67,25 +67,27 @@ def test_every_kind_of_memory_that_is_short_is_named() -> None:
 def test_memory_of_unknown_size_is_never_enough() -> None:
     plan = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"), "8xl40s-48gb", recompute="full")
     assert plan.memory().fits and plan.cluster.host_memory_bytes is None
-    verdict = assess(plan)
+    verdict = assess_plan(plan)
     assert verdict.state == "unknown" and "not known" in verdict.reason
     assert [place.name for place in verdict.unknown] == ["host memory"]
     known = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**40))
-    assert assess(known).state == "fits"
+    assert assess_plan(known).state == "fits"
     # Ranks of DDP load the model through host memory.
-    assert assess(plan_of(ss.Layout.ddp(), "8xl40s-48gb", "llama-3.2-1b")).state == "unknown"
+    assert assess_plan(plan_of(ss.Layout.ddp(), "8xl40s-48gb", "llama-3.2-1b")).state == "unknown"
 
 
 def test_cpu_ranks_are_called_so() -> None:
-    assert "CPU rank" in assess(plan_of(ss.Layout.ddp(), "2xcpu", "llama-3.1-70b", precision="fp32")).reason
+    assert (
+        "CPU rank" in assess_plan(plan_of(ss.Layout.ddp(), "2xcpu", "llama-3.1-70b", precision="fp32")).reason
+    )
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_fits_only_where_every_need_has_known_room(plan: ss.Plan) -> None:
     report = plan.memory()
-    verdict = assess(plan)
-    needed = places(plan, report)
+    verdict = assess_plan(plan)
+    needed = list_places(plan, report)
     short = any(place.room_bytes is not None and place.needed_bytes > place.room_bytes for place in needed)
     unknown = any(place.room_bytes is None and place.needed_bytes for place in needed)
     assert (verdict.state == "does not fit") == short

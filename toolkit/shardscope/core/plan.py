@@ -136,9 +136,9 @@ class Plan(Serializable):
         three times as long. The list is empty if the plan fits already, in host memory and NVMe too, or if no
         single change is enough; then ``planner/repairs/make_it_fit.py`` combines several.
         """
-        from shardscope.planner.repairs.repairs import repairs
+        from shardscope.planner.repairs.repairs import find_repairs
 
-        return repairs(self)
+        return find_repairs(self)
 
     def findings(self, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
         """Return the preflight findings, worst first: what runs but wastes time or spoils the result.

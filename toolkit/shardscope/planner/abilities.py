@@ -109,22 +109,22 @@ class Abilities:
 
 
 @cache
-def abilities() -> Abilities:
+def compute_abilities() -> Abilities:
     """Return the table of all frameworks of the registry and of Accelerate, which launches them."""
     cells = {
-        name: {ability: _cell(framework, ability) for ability in COLUMNS}
+        name: {ability: _build_cell(framework, ability) for ability in COLUMNS}
         for name, framework in frameworks.items()
     }
     cells["accelerate"] = {ability: _cell_of_accelerate(ability, cells) for ability in COLUMNS}
     return Abilities(
         cells=cells,
         titles=TITLES,
-        ergonomics={name: _ergonomics(framework) for name, framework in frameworks.items()}
+        ergonomics={name: _describe_ergonomics(framework) for name, framework in frameworks.items()}
         | {"accelerate": _accelerate_ergonomics()},
     )
 
 
-def code(layout: Layout) -> str:
+def format_layout(layout: Layout) -> str:
     """Return the code that creates this layout, without default values: ``Layout.zero(stage=2)``."""
     name = next(name for name in FACTORIES if type(getattr(Layout, name)()) is type(layout))
     plain = type(layout)()
@@ -160,7 +160,7 @@ COLUMNS: dict[str, Column] = {
 """Abilities by name, in the order of the table's columns."""
 
 
-def _cell(framework: Framework, ability: str) -> Cell:
+def _build_cell(framework: Framework, ability: str) -> Cell:
     """Return whether ``framework`` declares the ability, with a layout that has it."""
     column = COLUMNS[ability]
     layout = _layout_with(framework, ability)
@@ -179,7 +179,7 @@ def _layout_with(framework: Framework, ability: str) -> Layout | None:
 
 def _as_code(layout: Layout, column: Column) -> str:
     fields = ", ".join(f"{field}={value!r}" for field, value in column.recipe.items())
-    return f"{code(layout)} with Recipe({fields})" if fields else code(layout)
+    return f"{format_layout(layout)} with Recipe({fields})" if fields else format_layout(layout)
 
 
 def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -> Cell:
@@ -200,12 +200,12 @@ def _cell_of_accelerate(ability: str, cells: Mapping[str, Mapping[str, Cell]]) -
     return Cell(False, f"{TITLE}: {why}")
 
 
-def _ergonomics(framework: Framework) -> str:
+def _describe_ergonomics(framework: Framework) -> str:
     layout_class = framework.layout_class
-    own = layout_class.default_kernels == "transformers"
+    keeps_modules = layout_class.default_kernels == "transformers"
     number = len(layout_class.choices)
     return "; ".join((
-        "your modules as they are" if own else f"the model in {framework.title}'s own modules",
+        "your modules as they are" if keeps_modules else f"the model in {framework.title}'s own modules",
         "nothing to choose" if not number else f"{number} choices",
         "trains here",
     ))  # fmt: skip

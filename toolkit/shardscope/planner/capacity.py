@@ -33,24 +33,24 @@ class Place(NamedTuple):
         return 0 if self.room_bytes is None else max(0, self.needed_bytes - self.room_bytes)
 
 
-def places(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
+def list_places(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
     """Return the GPU memory and every other kind of memory that the plan needs."""
     card = Place("GPU memory", report.peak_bytes, report.usable_bytes, report.peak_bytes)
-    return (card, *beside_the_card(plan, report), *_making(plan))
+    return (card, *list_other_memory(plan, report), *_list_building_memory(plan))
 
 
-def _making(plan: Plan) -> tuple[Place, ...]:
+def _list_building_memory(plan: Plan) -> tuple[Place, ...]:
     """Return the host memory needed before the first step, when all ranks of a node build or load the
     model."""
-    each = frameworks[plan.layout.framework].building_model().compute_host_memory(plan).num_bytes
-    if not each:
+    rank_bytes = frameworks[plan.layout.framework].building_model().compute_host_memory(plan).num_bytes
+    if not rank_bytes:
         return ()
-    on_a_node = each * plan.cluster.gpus_per_node
+    on_a_node = rank_bytes * plan.cluster.gpus_per_node
     room = plan.cluster.host_memory_bytes
-    return (Place("host memory while the model is made", on_a_node, room, each),)
+    return (Place("host memory while the model is made", on_a_node, room, rank_bytes),)
 
 
-def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
+def list_other_memory(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
     """Return the host memory and NVMe that the plan needs in a step; empty if it needs none.
 
     Of a paged optimizer, only the pages that are evicted from the GPU count.
@@ -62,22 +62,22 @@ def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
         # The memory of CPU ranks is host memory.
         host = [num_bytes + report.peak_bytes for num_bytes in host]
     drives = [stage.nvme_bytes for stage in report.by_stage]
-    found = (
+    places = (
         Place("host memory", _on_a_node(plan, host), cluster.host_memory_bytes, max(host)),
         Place("NVMe", _on_a_node(plan, drives), cluster.nvme_bytes, max(drives)),
     )
-    return tuple(place for place in found if place.rank_bytes)
+    return tuple(place for place in places if place.rank_bytes)
 
 
-def shortages(plan: Plan, report: MemoryReport) -> list[Place]:
+def find_shortages(plan: Plan, report: MemoryReport) -> list[Place]:
     """Return the kinds of memory that are too small, the GPU first; empty if the plan fits, as far as sizes
     are known."""
-    return [place for place in places(plan, report) if place.short_bytes]
+    return [place for place in list_places(plan, report) if place.short_bytes]
 
 
 def fits(plan: Plan, report: MemoryReport) -> bool:
     """Return whether every kind of memory of known size is large enough."""
-    return not shortages(plan, report)
+    return not find_shortages(plan, report)
 
 
 def _on_a_node(plan: Plan, by_stage: list[int]) -> int:

@@ -51,16 +51,20 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
     """
     cluster = Cluster.parse(f"{num_ranks}x{gpus['cpu'].name}")
     architecture = _small_architecture(plan.architecture)
-    for kept in (_kept(plan.layout, num_ranks, "tp", "pp"), _kept(plan.layout, num_ranks, "pp"), {}):
-        layout, changes = _small_layout(plan.layout, kept)
+    for degrees in (
+        _choose_degrees(plan.layout, num_ranks, "tp", "pp"),
+        _choose_degrees(plan.layout, num_ranks, "pp"),
+        {},
+    ):
+        layout, changes = _small_layout(plan.layout, degrees)
         try:
-            recipe = _small_recipe(plan, num_ranks // (kept.get("tp", 1) * kept.get("pp", 1)), kept)
+            recipe = _small_recipe(plan, num_ranks // (degrees.get("tp", 1) * degrees.get("pp", 1)), degrees)
             small = Plan(architecture, cluster, recipe, layout)
         except ValueError:
-            if not kept:
+            if not degrees:
                 raise
             continue
-        if not kept or why_not_trained(small) is None:
+        if not degrees or why_not_trained(small) is None:
             break
     device = "GPU" if plan.on_gpu else "CPU rank"
     sizes = (
@@ -122,9 +126,9 @@ def _small_groups(arch: Architecture) -> int:
     return 1 if broadcasts else HEADS // 2
 
 
-def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recipe:
+def _small_recipe(plan: Plan, data_parallel: int, degrees: dict[str, int]) -> Recipe:
     """Return the recipe with a few short micro-batches, at least one for each pipeline stage."""
-    num_micro_batches = max(min(plan.num_micro_batches, MAX_MICRO_BATCHES), kept.get("pp", 1))
+    num_micro_batches = max(min(plan.num_micro_batches, MAX_MICRO_BATCHES), degrees.get("pp", 1))
     return replace(
         plan.recipe,
         seq_len=min(plan.recipe.seq_len, MAX_SEQ_LEN),
@@ -133,32 +137,32 @@ def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recip
     )
 
 
-def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
+def _choose_degrees(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
     """Return the degrees of ``names`` that fit into ``num_ranks``, in order of priority, and the chunks of a
     stage."""
-    kept = {}
+    degrees = {}
     for name in names:
         degree = find_largest_divisor(num_ranks, getattr(layout, name, 1))
         if degree > 1:
-            kept[name] = degree
+            degrees[name] = degree
             num_ranks //= degree
     chunks: int = getattr(layout, "vpp", 1)
-    if "pp" in kept and chunks > 1:
-        kept["vpp"] = min(chunks, LAYERS // kept["pp"])
-    return kept
+    if "pp" in degrees and chunks > 1:
+        degrees["vpp"] = min(chunks, LAYERS // degrees["pp"])
+    return degrees
 
 
-def _small_layout(layout: Layout, kept: dict[str, int]) -> tuple[Layout, list[str]]:
+def _small_layout(layout: Layout, degrees: dict[str, int]) -> tuple[Layout, list[str]]:
     """Return the layout with every degree reset to 1 except those in ``kept``, and the list of changes;
     options stay."""
     changes: dict[str, Any] = {}
-    words = []
+    texts = []
     for field in fields(layout):
         value = getattr(layout, field.name)
         if field.name in ("tp", "pp", "vpp", "cp", "ep", "replicate") and value > 1:
-            small = changes[field.name] = kept.get(field.name, 1)
+            small = changes[field.name] = degrees.get(field.name, 1)
             if small != value:
-                words.append(f"{field.name} {small} instead of {value}")
+                texts.append(f"{field.name} {small} instead of {value}")
         elif field.name == "shard":
             changes["shard"] = None
         elif field.name == "sequence_parallel":
@@ -167,5 +171,5 @@ def _small_layout(layout: Layout, kept: dict[str, int]) -> tuple[Layout, list[st
             changes["reshard_after_forward"] = True
         elif field.name in layout.on_cpu_ranks and value != layout.on_cpu_ranks[field.name]:
             changes[field.name] = layout.on_cpu_ranks[field.name]
-            words.append(f"{field.name} {changes[field.name]} instead of {value}")
-    return replace(layout, **changes), words
+            texts.append(f"{field.name} {changes[field.name]} instead of {value}")
+    return replace(layout, **changes), texts

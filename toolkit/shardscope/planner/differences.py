@@ -19,27 +19,27 @@ class Difference(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.field.replace('_', ' ')} {_value(self.before)} → {_value(self.after)}"
+        return f"{self.field.replace('_', ' ')} {_format_value(self.before)} → {_format_value(self.after)}"
 
 
-def differences(before: Plan, after: Plan) -> list[Difference]:
+def find_differences(before: Plan, after: Plan) -> list[Difference]:
     """Return the differences from ``before`` to ``after``, such as ``recompute none → full``; empty for equal
     plans.
 
     Another framework is one difference, because its fields have no counterpart. A value that a plan leaves
     open and that is derived from the rest is no difference.
     """
-    found = []
+    changes = []
     if before.architecture != after.architecture:
-        found.append(Difference("model", before.architecture.name, after.architecture.name))
+        changes.append(Difference("model", before.architecture.name, after.architecture.name))
     if before.cluster != after.cluster:
-        found.append(Difference("GPUs", str(before.cluster), str(after.cluster)))
-    found += _fields(before.recipe, after.recipe)
+        changes.append(Difference("GPUs", str(before.cluster), str(after.cluster)))
+    changes += _compare_fields(before.recipe, after.recipe)
     if type(before.layout) is not type(after.layout):
-        found.append(Difference("framework", before.layout.description, after.layout.description))
+        changes.append(Difference("framework", before.layout.description, after.layout.description))
     else:
-        found += _fields(_chosen(before, after), _chosen(after, before))
-    return found
+        changes += _compare_fields(_drop_derived(before, after), _drop_derived(after, before))
+    return changes
 
 
 def does_the_same(one: Plan, other: Plan) -> bool:
@@ -54,7 +54,7 @@ def does_the_same(one: Plan, other: Plan) -> bool:
     )
 
 
-def _chosen(plan: Plan, other: Plan) -> Layout:
+def _drop_derived(plan: Plan, other: Plan) -> Layout:
     """Return the layout of ``plan`` without numbers that ``other`` leaves open and that are derived here
     too."""
     chosen = plan.layout
@@ -68,7 +68,7 @@ def _chosen(plan: Plan, other: Plan) -> Layout:
     return chosen
 
 
-def _fields(before: Any, after: Any) -> list[Difference]:
+def _compare_fields(before: Any, after: Any) -> list[Difference]:
     pairs = (
         Difference(field.name, getattr(before, field.name), getattr(after, field.name))
         for field in fields(before)
@@ -76,7 +76,7 @@ def _fields(before: Any, after: Any) -> list[Difference]:
     return [pair for pair in pairs if pair.before != pair.after]
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "unset"
     if isinstance(value, bool):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.number_format import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.capacity import Place, places
+from shardscope.planner.capacity import Place, list_places
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -41,24 +41,24 @@ class Verdict:
         return self.state != "does not fit"
 
 
-def assess(plan: Plan, report: MemoryReport | None = None) -> Verdict:
+def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     """Return the verdict on ``plan``, from ``report`` (None: the predicted report)."""
     report = report or plan.memory()
-    needed = places(plan, report)
+    needed = list_places(plan, report)
     short = tuple(place for place in needed if place.short_bytes)
     unknown = tuple(place for place in needed if place.room_bytes is None and place.needed_bytes)
     unit = "CPU rank" if plan.cluster.gpu.vendor == "cpu" else "GPU"
     if short:
         return Verdict(
             state="does not fit",
-            reason=f"Needs {_listed(say_shortage(place, unit) for place in short)}.",
+            reason=f"Needs {_join_list(say_shortage(place, unit) for place in short)}.",
             shortages=short,
             unknown=unknown,
         )
     is_tight = report.verdict == "tight"
     tight = _why_tight(report, unit) if is_tight else ""
     if unknown:
-        amounts = _listed(_amount(place, unit) for place in unknown)
+        amounts = _join_list(_describe_amount(place, unit) for place in unknown)
         reason = f"Needs {amounts}; how much a node has is not known."
         return Verdict(state="unknown", reason=f"{reason} {tight}".strip(), unknown=unknown)
     if is_tight:
@@ -73,17 +73,19 @@ def say_shortage(place: Place, unit: str = "GPU") -> str:
     room = "" if place.room_bytes is None else gib(place.room_bytes)
     needed = gib(place.needed_bytes)
     if needed == room:  # The difference is smaller than the displayed precision.
-        return f"{gib(place.short_bytes)} GiB more than the {room} GiB that {_where(place, unit)} has"
-    return f"{_amount(place, unit)}, which has {room}"
+        return (
+            f"{gib(place.short_bytes)} GiB more than the {room} GiB that {_describe_owner(place, unit)} has"
+        )
+    return f"{_describe_amount(place, unit)}, which has {room}"
 
 
-def _amount(place: Place, unit: str) -> str:
+def _describe_amount(place: Place, unit: str) -> str:
     of = {"GPU memory": "", "NVMe": " on NVMe"}.get(place.name, " of host memory")
     while_made = " while the model is made" if place.name == WHILE_MADE else ""
-    return f"{gib(place.needed_bytes)} GiB{of}{while_made} on {_where(place, unit)}"
+    return f"{gib(place.needed_bytes)} GiB{of}{while_made} on {_describe_owner(place, unit)}"
 
 
-def _where(place: Place, unit: str) -> str:
+def _describe_owner(place: Place, unit: str) -> str:
     return f"each {unit}" if place.name == "GPU memory" else "each node"
 
 
@@ -101,6 +103,6 @@ def _why_tight(report: MemoryReport, unit: str) -> str:
     )
 
 
-def _listed(parts: Iterable[str]) -> str:
-    words = list(parts)
-    return ", ".join(words[:-1]) + f" and {words[-1]}" if len(words) > 1 else "".join(words)
+def _join_list(parts: Iterable[str]) -> str:
+    texts = list(parts)
+    return ", ".join(texts[:-1]) + f" and {texts[-1]}" if len(texts) > 1 else "".join(texts)

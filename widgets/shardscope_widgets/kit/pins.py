@@ -8,7 +8,7 @@ from textwrap import shorten, wrap
 from typing import NamedTuple
 
 import shardscope as ss
-from shardscope.planner.differences import Difference, differences
+from shardscope.planner.differences import Difference, find_differences
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import IgnoredError
 from shardscope_widgets.kit.display_names import describe_devices, format_name
@@ -41,7 +41,7 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
     """Return a unique name for each of ``pins``, relative to the current ``plan``."""
     names: list[PinName] = []
     for pin in pins:
-        name = _name_pin(differences(plan, pin), pin)
+        name = _name_pin(find_differences(plan, pin), pin)
         num_same = sum(other.short.partition(" (")[0] == name.short for other in names)
         names.append(name._replace(short=f"{name.short} ({num_same + 1})") if num_same else name)
     return tuple(names)

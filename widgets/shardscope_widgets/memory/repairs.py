@@ -11,11 +11,11 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.capacity import fits, shortages
+from shardscope.planner.capacity import find_shortages, fits
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.savings import changed_fields, find_savings
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Debounced
 from shardscope_widgets.memory.fit_search import FitSearch, Result
@@ -156,7 +156,7 @@ class RepairsPanel(widgets.VBox):
 
 def describe_repair(plan: ss.Plan, repair: Repair) -> str:
     """Return ``Recompute selectively: −14.8 GiB, 3 % slower``."""
-    shortage = shortages(plan, plan.memory())
+    shortage = find_shortages(plan, plan.memory())
     where = "" if not shortage or shortage[0].name == "GPU memory" else f" of {shortage[0].name} on a node"
     cost = describe_cost(repair.seconds_lost, predict_seconds(plan))
     change = SHORT_CHANGES.get(repair.change, repair.change)
@@ -184,6 +184,6 @@ def describe_fit(plan: ss.Plan, fit: Fit) -> str:
     cost = describe_cost(fit.seconds_lost, predict_seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
     changes = ", ".join(fit.changes)
-    state = assess(fit.plan, report).state
+    state = assess_plan(fit.plan, report).state
     verdict = {"unknown": "fits the GPU, the node's memory is not known"}.get(state, state)
     return f"{changes[:1].upper()}{changes[1:]}: {verdict}, {room}, {about}{cost}"

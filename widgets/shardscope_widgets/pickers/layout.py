@@ -11,7 +11,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Picker, Row
 
@@ -99,7 +99,7 @@ class LayoutPicker(Picker):
         name, before = self.framework.value, self._situation
         is_ours = name in self._auto and self._auto[name] == self._layouts[name]
         if is_ours and self._first.get(name) != (architecture, cluster):
-            return first_layout(name, architecture, cluster, recipe)
+            return choose_first_layout(name, architecture, cluster, recipe)
         self._situation = (architecture, cluster, recipe)
         try:
             return self.make()
@@ -154,7 +154,7 @@ class LayoutPicker(Picker):
     def _take_first(self, name: str) -> None:
         """Set the degrees to those that suit the model and the cluster."""
         assert self._situation is not None
-        self.take(first_layout(name, *self._situation))
+        self.take(choose_first_layout(name, *self._situation))
         self._auto[name] = self._layouts[name]
 
     def make(self) -> ss.Layout:

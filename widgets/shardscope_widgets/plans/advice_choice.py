@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.planner.advice.advice import Advice
-from shardscope.planner.advice.words import named
+from shardscope.planner.advice.words import name_plan
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import does_the_same
 from shardscope.timing.report import seconds_words
@@ -57,7 +57,7 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
         return Answer(sentence, why, "", "", None, alternatives)
     if on_screen is not None and does_the_same(advice.plan, on_screen):
         return Answer(
-            f"Keep the plan on screen: {named(on_screen)}.",
+            f"Keep the plan on screen: {name_plan(on_screen)}.",
             describe_figures(on_screen),
             "",
             why,

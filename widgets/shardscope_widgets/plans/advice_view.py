@@ -8,7 +8,7 @@ from functools import cache, partial
 import traitlets
 
 import shardscope as ss
-from shardscope.planner.abilities import abilities
+from shardscope.planner.abilities import compute_abilities
 from shardscope.planner.advice.advice import Advice
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
@@ -141,4 +141,4 @@ class AdviceView(View):
 
 @cache
 def _render_support() -> str:
-    return render_matrix(abilities())
+    return render_matrix(compute_abilities())

@@ -10,7 +10,7 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.core.number_format import gib
-from shardscope.planner.search.misses import instead_words
+from shardscope.planner.search.misses import describe_other_recipe
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
@@ -149,11 +149,13 @@ def render_misses(ranking: Ranking) -> str:
     )
     if ranking.instead is not None:
         applied = ranking.instead.num_feasible > 0
-        label = escape(f"Apply: {instead_words(ranking.instead)}", quote=True)
+        label = escape(f"Apply: {describe_other_recipe(ranking.instead)}", quote=True)
         button = (
             f"<button type='button' class='ss-act' data-act='instead' aria-label='{label}'>Apply</button>"
         )
-        rows += f"<li><div>{escape(instead_words(ranking.instead))}</div>{button if applied else ''}</li>"
+        rows += (
+            f"<li><div>{escape(describe_other_recipe(ranking.instead))}</div>{button if applied else ''}</li>"
+        )
     head = "<h2>Nothing fits <span class='ss-hint'>the nearest plans</span></h2>"
     return f"{head}<ul class='ss-offers'>{rows}</ul>"
 

@@ -11,9 +11,9 @@ import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.capacity import shortages
+from shardscope.planner.capacity import find_shortages
 from shardscope.planner.cpu_plan import rehearsal_of
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 from shardscope.runs.task_source import uses_engine
 from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
@@ -67,7 +67,7 @@ def build_offer(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: 
             refusal = why_not_trained(plan)
             if refusal:
                 return LaunchOffer(label=label, note=refusal)
-            verdict = assess(plan, report)
+            verdict = assess_plan(plan, report)
             note = "" if verdict.state == "fits" else verdict.reason
             return LaunchOffer(label=label, plan=plan, note=_join_sentences(warning, note))
     elif task.kind == "finetune":
@@ -197,7 +197,7 @@ def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     if report.low_bytes > report.usable_bytes:
         have, least = gib(report.usable_bytes), gib(report.low_bytes)
         return f"This machine has {have} GiB, and at least {least} are needed."
-    for shortage in shortages(plan, report):
+    for shortage in find_shortages(plan, report):
         if shortage.name != "GPU memory":
             return (
                 f"A node has {gib(shortage.room_bytes or 0)} GiB of {shortage.name}, and "

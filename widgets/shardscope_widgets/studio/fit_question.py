@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shardscope as ss
 from shardscope.core.number_format import gib
-from shardscope.planner.advice.words import named
+from shardscope.planner.advice.words import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 
@@ -27,4 +27,4 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     notice = f"No {title} layout fits."
     if fit.own_framework_fits:
         notice = f"With {title}, a step that fits takes over {MAX_TIMES_SLOWER:.0f} times as long."
-    return notice, f"Use {named(fitting_plan, plan.recipe)}, {room}"
+    return notice, f"Use {name_plan(fitting_plan, plan.recipe)}, {room}"

@@ -20,7 +20,7 @@ from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
 from shardscope.planner.checks.usual_rates import rate_near
 from shardscope.planner.repairs.make_it_fit import Fit
-from shardscope.planner.verdict import Verdict, assess
+from shardscope.planner.verdict import Verdict, assess_plan
 from shardscope.records.folder import FINAL
 from shardscope_widgets.checks.findings import sort_worst_first, summarize_findings
 from shardscope_widgets.checks.script import ScriptChecks
@@ -397,7 +397,7 @@ class Studio(View):
         plan, report = self.plan, self.plan.memory()
         self._report = report
         self.notice.show_message("")  # The notice was about the previous plan.
-        self._verdict = assess(plan, report)
+        self._verdict = assess_plan(plan, report)
         self.headline.value = render_headline(plan, report, self._verdict)
         self.fit.show_for_plan(plan, self._verdict)
         # Let the browser draw the visible part while the slower rest is still computed.

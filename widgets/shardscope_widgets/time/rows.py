@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import shardscope as ss
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import read_latest_records
 from shardscope.timing.calibration.finished_runs import median_step, residual
@@ -42,7 +42,7 @@ class PlanStep(NamedTuple):
     @classmethod
     def from_plan(cls, plan: ss.Plan) -> PlanStep:
         """Predict the step of ``plan``; store the message of an error."""
-        verdict = assess(plan)
+        verdict = assess_plan(plan)
         lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
         try:
             return cls(plan.step(), lacks=lacks)

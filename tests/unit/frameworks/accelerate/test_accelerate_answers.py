@@ -12,7 +12,7 @@ import shardscope as ss
 from shardscope.frameworks.accelerate import plugins
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.formats.exported import Exported
-from shardscope.planner.advice.last_questions import one_script
+from shardscope.planner.advice.last_questions import ask_one_script
 
 H100S = "2x8xh100-sxm-80gb"
 NVME = {"stage3_prefetch_bucket_size": 10**6, "offload_optimizer_buffer_count": 6}
@@ -36,7 +36,7 @@ def advised(plan: ss.Plan) -> str:
     told: list[str] = []
     current = SimpleNamespace(plan=plan)
     path: Any = SimpleNamespace(current=current, familiar=(), told=lambda *said, **_: told.append(said[2]))
-    one_script(path)
+    ask_one_script(path)
     return told[0]
 
 

@@ -17,7 +17,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.number_format import gib
 from shardscope.planner.capacity import fits
-from shardscope.planner.differences import differences
+from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
@@ -171,7 +171,7 @@ def test_components_stand_in_the_order_of_their_bytes() -> None:
 
 def test_pinned_plans_are_rows_and_columns_with_differences() -> None:
     before, after, third = plan_of(), plan_of(recompute="full", micro_batch_size=2), plan_of(seq_len=2048)
-    assert [str(found) for found in differences(before, after)] == [
+    assert [str(found) for found in find_differences(before, after)] == [
         "micro batch size 1 → 2",
         "recompute none → full",
     ]
@@ -283,7 +283,7 @@ def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
 
 
 def test_another_framework_is_one_difference() -> None:
-    found = differences(plan_of(), plan_of("llama-3.1-70b", layout=ss.Layout.zero(stage=2)))
+    found = find_differences(plan_of(), plan_of("llama-3.1-70b", layout=ss.Layout.zero(stage=2)))
     assert [str(one) for one in found] == [
         "model llama-3.1-8b → llama-3.1-70b",
         "framework FSDP2 → DeepSpeed ZeRO-2",
@@ -295,9 +295,9 @@ def test_what_follows_from_another_change_is_no_difference() -> None:
     after = plan_of(layout=ss.Layout.zero(3, offload_params="nvme"))
     assert after.layout.offload_params_buffer_count is not None  # type: ignore[attr-defined]
     for one, other in ((before, after), (after, before)):
-        assert [difference.field for difference in differences(one, other)] == ["offload_params"]
+        assert [difference.field for difference in find_differences(one, other)] == ["offload_params"]
     chosen = plan_of(layout=ss.Layout.zero(3, offload_params="nvme", offload_params_buffer_count=99))
-    assert {difference.field for difference in differences(before, chosen)} == {
+    assert {difference.field for difference in find_differences(before, chosen)} == {
         "offload_params",
         "offload_params_buffer_count",
     }

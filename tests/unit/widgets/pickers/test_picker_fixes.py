@@ -15,7 +15,7 @@ from tests.weights_folders import write_folder
 
 import shardscope as ss
 from shardscope.core.number_format import gib
-from shardscope.planner.repairs.first_layout import first_layout
+from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
@@ -202,7 +202,7 @@ def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
     picker.framework.value = "megatron"
     nodes = ss.Cluster.parse("8x8xh100-sxm-80gb")
     picker.offer(ss.models["llama-3.1-405b"], nodes, recipe)
-    assert picker.value == first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
+    assert picker.value == choose_first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
     picker.boxes["pp"].value = 2
     picker.offer(ss.models["llama-3.1-70b"], nodes, recipe)
     assert picker.value.pp == 2, "what the user set stays"
@@ -223,7 +223,7 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.notice.press_button("Undo")
     assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
     studio.layout_picker.framework.value = "deepspeed"
-    expected = first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
+    expected = choose_first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
     assert studio.layout_picker.value == expected
     studio.close()
 

@@ -12,7 +12,7 @@ from fake_runs import until
 
 import shardscope as ss
 from shardscope.core.number_format import gib
-from shardscope.planner.abilities import COLUMNS, abilities
+from shardscope.planner.abilities import COLUMNS, compute_abilities
 from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView
 
@@ -147,7 +147,7 @@ def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_table_is_the_layouts_own() -> None:
-    table, html = abilities(), AdviceView(advice_of()).words.value
+    table, html = compute_abilities(), AdviceView(advice_of()).words.value
     body = html.partition("<tbody>")[2]
     rows = re.findall(r"<tr><th scope='row' title='[^']*'>([^<]+)</th>(.*?)</tr>", body)
     assert [unescape(title) for title, _ in rows] == [column.title for column in COLUMNS.values()]

@@ -72,7 +72,9 @@ class Advice:
     def __str__(self) -> str:
         parts = [self.why, "\n".join(map(str, self.path))]
         if self.alternatives:
-            parts.append("\n".join(["Alternatives:", *(f" - {words}" for _, words in self.alternatives)]))
+            parts.append(
+                "\n".join(["Alternatives:", *(f" - {sentence}" for _, sentence in self.alternatives)])
+            )
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
@@ -83,7 +85,7 @@ class Advice:
             f"<td style='text-align:left'>{escape(turn.number)}</td></tr>"
             for turn in self.path
         )
-        alternatives = "".join(f"<li>{escape(words)}</li>" for _, words in self.alternatives)
+        alternatives = "".join(f"<li>{escape(sentence)}</li>" for _, sentence in self.alternatives)
         return (
             f"<p>{escape(self.why)}</p><table><thead><tr><th>question</th><th>answer</th><th>number</th></tr>"
             f"</thead><tbody>{rows}</tbody></table><ul>{alternatives}</ul>"
@@ -132,8 +134,8 @@ def recommend(
     if current is not None:
         check_type("current", current, Plan)
     bench = Bench(architecture, cluster, recipe)
-    path = Path(bench, _checked_names(familiar_with), _on_screen(bench, current))
-    for ask in _questions(cluster):
+    path = Path(bench, _check_names(familiar_with), _try_current(bench, current))
+    for ask in _list_questions(cluster):
         ask(path)
     best = path.current
     turns = tuple(
@@ -142,7 +144,7 @@ def recommend(
             answer=draft.answer,
             number=draft.number,
             why=draft.why,
-            taken=draft.taken or bool(best and draft.key and _has(best, draft, path)),
+            taken=draft.taken or bool(best and draft.key and _leads_to(best, draft, path)),
             plan=None if draft.tried is None else draft.tried.plan,
         )
         for draft in path.drafts
@@ -151,30 +153,30 @@ def recommend(
         return Advice(
             plan=None,
             path=turns,
-            alternatives=_others_than(current, fallbacks.where_nothing_fits(path)),
-            why=_nothing_fits(path),
+            alternatives=_exclude_current(current, fallbacks.list_near_plans(path)),
+            why=_explain_misfit(path),
         )
-    found = _others_than(current, fallbacks.others(path))
-    return Advice(plan=best.plan, path=turns, alternatives=found, why=_why(path, best))
+    alternatives = _exclude_current(current, fallbacks.list_alternatives(path))
+    return Advice(plan=best.plan, path=turns, alternatives=alternatives, why=_explain_advice(path, best))
 
 
-def _others_than(current: Plan | None, found: Sequence[Alternative]) -> tuple[Alternative, ...]:
+def _exclude_current(current: Plan | None, alternatives: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """Return at most two alternatives, none of which is the plan on screen."""
-    others = [one for one in found if current is None or not does_the_same(one[0], current)]
-    return tuple(others[:MAX_ALTERNATIVES])
+    different = [one for one in alternatives if current is None or not does_the_same(one[0], current)]
+    return tuple(different[:MAX_ALTERNATIVES])
 
 
-def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
+def _try_current(bench: Bench, current: Plan | None) -> Tried | None:
     """Return the plan on screen if it is for the same model, cluster and training, and fits."""
     if current is None or (current.architecture, current.cluster) != (bench.architecture, bench.cluster):
         return None
     if not bench.trains_the_same(current.recipe):
         return None
-    found = bench.tried(current.layout, current.recipe)
-    return found if isinstance(found, Tried) and found.fits else None
+    trial = bench.try_plan(current.layout, current.recipe)
+    return trial if isinstance(trial, Tried) and trial.fits else None
 
 
-def _has(best: Tried, draft: Draft, path: Path) -> bool:
+def _leads_to(best: Tried, draft: Draft, path: Path) -> bool:
     """Return whether the recommended plan is the one from this question, or has its layout."""
     same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
     return draft.key == path.rung or (
@@ -182,27 +184,31 @@ def _has(best: Tried, draft: Draft, path: Path) -> bool:
     )
 
 
-def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
+def _list_questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
     """Return the questions in their order; some apply to several GPUs only."""
-    spread = (memory_questions.gathered_once, memory_questions.sharded, memory_questions.split_inside_a_node)
-    of_size = (size_questions.megatron, size_questions.experts, size_questions.links)
+    spread = (
+        memory_questions.ask_sharded_optimizer,
+        memory_questions.ask_full_sharding,
+        memory_questions.ask_split_inside_a_node,
+    )
+    of_size = (size_questions.ask_megatron, size_questions.ask_experts, size_questions.ask_links)
     several = cluster.num_gpus > 1
     return (
-        memory_questions.what_trains,
-        memory_questions.one_gpu,
+        memory_questions.ask_what_trains,
+        memory_questions.ask_one_gpu,
         *(spread if several else ()),
-        memory_questions.offload,
+        memory_questions.ask_offload,
         *(of_size if several else ()),
-        last_questions.room,
-        last_questions.on_screen,
-        last_questions.outdone,
-        last_questions.one_setting,
-        last_questions.one_script,
-        last_questions.what_the_team_knows,
+        last_questions.ask_room,
+        last_questions.ask_plan_on_screen,
+        last_questions.ask_dominating_plan,
+        last_questions.ask_one_setting,
+        last_questions.ask_one_script,
+        last_questions.ask_team,
     )
 
 
-def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
+def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
         near = find_nearest(familiar_with, list(TITLES))
         refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
@@ -212,43 +218,46 @@ def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _why(path: Path, best: Tried) -> str:
+def _explain_advice(path: Path, best: Tried) -> str:
     plan, report = best.plan, best.report
-    said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
+    sentences = [f"Start with {words.name_plan(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
-        said = [f"Keep the plan on screen: {words.named(plan)}.", "It fits" + _and_is_as_fast(best)]
+        sentences = [f"Keep the plan on screen: {words.name_plan(plan)}.", "It fits" + _describe_speed(best)]
     elif path.rung in (SPLIT, last_questions.OUTDOES):
-        said = [f"Start with {words.named(plan)}."]
-    said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
+        sentences = [f"Start with {words.name_plan(plan)}."]
+    sentences.append(f"It {words.describe_needs(best)}" + (", which is tight." if report.is_tight else "."))
     if best.timed is not None:
         mfu = best.timed.mfu
         share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
-        said.append(f"Predicted: {words.pace(best.timed)}{share}.")
+        sentences.append(f"Predicted: {words.describe_speed(best.timed)}{share}.")
         if not plan.recipe.has_adapters:
             tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
-            budget = (
-                f"{words.billions(tokens)} tokens ({TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022)"
+            source = f"{TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022"
+            budget = f"{words.format_count(tokens)} tokens ({source})"
+            sentences.append(
+                f"Pretraining on {budget} would take {words.format_duration(best.timed.days(tokens))}."
             )
-            said.append(f"Pretraining on {budget} would take {words.duration(best.timed.days(tokens))}.")
     else:
-        said.append(f"No time is predicted: {words.why_no_time(plan)}")
+        sentences.append(f"No time is predicted: {words.explain_missing_time(plan)}")
     if lacks_bf16(plan):
-        said.append(f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'.")
-    if words.unsaid(best):
-        said.append(words.unsaid(best))
+        sentences.append(
+            f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."
+        )
+    if words.describe_unknown_memory(best):
+        sentences.append(words.describe_unknown_memory(best))
     if (refusal := why_not_trained(plan)) is not None:
-        said.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
-    said.append("Escalate only when a measured run says so.")
-    return " ".join(said)
+        sentences.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
+    sentences.append("Escalate only when a measured run says so.")
+    return " ".join(sentences)
 
 
-def _and_is_as_fast(best: Tried) -> str:
+def _describe_speed(best: Tried) -> str:
     if best.timed is None:
         return "."
     return ", and no layout that the questions lead to is faster by more than our usual prediction error."
 
 
-def _nothing_fits(path: Path) -> str:
+def _explain_misfit(path: Path) -> str:
     bench = path.bench
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
     model = f"{bench.architecture.name} on {bench.cluster}"
@@ -257,6 +266,6 @@ def _nothing_fits(path: Path) -> str:
         return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
     nearest = min(near, key=lambda tried: tried.shortage)
     return (
-        f"Nothing fits {model} with this recipe. The nearest is {words.named(nearest.plan)}: "
-        f"{words.lacks(nearest)}."
+        f"Nothing fits {model} with this recipe. The nearest is {words.name_plan(nearest.plan)}: "
+        f"{words.describe_shortage(nearest)}."
     )

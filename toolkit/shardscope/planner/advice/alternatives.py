@@ -12,7 +12,7 @@ from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import words
-from shardscope.planner.advice.simplicity import outdoes, simplicity_of, simplicity_of_rows
+from shardscope.planner.advice.simplicity import compute_simplicity, compute_simplicity_of_rows, is_dominating
 from shardscope.planner.advice.trials import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
 from shardscope.planner.search.search import search
 from shardscope.timing.report import seconds_words
@@ -30,7 +30,7 @@ MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
 
-def search_beside(bench: Bench) -> Ranking | None:
+def search_all_layouts(bench: Bench) -> Ranking | None:
     """Return the search's ranking for the same question; None if a required figure is not known.
 
     If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
@@ -53,14 +53,14 @@ def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collec
     """
     if advised.seconds is None:
         return None
-    rows = _rows_with_room(ranking, advised)
+    rows = _list_rows_with_room(ranking, advised)
     seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
-    limit = simplicity_of(advised.plan, bench.recipe, familiar)
-    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    limit = compute_simplicity(advised.plan, bench.recipe, familiar)
+    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
     simple = (effort <= limit.effort) & (settings <= limit.settings)
-    return _first_launched(bench, ranking, rows[better & counts & simple])
+    return _find_first_launched(bench, ranking, rows[better & counts & simple])
 
 
 def find_alternatives(
@@ -70,31 +70,34 @@ def find_alternatives(
     time."""
     if advised.seconds is None:
         return []
-    offered = [_faster(bench, ranking, advised, familiar), _leaner(bench, ranking, advised, familiar)]
+    offered = [
+        _find_faster(bench, ranking, advised, familiar),
+        _find_leaner(bench, ranking, advised, familiar),
+    ]
     if advised.report.is_tight:
         offered.reverse()
-    found = [one for one in offered if one and not outdoes(one, advised, bench.recipe, familiar)]
-    found = [one for one in found if one.plan != advised.plan]
-    return [(one.plan, describe(one, advised, bench)) for one in found]
+    better = [one for one in offered if one and not is_dominating(one, advised, bench.recipe, familiar)]
+    better = [one for one in better if one.plan != advised.plan]
+    return [(one.plan, describe_alternative(one, advised, bench)) for one in better]
 
 
-def describe(tried: Tried, advised: Tried, bench: Bench) -> str:
+def describe_alternative(tried: Tried, advised: Tried, bench: Bench) -> str:
     """Return one sentence with the gain and cost of a plan compared with the recommended one."""
-    sentence = describe_gain(words.named(tried.plan, bench.recipe), tried, advised)
+    sentence = describe_gain(words.name_plan(tried.plan, bench.recipe), tried, advised)
     refusal = why_not_trained(tried.plan)
     if refusal is not None and is_trained(advised.plan):
         sentence += f" Cannot be launched here: {refusal}"
-    return f"{sentence} {words.unsaid(tried)}".strip()
+    return f"{sentence} {words.describe_unknown_memory(tried)}".strip()
 
 
 def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
     """Return the text of a comparison:
     ``FSDP2: 7 % faster, 12.2 GiB less on each GPU (3.86 s a step, 41.8 GiB).``"""
-    gain = words.compared(tried, advised)
+    gain = words.compare_speed(tried, advised)
     if is_faster(tried, advised):
         gain += " (larger than our usual prediction error)"
     more = tried.report.peak_bytes - advised.report.peak_bytes
-    unit = words.rank(tried.plan.cluster)
+    unit = words.name_device(tried.plan.cluster)
     memory = (
         f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}" if more else "as much memory"
     )
@@ -102,41 +105,41 @@ def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
     return f"{name}: {gain}, {memory} ({pace})."
 
 
-def _faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
-    rows = _rows_with_room(ranking, advised)
+def _find_faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
+    rows = _list_rows_with_room(ranking, advised)
     rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
     if not len(rows):
         return None
-    launched = _first_launched(bench, ranking, rows)
+    launched = _find_first_launched(bench, ranking, rows)
     if launched is not None and launched.seconds is not None:
         near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
-        return _first_launched(
-            bench, ranking, _simplest_first(bench, ranking, near, familiar), keep_order=True
+        return _find_first_launched(
+            bench, ranking, _sort_by_simplicity(bench, ranking, near, familiar), keep_order=True
         )
-    return _tried(bench, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+    return _try_row(bench, ranking, rows[np.argmin(ranking.step_seconds[rows])])
 
 
-def _leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
+def _find_leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
     """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
     setting."""
-    rows = _rows_with_room(ranking, advised)
-    limit = simplicity_of(advised.plan, bench.recipe, familiar)
-    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    rows = _list_rows_with_room(ranking, advised)
+    limit = compute_simplicity(advised.plan, bench.recipe, familiar)
+    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     rows = rows[
         (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
         & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
         & (effort <= limit.effort)
         & (settings <= limit.settings + 1)
     ]
-    first = _first_launched(bench, ranking, rows)
+    first = _find_first_launched(bench, ranking, rows)
     if first is None or first.seconds is None:
         return None
     near = rows[ranking.step_seconds[rows] <= NEAR * first.seconds]
     by_memory = near[np.argsort(ranking.peak_bytes[near], kind="stable")]
-    return _first_launched(bench, ranking, by_memory, keep_order=True)
+    return _find_first_launched(bench, ranking, by_memory, keep_order=True)
 
 
-def _rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
+def _list_rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
     """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
     tight."""
     wanted = ranking.feasible & ranking.is_room_known
@@ -146,14 +149,14 @@ def _rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
     return np.flatnonzero(wanted)
 
 
-def _simplest_first(
+def _sort_by_simplicity(
     bench: Bench, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
 ) -> NDArray[np.int64]:
-    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
+    effort, settings = compute_simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
 
 
-def _first_launched(
+def _find_first_launched(
     bench: Bench, ranking: Ranking, rows: NDArray[np.int64], *, keep_order: bool = False
 ) -> Tried | None:
     """Return the first of ``rows`` that can be launched here, by speed unless ``keep_order``; None if none
@@ -162,11 +165,11 @@ def _first_launched(
         rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
     for row in rows[:MAX_CHECKED]:
         if is_trained(ranking.plan(int(row))):
-            return _tried(bench, ranking, row)
+            return _try_row(bench, ranking, row)
     return None
 
 
-def _tried(bench: Bench, ranking: Ranking, row: np.int64) -> Tried | None:
+def _try_row(bench: Bench, ranking: Ranking, row: np.int64) -> Tried | None:
     plan = ranking.plan(int(row))
-    found = bench.tried(plan.layout, plan.recipe)
-    return found if isinstance(found, Tried) and found.fits else None
+    trial = bench.try_plan(plan.layout, plan.recipe)
+    return trial if isinstance(trial, Tried) and trial.fits else None

@@ -11,23 +11,23 @@ from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import words
 from shardscope.planner.advice.alternatives import find_better
-from shardscope.planner.advice.path import figures
-from shardscope.planner.advice.simplicity import outdoes
+from shardscope.planner.advice.path import describe_figures
+from shardscope.planner.advice.simplicity import is_dominating
 from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING
 from shardscope.planner.repairs.savings import find_savings
-from shardscope.planner.verdict import assess
+from shardscope.planner.verdict import assess_plan
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.path import Path
     from shardscope.planner.advice.trials import Tried
 
 
-def room(path: Path) -> None:
+def ask_room(path: Path) -> None:
     """Ask whether a larger micro-batch, or other recomputation, uses the remaining GPU memory."""
     current = path.current
     if current is None:
         return
-    question = f"Is there room left on each {words.rank(current.plan.cluster)}?"
+    question = f"Is there room left on each {words.name_device(current.plan.cluster)}?"
     why = (
         "Larger micro-batches and less recomputation keep the arithmetic busier, and more recomputation can "
         "make room for a larger micro-batch that is worth it; the step's batch stays."
@@ -36,30 +36,32 @@ def room(path: Path) -> None:
     larger = path.bench.with_room(current)
     if current.report.is_tight and larger is current:
         answer = "No: it is tight, and of runs that need over 80 % of their GPU's memory some run out of it."
-        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if current.seconds is None:
         answer = "Yes; what a larger micro-batch gains, no known time says."
-        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if larger is current:
         gain = f"{100 * (WORTH_A_SETTING - 1):.0f} %"
         answer = f"Yes, but no other micro-batch or recomputation is predicted to be {gain} faster."
-        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     then = 100 * larger.report.peak_bytes / larger.report.usable_bytes
-    gained = words.compared(larger, current)
+    gained = words.compare_speed(larger, current)
     yes = "Not as it is, but there can be" if current.report.is_tight else "Yes"
-    answer = f"{yes}: {words.eased(larger, current.plan.recipe)}, {gained}."
-    path.told("", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True)
-    path.take(path.rung, larger)
+    answer = f"{yes}: {words.describe_recipe_changes(larger, current.plan.recipe)}, {gained}."
+    path.record_turn(
+        "", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True
+    )
+    path.set_current(path.rung, larger)
 
 
 ON_SCREEN, OUTDOES = "on_screen", "outdoes"
 """Keys of the turns that replace the plan that the questions led to."""
 
 
-def on_screen(path: Path) -> None:
+def ask_plan_on_screen(path: Path) -> None:
     """Ask whether the plan on screen is as good: if so, there is no reason to change it."""
     mine, current = path.on_screen, path.current
     if mine is None:
@@ -71,71 +73,73 @@ def on_screen(path: Path) -> None:
     )
     if current is None or mine.plan == current.plan:
         path.keeps_on_screen = True
-        path.take(ON_SCREEN, mine)
-        path.told(ON_SCREEN, question, "Yes.", figures(mine), why, mine, taken=True)
+        path.set_current(ON_SCREEN, mine)
+        path.record_turn(ON_SCREEN, question, "Yes.", describe_figures(mine), why, mine, taken=True)
         return
-    beside = path.beside(mine, current)
-    if outdoes(mine, current, path.bench.recipe, path.familiar) or _is_as_good(path, mine, current):
+    comparison = path.compare_plans(mine, current)
+    if is_dominating(mine, current, path.bench.recipe, path.familiar) or _is_as_good(path, mine, current):
         path.keeps_on_screen = True
-        path.take(ON_SCREEN, mine)
-        answer = f"Yes: {path.name(mine)}, {beside}."
-        path.told(ON_SCREEN, question, answer, figures(mine), why, mine, taken=True)
+        path.set_current(ON_SCREEN, mine)
+        answer = f"Yes: {path.name_plan(mine)}, {comparison}."
+        path.record_turn(ON_SCREEN, question, answer, describe_figures(mine), why, mine, taken=True)
     else:
-        path.told("", question, f"No: {path.name(mine)}, {beside}.", figures(mine), why, mine)
+        path.record_turn(
+            "", question, f"No: {path.name_plan(mine)}, {comparison}.", describe_figures(mine), why, mine
+        )
 
 
 def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
     """Return whether the plan on screen fits with room, is as fast within the prediction error, as familiar
     and can be launched."""
-    if mine.seconds is None or current.seconds is None or assess(mine.plan).state != "fits":
+    if mine.seconds is None or current.seconds is None or assess_plan(mine.plan).state != "fits":
         return False
     knows = mine.plan.layout.framework in path.familiar or current.plan.layout.framework not in path.familiar
     runs = is_trained(mine.plan) or not is_trained(current.plan)
     return knows and runs and mine.seconds <= PAYS * current.seconds
 
 
-def outdone(path: Path) -> None:
+def ask_dominating_plan(path: Path) -> None:
     """Ask whether an equally simple plan, tried here or found by a search, is faster and needs less
     memory."""
     first = path.current
     while path.current is not None:
-        better = _better(path, path.current)
+        better = _find_dominating(path, path.current)
         if better is None:
             break
-        path.take(OUTDOES, better)
+        path.set_current(OUTDOES, better)
     current = path.current
     if current is None or first is None or current is first:
         return
     path.keeps_on_screen = False
     less = gib(first.report.peak_bytes - current.report.peak_bytes)
-    path.told(
+    path.record_turn(
         OUTDOES,
         "Is a plan that is as simple faster, and needs less memory?",
-        f"Yes: {path.name(current)}, {path.beside(current, first)}, with {less} GiB less.",
-        figures(current),
-        "A search over all layouts is set beside the questions; of two plans as simple as each other the "
+        f"Yes: {path.name_plan(current)}, {path.compare_plans(current, first)}, with {less} GiB less.",
+        describe_figures(current),
+        "A search over all layouts is compared with the questions; of two plans as simple as each other the "
         "slower one that needs more memory is never advised.",
         current,
         taken=True,
     )
 
 
-def _better(path: Path, current: Tried) -> Tried | None:
+def _find_dominating(path: Path, current: Tried) -> Tried | None:
     bench, familiar = path.bench, path.familiar
     tried = [*bench.fitting.values(), *([path.on_screen] if path.on_screen else [])]
-    found = [
+    candidates = [
         one
         for one in tried
         if bench.trains_the_same(one.plan.recipe)
-        and outdoes(one, current, bench.recipe, familiar)
+        and is_dominating(one, current, bench.recipe, familiar)
         and (one is path.on_screen or is_trained(one.plan) or not is_trained(current.plan))
     ]
-    if found:
-        return min(found, key=lambda one: one.seconds or 0.0)
+    if candidates:
+        return min(candidates, key=lambda one: one.seconds or 0.0)
     return None if path.ranking is None else find_better(bench, path.ranking, current, familiar)
 
 
-def one_script(path: Path) -> None:
+def ask_one_script(path: Path) -> None:
     """Ask whether one script must switch between frameworks, which Accelerate does."""
     question = "Must one script run under several frameworks?"
     why = f"{TITLE} wraps the others: one script, and a configuration file that says which of them runs."
@@ -152,46 +156,53 @@ def one_script(path: Path) -> None:
         answer = f"The team runs {TITLE}: it starts this plan through {layout.title}."
     else:
         answer = f"If so, {TITLE} starts this plan through {layout.title}."
-    path.told("", question, answer, number, why, current, taken=knows and refusal is None)
+    path.record_turn("", question, answer, number, why, current, taken=knows and refusal is None)
 
 
-def what_the_team_knows(path: Path) -> None:
+def ask_team(path: Path) -> None:
     """Ask whether the team already uses the plan's framework, and report the cost of keeping to a known
     one."""
     known = [name for name in path.familiar if name in frameworks]
     current = path.current
     if current is None or not known:
         return
-    titles = words.listed([frameworks[name].title for name in known])
+    titles = words.join_list([frameworks[name].title for name in known])
     question = f"Is it what the team runs well ({titles})?"
     why = "A framework that a team knows saves weeks; between two that do the same it decides."
     if current.plan.layout.framework in known:
-        path.told("", question, "Yes.", figures(current), why, current, taken=True)
+        path.record_turn("", question, "Yes.", describe_figures(current), why, current, taken=True)
         return
-    own = [
+    familiar_plans = [
         outcome.best
-        for outcome in path.bench.outcomes()
+        for outcome in path.bench.list_outcomes()
         if outcome.best and outcome.best.plan.layout.framework in known
     ]
-    timed = [tried for tried in own if tried.seconds is not None]
-    if not own:
-        path.told("", question, "No: what the team knows does not fit here.", "", why)
+    timed = [tried for tried in familiar_plans if tried.seconds is not None]
+    if not familiar_plans:
+        path.record_turn("", question, "No: what the team knows does not fit here.", "", why)
         return
-    nearest = min(timed, key=lambda tried: tried.seconds or 0.0, default=own[0])
-    name = words.named(nearest.plan, path.bench.recipe)
+    nearest = min(timed, key=lambda tried: tried.seconds or 0.0, default=familiar_plans[0])
+    name = words.name_plan(nearest.plan, path.bench.recipe)
     if nearest.seconds is None or current.seconds is None:
-        path.told("", question, f"No; {name} would fit.", words.needs(nearest), why, nearest)
+        path.record_turn("", question, f"No; {name} would fit.", words.describe_needs(nearest), why, nearest)
         return
-    beside = words.compared(nearest, current)
-    answer = f"No; {name} would fit, {beside}: weigh that against learning another framework."
-    path.told("", question, answer, f"{words.needs(nearest)}; {words.pace(nearest.timed)}", why, nearest)
+    comparison = words.compare_speed(nearest, current)
+    answer = f"No; {name} would fit, {comparison}: weigh that against learning another framework."
+    path.record_turn(
+        "",
+        question,
+        answer,
+        f"{words.describe_needs(nearest)}; {words.describe_speed(nearest.timed)}",
+        why,
+        nearest,
+    )
 
 
 LEAST_GAIN = 1.005
 """Speedup from which the text calls a step faster."""
 
 
-def one_setting(path: Path) -> None:
+def ask_one_setting(path: Path) -> None:
     """Ask whether one setting saves time and memory and leaves layout and training unchanged.
 
     The Memory view offers the same settings: without them, the advice would differ from it.
@@ -208,9 +219,12 @@ def one_setting(path: Path) -> None:
     question = "Does one more setting make it faster, with less memory?"
     why = "Other kernels, or another way to compute the loss, leave layout and training as they are."
     if not path.settings:
-        path.told("", question, "No.", "", why)
+        path.record_turn("", question, "No.", "", why)
         return
-    found = [
-        f"{saving.change}, {words.shares(seconds + saving.seconds_lost, seconds)}" for saving in path.settings
+    changes = [
+        f"{saving.change}, {words.compare_seconds(seconds + saving.seconds_lost, seconds)}"
+        for saving in path.settings
     ]
-    path.told("", question, f"Yes: {words.listed(found)}.", figures(current), why, current)
+    path.record_turn(
+        "", question, f"Yes: {words.join_list(changes)}.", describe_figures(current), why, current
+    )

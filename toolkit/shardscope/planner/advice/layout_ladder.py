@@ -8,7 +8,15 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.layout import Layout, list_divisors
-from shardscope.planner.advice.trials import PAYS, WORTH_A_SETTING, Bench, Outcome, Tried, fastest, is_faster
+from shardscope.planner.advice.trials import (
+    PAYS,
+    WORTH_A_SETTING,
+    Bench,
+    Outcome,
+    Tried,
+    find_fastest,
+    is_faster,
+)
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -25,29 +33,33 @@ class Rung(NamedTuple):
     layouts: tuple[Layout, ...]
 
 
-def whole() -> Rung:
+def build_unsharded() -> Rung:
     """Return the rung without sharding: every rank holds all training state."""
     return Rung((Layout.ddp(),))
 
 
-def gathered_once(cluster: Cluster) -> Rung:
+def build_sharded_optimizer(cluster: Cluster) -> Rung:
     """Return the rung with sharded gradients and optimizer; weights stay whole from forward to backward
     (ZeRO-2)."""
-    groups = [Layout.fsdp2(reshard_after_forward=False, replicate=copies) for copies in _copies(cluster)]
+    groups = [
+        Layout.fsdp2(reshard_after_forward=False, replicate=copies) for copies in _list_replicas(cluster)
+    ]
     return Rung((*groups, Layout.zero(stage=2)))
 
 
-def sharded(cluster: Cluster) -> Rung:
+def build_fully_sharded(cluster: Cluster) -> Rung:
     """Return the rung with sharded weights too, all-gathered layer by layer (ZeRO-3)."""
-    return Rung((*(Layout.fsdp2(replicate=copies) for copies in _copies(cluster)), Layout.zero(stage=3)))
+    return Rung(
+        (*(Layout.fsdp2(replicate=copies) for copies in _list_replicas(cluster)), Layout.zero(stage=3))
+    )
 
 
-def _copies(cluster: Cluster) -> tuple[int, ...]:
+def _list_replicas(cluster: Cluster) -> tuple[int, ...]:
     """Return the numbers of replicas to try: one over all GPUs, or one in each node (HSDP)."""
     return (1, cluster.num_nodes) if cluster.num_nodes > 1 and cluster.gpus_per_node > 1 else (1,)
 
 
-def split_inside_a_node(cluster: Cluster) -> Rung:
+def build_split_inside_a_node(cluster: Cluster) -> Rung:
     """Return FSDP2 with tensor or context parallelism inside a node."""
     degrees = [degree for degree in list_divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
     return Rung((
@@ -56,7 +68,7 @@ def split_inside_a_node(cluster: Cluster) -> Rung:
     ))  # fmt: skip
 
 
-def on_the_host() -> Rung:
+def build_on_host() -> Rung:
     """Return the rung with training state in host memory: the optimizer's alone, then weights too."""
     return Rung((
         Layout.zero(stage=3, offload_optimizer="cpu"),
@@ -65,7 +77,7 @@ def on_the_host() -> Rung:
     ))  # fmt: skip
 
 
-def on_drives() -> Rung:
+def build_on_drives() -> Rung:
     """Return the rung with the optimizer state on NVMe, then weights too."""
     return Rung((
         Layout.zero(stage=3, offload_optimizer="nvme", offload_params="cpu"),
@@ -73,34 +85,34 @@ def on_drives() -> Rung:
     ))  # fmt: skip
 
 
-def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
+def choose_outcome(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
     """Return the outcome of the default framework, or of a familiar one that fits as well and is about as
     fast."""
     by_framework: dict[str, list[Layout]] = {}
     for layout in rung.layouts:
         by_framework.setdefault(layout.framework, []).append(layout)
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     rule = next(iter(by_framework))
     for name, layouts in by_framework.items():
         # Other frameworks are evaluated only where they could decide: some take longer to compute.
-        if not found or not found[rule].best or name in familiar:
-            found[name] = _first_or_faster([bench.outcome(layout) for layout in layouts])
-            rule = next((one for one, outcome in found.items() if outcome.best), rule)
-    known = [name for name in found if name in familiar]
+        if not outcomes or not outcomes[rule].best or name in familiar:
+            outcomes[name] = _choose_first_or_faster([bench.try_layout(layout) for layout in layouts])
+            rule = next((one for one, outcome in outcomes.items() if outcome.best), rule)
+    known = [name for name in outcomes if name in familiar]
     if rule not in known:
         for name in known:
-            ours, own = found[rule].best, found[name].best
-            if own and (ours is None or not is_faster(ours, own, PAYS)):
-                return found[name]
-    return found[rule]
+            ours, familiar_best = outcomes[rule].best, outcomes[name].best
+            if familiar_best and (ours is None or not is_faster(ours, familiar_best, PAYS)):
+                return outcomes[name]
+    return outcomes[rule]
 
 
-def _first_or_faster(outcomes: list[Outcome]) -> Outcome:
+def _choose_first_or_faster(outcomes: list[Outcome]) -> Outcome:
     """Return the first outcome that fits unless a later one is faster; if none fits, the nearest miss."""
     fitting = [outcome for outcome in outcomes if outcome.best]
     if not fitting:
         near = [outcome for outcome in outcomes if outcome.nearest]
-        return min(near, key=_lacks, default=outcomes[0])
+        return min(near, key=_get_shortage, default=outcomes[0])
     first = fitting[0]
     for outcome in fitting[1:]:
         if outcome.best and first.best and is_faster(outcome.best, first.best, WORTH_A_SETTING):
@@ -108,14 +120,14 @@ def _first_or_faster(outcomes: list[Outcome]) -> Outcome:
     return first
 
 
-def _lacks(outcome: Outcome) -> float:
+def _get_shortage(outcome: Outcome) -> float:
     return outcome.nearest.shortage if outcome.nearest else math.inf
 
 
 # ------------------------------------------------------------------------------------------------ Megatron
 
 
-def megatron(bench: Bench) -> Outcome:
+def try_megatron(bench: Bench) -> Outcome:
     """Try Megatron-core with tensor parallelism inside a node and as few pipeline stages as fit.
 
     Narayanan et al. 2021 (arXiv:2104.04473), takeaways 1 and 2: tensor parallel up to the GPUs of a node,
@@ -125,18 +137,18 @@ def megatron(bench: Bench) -> Outcome:
     runs: list[Tried] = []
     misses: list[Tried] = []
     refusal = None
-    for split in _inside(bench):
-        outcome = _fewest_stages(bench, split)
+    for split in _list_degrees_inside_a_node(bench):
+        outcome = _try_fewest_stages(bench, split)
         runs += [outcome.best] if outcome.best else []
         misses += [outcome.nearest] if outcome.nearest else []
         refusal = refusal or outcome.refusal
-    best = fastest(runs)
+    best = find_fastest(runs)
     if best is None:
         return Outcome(None, None, min(misses, key=lambda tried: tried.shortage, default=None), refusal)
-    return Outcome(None, _interleaved(bench, best), None, None)
+    return Outcome(None, _try_interleaved(bench, best), None, None)
 
 
-def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
+def _list_degrees_inside_a_node(bench: Bench) -> Iterator[dict[str, int | None]]:
     """Yield tensor-parallel degrees inside a node, each with the expert- or context-parallel degrees to
     try."""
     experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
@@ -154,10 +166,10 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
                 yield {"tp": tp, "ep": ep, "etp": 1 if ep > 1 and tp > 1 else None}
 
 
-def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
+def _try_fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
     """Return the best of: the fewest stages that fit, the fewest that fit with the recipe unchanged and not
     tightly, and one stage per node, where only layer outputs cross nodes."""
-    found: list[Tried] = []
+    fitting: list[Tried] = []
     nearest: Tried | None = None
     refusal = None
     is_enough = False
@@ -166,25 +178,25 @@ def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
             break
         if is_enough and pp != bench.cluster.num_nodes:
             continue
-        outcome = bench.outcome(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
+        outcome = bench.try_layout(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
         refusal = refusal or outcome.refusal
         if outcome.best:
-            found.append(outcome.best)
+            fitting.append(outcome.best)
             is_enough = is_enough or not (outcome.is_eased or outcome.best.report.is_tight)
         elif outcome.nearest and (nearest is None or outcome.nearest.shortage < nearest.shortage):
             nearest = outcome.nearest
-    return Outcome(None, fastest(found), nearest, refusal)
+    return Outcome(None, find_fastest(fitting), nearest, refusal)
 
 
-def _interleaved(bench: Bench, best: Tried) -> Tried:
+def _try_interleaved(bench: Bench, best: Tried) -> Tried:
     """Return the same plan with interleaved chunks if that is faster (Narayanan et al. 2021, 2.2)."""
     layers, pp = bench.architecture.num_hidden_layers, best.plan.degrees.pp
     if pp == 1:
         return best
-    found = [best]
+    plans = [best]
     for vpp in range(2, layers // pp + 1):
         fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
-        run = bench.tried(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
+        run = bench.try_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
         if isinstance(run, Tried) and run.fits:
-            found.append(run)
-    return fastest(found) or best
+            plans.append(run)
+    return find_fastest(plans) or best

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advice import layout_ladder, words
-from shardscope.planner.advice.alternatives import search_beside
-from shardscope.planner.advice.simplicity import outdoes
+from shardscope.planner.advice.alternatives import search_all_layouts
+from shardscope.planner.advice.simplicity import is_dominating
 from shardscope.planner.advice.trials import PAYS, SAFE, Bench, Outcome, Tried, is_faster
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Path:
     @cached_property
     def ranking(self) -> Ranking | None:
         """Return the search's ranking for the same question; None if a required figure is not known."""
-        return search_beside(self.bench)
+        return search_all_layouts(self.bench)
 
     @property
     def is_settled(self) -> bool:
@@ -65,43 +65,47 @@ class Path:
 
     def try_rung(self, key: str, rung: Rung, question: str, why: str) -> None:
         """Try a rung and record the turn; its plan is taken if nothing fits so far, or if it is better."""
-        outcome = self.choose(key, rung)
+        outcome = self.choose_rung(key, rung)
         best = outcome.best
         if best is None:
-            self.told("", question, self.no(outcome), self.needs(outcome), why, outcome.nearest)
+            self.record_turn(
+                "", question, self.explain_misfit(outcome), self.describe_needs(outcome), why, outcome.nearest
+            )
             return
         why_not = self._why_not_the_first(rung, best)
         if self.current is None:
-            self.take(key, best)
-            self.told(key, question, f"Yes: {self.name(best)}{why_not}.", figures(best), why, best)
+            self.set_current(key, best)
+            self.record_turn(
+                key, question, f"Yes: {self.name_plan(best)}{why_not}.", describe_figures(best), why, best
+            )
             return
         best, current = self.bench.with_room(best), self.bench.with_room(self.current)
-        how, beside = f"{self.name(best)}{why_not}", self.beside(best, current)
+        how, comparison = f"{self.name_plan(best)}{why_not}", self.compare_plans(best, current)
         looser = current.report.is_tight and not best.report.is_tight
         stays = current.moves_activations and not best.moves_activations
-        answer = f"Yes: {how}, {beside}."
+        answer = f"Yes: {how}, {comparison}."
         if looser and not is_faster(current, best, SAFE):
-            answer = f"Yes: {how}, which is not tight, and {beside}."
-            self.take(key, best)
+            answer = f"Yes: {how}, which is not tight, and {comparison}."
+            self.set_current(key, best)
         elif stays and not is_faster(current, best):
-            answer = f"Yes: {how}, with activations on the GPU, and {beside}."
-            self.take(key, best)
+            answer = f"Yes: {how}, with activations on the GPU, and {comparison}."
+            self.set_current(key, best)
         elif is_faster(best, current):
-            self.take(key, best)
-        elif outdoes(best, current, self.bench.recipe, self.familiar):
-            answer = f"Yes: {how}, {beside}, with less memory and no more to set."
-            self.take(key, best)
+            self.set_current(key, best)
+        elif is_dominating(best, current, self.bench.recipe, self.familiar):
+            answer = f"Yes: {how}, {comparison}, with less memory and no more to set."
+            self.set_current(key, best)
         elif _is_roomier(best, current):
-            answer = f"Yes: {how}, {beside}, and it needs clearly less memory."
-            self.take(key, best)
+            answer = f"Yes: {how}, {comparison}, and it needs clearly less memory."
+            self.set_current(key, best)
         else:
             only = "only " if is_faster(best, current, 1.0) else ""
-            answer = f"Yes, {how}, but {only}{beside}: not worth it."
-        self.told(key, question, answer, figures(best), why, best)
+            answer = f"Yes, {how}, but {only}{comparison}: not worth it."
+        self.record_turn(key, question, answer, describe_figures(best), why, best)
 
-    def name(self, tried: Tried) -> str:
+    def name_plan(self, tried: Tried) -> str:
         """Return the plan's name, with its changes to the requested recipe."""
-        return words.named(tried.plan, self.bench.recipe)
+        return words.name_plan(tried.plan, self.bench.recipe)
 
     def _why_not_the_first(self, rung: Rung, best: Tried) -> str:
         """Return why the rung's default framework is not used, if it lacks memory; otherwise an empty
@@ -109,19 +113,19 @@ class Path:
         first = rung.layouts[0]
         if first.framework == best.plan.layout.framework:
             return ""
-        nearest = self.bench.outcome(first).nearest
-        return "" if nearest is None else f" (for {first.title} it is {words.lacks(nearest)})"
+        nearest = self.bench.try_layout(first).nearest
+        return "" if nearest is None else f" (for {first.title} it is {words.describe_shortage(nearest)})"
 
-    def choose(self, key: str, rung: Rung) -> Outcome:
+    def choose_rung(self, key: str, rung: Rung) -> Outcome:
         """Return and record the outcome of a rung, with a familiar framework if it is as good."""
-        found = self.seen[key] = layout_ladder.choose(self.bench, rung, self.familiar)
-        return found
+        outcome = self.seen[key] = layout_ladder.choose_outcome(self.bench, rung, self.familiar)
+        return outcome
 
-    def take(self, key: str, tried: Tried) -> None:
+    def set_current(self, key: str, tried: Tried) -> None:
         """Make ``tried`` the current plan."""
         self.rung, self.current = key, tried
 
-    def told(
+    def record_turn(
         self,
         key: str,
         question: str,
@@ -137,22 +141,22 @@ class Path:
             Draft(key=key, question=question, answer=answer, number=number, why=why, tried=tried, taken=taken)
         )
 
-    def no(self, outcome: Outcome) -> str:
+    def explain_misfit(self, outcome: Outcome) -> str:
         """Return the text why no plan of a rung fits."""
         if outcome.nearest is None:
             again = any(str(outcome.refusal) in draft.answer for draft in self.drafts)
             return "It cannot run, for the same reason." if again else f"It cannot run: {outcome.refusal}"
-        return f"No: {words.lacks(outcome.nearest)}."
+        return f"No: {words.describe_shortage(outcome.nearest)}."
 
-    def needs(self, outcome: Outcome) -> str:
+    def describe_needs(self, outcome: Outcome) -> str:
         """Return the needed memory of a rung's nearest miss; empty if there is none."""
-        return "" if outcome.nearest is None else words.needs(outcome.nearest)
+        return "" if outcome.nearest is None else words.describe_needs(outcome.nearest)
 
-    def beside(self, best: Tried, current: Tried) -> str:
+    def compare_plans(self, best: Tried, current: Tried) -> str:
         """Return the comparison of two plans, such as ``18 % faster than FSDP2``."""
         if best.seconds is None or current.seconds is None:
-            return f"no time is known to set it above {self.name(current)}"
-        return f"{words.compared(best, current)} than {self.name(current)}"
+            return f"no time is known to set it above {self.name_plan(current)}"
+        return f"{words.compare_speed(best, current)} than {self.name_plan(current)}"
 
 
 def _is_roomier(best: Tried, current: Tried) -> bool:
@@ -163,6 +167,6 @@ def _is_roomier(best: Tried, current: Tried) -> bool:
     return best.seconds <= current.seconds and needed < current.report.peak_bytes
 
 
-def figures(tried: Tried) -> str:
+def describe_figures(tried: Tried) -> str:
     """Return the text of a plan's memory and speed."""
-    return f"{words.needs(tried)}; {words.pace(tried.timed)}"
+    return f"{words.describe_needs(tried)}; {words.describe_speed(tried.timed)}"

@@ -41,38 +41,40 @@ class Simplicity(NamedTuple):
         return self.effort <= other.effort and self.settings <= other.settings
 
 
-def simplicity_of(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) -> Simplicity:
+def compute_simplicity(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) -> Simplicity:
     """Return the simplicity of ``plan`` compared with the recipe ``wanted``, for users who know the
     ``familiar`` frameworks."""
     degrees = sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
     settings = degrees + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
-    return Simplicity(_effort(plan.layout.framework, familiar), settings)
+    return Simplicity(_get_effort(plan.layout.framework, familiar), settings)
 
 
-def simplicity_of_rows(
+def compute_simplicity_of_rows(
     ranking: Ranking, rows: NDArray[np.int64], wanted: Recipe, familiar: Collection[str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the simplicity of rows of a search: ``effort`` and ``settings``, each with the shape of
     ``rows``."""
-    found = ranking.candidates
-    owners = ranking.owners(rows)
-    effort = np.array([_effort(one.layout.framework, familiar) for one in found], np.int64)
-    options = np.array([_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in found], np.int64)
+    candidates = ranking.candidates
+    owners = ranking.find_owners(rows)
+    effort = np.array([_get_effort(one.layout.framework, familiar) for one in candidates], np.int64)
+    options = np.array(
+        [_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in candidates], np.int64
+    )
     return effort[owners], options[owners] + ranking.num_degrees_above_one(rows)
 
 
-def outdoes(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str] = ()) -> bool:
+def is_dominating(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str] = ()) -> bool:
     """Return whether ``tried`` is faster, needs less GPU memory and is as simple; False if a time is not
     known."""
     if tried.report.peak_bytes >= other.report.peak_bytes:
         return False
-    own, its = (simplicity_of(one.plan, wanted, familiar) for one in (tried, other))
-    if not own.is_as_simple_as(its) or tried.seconds is None or other.seconds is None:
+    simplicity, other_simplicity = (compute_simplicity(one.plan, wanted, familiar) for one in (tried, other))
+    if not simplicity.is_as_simple_as(other_simplicity) or tried.seconds is None or other.seconds is None:
         return False
     return tried.seconds < other.seconds
 
 
-def _effort(framework: str, familiar: Collection[str]) -> int:
+def _get_effort(framework: str, familiar: Collection[str]) -> int:
     return 0 if framework in familiar else frameworks[framework].effort
 
 

@@ -9,8 +9,8 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.number_format import count
 from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.memory_questions import LARGE_FROM
-from shardscope.planner.advice.path import figures
-from shardscope.planner.advice.trials import Tried, is_faster, offloads
+from shardscope.planner.advice.path import describe_figures
+from shardscope.planner.advice.trials import Tried, has_offload, is_faster
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.path import Path
@@ -26,7 +26,7 @@ SLOWER = 1.5
 """Ratio of link speeds inside and between nodes from which tensor parallelism should not cross nodes."""
 
 
-def megatron(path: Path) -> None:
+def ask_megatron(path: Path) -> None:
     """Try Megatron-core over 70B, with hundreds of GPUs or with experts: tensor parallel in a node, pipeline
     across.
 
@@ -35,15 +35,16 @@ def megatron(path: Path) -> None:
     arch, cluster = path.bench.architecture, path.bench.cluster
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     has_experts = arch.num_moe_layers > 0
-    is_offloaded = path.current is not None and offloads(path.current.plan.layout)
+    is_offloaded = path.current is not None and has_offload(path.current.plan.layout)
     knows, is_split = Layout.megatron().framework in path.familiar, path.rung == "split"
-    size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
+    gpus = count(cluster.num_gpus, words.name_device(cluster))
+    size = f"{words.format_count(arch.num_parameters)} parameters, {gpus}"
     question = "Clearly over 70B, or hundreds of GPUs?"
     why = (
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
         "to gather than with sharding, for a model rebuilt in its own modules."
     )
-    waiting = _waiting_between_nodes(path)
+    waiting = _compute_waiting_share(path)
     reasons = [
         reason
         for holds, reason in (
@@ -62,34 +63,34 @@ def megatron(path: Path) -> None:
         if holds
     ]
     if not (is_large or reasons):
-        path.told("", question, "No: sharding is simpler.", size, why)
+        path.record_turn("", question, "No: sharding is simpler.", size, why)
         return
     yes = "Yes" if is_large else f"No, but {reasons[0]}"
-    outcome = path.seen[SPLIT] = layout_ladder.megatron(path.bench)
+    outcome = path.seen[SPLIT] = layout_ladder.try_megatron(path.bench)
     best = outcome.best
     if best is None:
-        number = path.needs(outcome) or size
-        told = path.no(outcome).removeprefix("No: ")
-        path.told(
-            "", question, f"{yes}. Megatron-core does not fit here: {told}", number, why, outcome.nearest
+        number = path.describe_needs(outcome) or size
+        misfit = path.explain_misfit(outcome).removeprefix("No: ")
+        path.record_turn(
+            "", question, f"{yes}. Megatron-core does not fit here: {misfit}", number, why, outcome.nearest
         )
         return
     best = path.bench.with_room(best)
-    answer = f"{yes}: {path.name(best)}"
+    answer = f"{yes}: {path.name_plan(best)}"
     if path.current is None:
         answer += ", and nothing simpler fits."
         wins = True
     else:
         by_rule, current = is_large or has_experts or is_offloaded, path.bench.with_room(path.current)
         wins = is_faster(best, current) or (by_rule and not is_faster(current, best))
-        answer += f", {path.beside(best, current)}"
+        answer += f", {path.compare_plans(best, current)}"
         answer += "." if wins else ": not worth it."
     if wins:
-        path.take(SPLIT, best)
-    path.told(SPLIT, question, answer, f"{size}; {figures(best)}", why, best)
+        path.set_current(SPLIT, best)
+    path.record_turn(SPLIT, question, answer, f"{size}; {describe_figures(best)}", why, best)
 
 
-def _waiting_between_nodes(path: Path) -> float:
+def _compute_waiting_share(path: Path) -> float:
     """Return the share of a step spent on all-gathers and gradient reduction, or on recomputation that makes
     them rarer. 0 on one node, without sharding (a larger batch helps more there), or if no time is known."""
     if path.current is None or path.rung == "whole" or path.bench.cluster.num_nodes == 1:
@@ -102,7 +103,7 @@ def _waiting_between_nodes(path: Path) -> float:
     return (report.parts["gathers"] + report.parts["gradients"] + again) / report.seconds
 
 
-def experts(path: Path) -> None:
+def ask_experts(path: Path) -> None:
     """Ask whether expert parallelism is used, for models with experts."""
     moe = path.bench.architecture.mixture_of_experts
     if moe is None or not path.bench.architecture.num_moe_layers:
@@ -117,16 +118,16 @@ def experts(path: Path) -> None:
     if current is not None and ep > 1:
         answer = f"Yes: ep {ep}, {moe.num_experts // ep} of them on each rank."
         if current.timed:
-            number += f"; {_waiting(current, 'expert_parallel')} for tokens"
+            number += f"; {_describe_waiting(current, 'expert_parallel')} for tokens"
     elif outcome is None or outcome.best is None:
-        told = path.no(outcome).removeprefix("No: ") if outcome else "none was tried."
-        answer = f"Yes, but no plan with expert parallelism fits: {told}"
+        misfit = path.explain_misfit(outcome).removeprefix("No: ") if outcome else "none was tried."
+        answer = f"Yes, but no plan with expert parallelism fits: {misfit}"
     else:
-        answer = f"Yes, but {words.named(outcome.best.plan, path.bench.recipe)} is no faster."
-    path.told("", "Does it have experts?", answer, number, why, current, taken=ep > 1)
+        answer = f"Yes, but {words.name_plan(outcome.best.plan, path.bench.recipe)} is no faster."
+    path.record_turn("", "Does it have experts?", answer, number, why, current, taken=ep > 1)
 
 
-def links(path: Path) -> None:
+def ask_links(path: Path) -> None:
     """Ask about slow links: no tensor parallelism across nodes, and possibly a replica of the state in each
     node."""
     cluster, current = path.bench.cluster, path.current
@@ -141,24 +142,24 @@ def links(path: Path) -> None:
         "pipelines move less often, and can hide it."
     )
     if inside < SLOWER * across:
-        path.told("", question, "No: degrees may cross nodes.", number, why)
+        path.record_turn("", question, "No: degrees may cross nodes.", number, why)
         return
     answer = f"Yes, {inside / across:.0f} times: no tensor parallelism across nodes"
     degrees = current.plan.degrees if current else None
     copies = degrees is not None and degrees.replicate > 1 and degrees.shard > 1
     if copies:
         answer += "; each node shards a copy of its own, and only gradients cross (HSDP)"
-    wider = _wider_than_a_node(path)
+    wider = _try_wider_than_a_node(path)
     if wider is not None and current is not None:
         number += (
-            f"; with tp {wider.plan.degrees.tp} {_waiting(wider, 'tensor_parallel')} for it, "
-            f"with tp {current.plan.degrees.tp} {_waiting(current, 'tensor_parallel')}"
+            f"; with tp {wider.plan.degrees.tp} {_describe_waiting(wider, 'tensor_parallel')} for it, "
+            f"with tp {current.plan.degrees.tp} {_describe_waiting(current, 'tensor_parallel')}"
         )
     is_split = degrees is not None and degrees.tp > 1
-    path.told("", question, f"{answer}.", number, why, wider, taken=copies or is_split)
+    path.record_turn("", question, f"{answer}.", number, why, wider, taken=copies or is_split)
 
 
-def _wider_than_a_node(path: Path) -> Tried | None:
+def _try_wider_than_a_node(path: Path) -> Tried | None:
     """Return the current plan with tensor parallelism across nodes; None if that cannot run."""
     current = path.current
     if current is None or current.plan.degrees.tp == 1 or current.timed is None:
@@ -168,11 +169,11 @@ def _wider_than_a_node(path: Path) -> Tried | None:
             fields: dict[str, Any] = {"tp": tp}
             if hasattr(current.plan.layout, "shard"):
                 fields["shard"] = None
-            found = path.bench.tried(replace(current.plan.layout, **fields), current.plan.recipe)
-            return found if isinstance(found, Tried) and found.timed else None
+            trial = path.bench.try_plan(replace(current.plan.layout, **fields), current.plan.recipe)
+            return trial if isinstance(trial, Tried) and trial.timed else None
     return None
 
 
-def _waiting(tried: Tried, part: Part) -> str:
+def _describe_waiting(tried: Tried, part: Part) -> str:
     assert tried.timed is not None
     return f"{tried.timed.parts[part] / tried.timed.seconds:.0%} of a step waits".replace("%", " %")

@@ -15,7 +15,7 @@ from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
-from shardscope.planner.capacity import Place, shortages
+from shardscope.planner.capacity import Place, find_shortages
 from shardscope.planner.repairs.changes import OFFLOADS
 from shardscope.prediction.support import list_supported
 
@@ -107,89 +107,89 @@ class Bench:
         self.fitting: dict[tuple[Layout, Recipe], Tried] = {}
         """All plans so far that fit."""
 
-    def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
+    def try_plan(self, layout: Layout, recipe: Recipe) -> Tried | str:
         """Return the plan of a layout, or the error message if it is invalid."""
         try:
             with without_fix_search():
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
                 report = plan.memory()
-                found = Tried(plan=plan, report=report, short=tuple(shortages(plan, report)))
+                trial = Tried(plan=plan, report=report, short=tuple(find_shortages(plan, report)))
         except ValueError as refusal:
             return str(refusal)
-        if found.fits:
-            self.fitting.setdefault((plan.layout, recipe), found)
-        return found
+        if trial.fits:
+            self.fitting.setdefault((plan.layout, recipe), trial)
+        return trial
 
     def trains_the_same(self, recipe: Recipe) -> bool:
         """Return whether ``recipe`` differs from the requested one only in fields that keep the loss
         curve."""
         eased = ("micro_batch_size", "recompute", "recompute_interval", "loss")
-        own = {name: getattr(recipe, name) for name in eased}
-        return replace(self.recipe, **own) == recipe
+        values = {name: getattr(recipe, name) for name in eased}
+        return replace(self.recipe, **values) == recipe
 
-    def outcome(self, layout: Layout) -> Outcome:
+    def try_layout(self, layout: Layout) -> Outcome:
         """Return the outcome of a layout with the requested recipe, otherwise with changes that save
         memory."""
         if layout not in self._outcomes:
-            self._outcomes[layout] = self._found(layout)
+            self._outcomes[layout] = self._compute_outcome(layout)
         return self._outcomes[layout]
 
-    def outcomes(self) -> list[Outcome]:
+    def list_outcomes(self) -> list[Outcome]:
         """Return the outcomes of all layouts tried so far."""
         return list(self._outcomes.values())
 
-    def _found(self, layout: Layout) -> Outcome:
-        wanted = self.tried(layout, self.recipe)
+    def _compute_outcome(self, layout: Layout) -> Outcome:
+        wanted = self.try_plan(layout, self.recipe)
         if isinstance(wanted, Tried) and wanted.fits and not wanted.report.is_tight:
             return Outcome(wanted, wanted, None, None)
         runs = [wanted] if isinstance(wanted, Tried) else []
-        ladders = list(self._eased(layout))
-        if isinstance(wanted, Tried) and state_is_too_much(wanted):
+        ladders = list(self._list_easier_recipes(layout))
+        if isinstance(wanted, Tried) and is_state_too_large(wanted):
             # No change helps: only the one that saves most is tried, for the smallest shortage.
-            on_the_card = [ladder for ladder in ladders if ladder and ladder[0].recompute != "offload"]
-            ladders = [ladder[-1:] for ladder in on_the_card[-1:]]
+            on_gpu = [ladder for ladder in ladders if ladder and ladder[0].recompute != "offload"]
+            ladders = [ladder[-1:] for ladder in on_gpu[-1:]]
         for ladder in ladders:
             for recipe in ladder:
-                found = self.tried(layout, recipe)
-                if isinstance(found, str):
+                trial = self.try_plan(layout, recipe)
+                if isinstance(trial, str):
                     continue
-                runs.append(found)
-                if found.fits and not found.report.is_tight:
+                runs.append(trial)
+                if trial.fits and not trial.report.is_tight:
                     break  # A smaller micro-batch fits as well, and is no faster.
-            if offloads(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
+            if has_offload(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
                 break  # The host link decides the time, whatever else changes.
         refusal = wanted if isinstance(wanted, str) else None
         as_wanted = wanted if isinstance(wanted, Tried) else None
         if not runs:
             return Outcome(None, None, None, refusal)
-        best = _fastest_way(runs)
+        best = _choose_fastest(runs)
         nearest = None if best else min(runs, key=lambda tried: tried.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
-    def _eased(self, layout: Layout) -> Iterator[list[Recipe]]:
+    def _list_easier_recipes(self, layout: Layout) -> Iterator[list[Recipe]]:
         """Yield lists of recipes with smaller micro-batches: for each recomputation, the default and the
         chunked loss."""
         recipe = self.recipe
         sizes = list(reversed(list_divisors(recipe.micro_batch_size)))
         moves = self.cluster.host_memory_bytes is not None  # Do not rely on memory of unknown size.
-        for again in _more_recomputed(recipe, layout, moves):
-            for loss in _losses(recipe, layout):
+        for again in _list_more_recomputation(recipe, layout, moves):
+            for loss in _list_losses(recipe, layout):
                 changed = replace(recipe, recompute=again, loss=loss)
-                found = [replace(changed, micro_batch_size=size) for size in sizes]
-                yield [one for one in found if one != recipe]
+                recipes = [replace(changed, micro_batch_size=size) for size in sizes]
+                yield [one for one in recipes if one != recipe]
 
     def with_room(self, tried: Tried) -> Tried:
         """Return the same layout with the remaining memory used: the fastest of larger micro-batches, with
         other recomputation too, that is not tight; ``tried`` itself if the gain is negligible."""
         key = (tried.plan.layout, tried.plan.recipe)
         if key not in self._with_room:
-            self._with_room[key] = self._roomier(tried)
+            self._with_room[key] = self._find_larger(tried)
         return self._with_room[key]
 
-    def _roomier(self, tried: Tried) -> Tried:
+    def _find_larger(self, tried: Tried) -> Tried:
         recipe, layout = tried.plan.recipe, tried.plan.layout
-        found = [tried]
-        for again in _other_recomputed(recipe, layout):
+        fitting = [tried]
+        for again in _list_other_recomputation(recipe, layout):
             other = (
                 recipe
                 if again == recipe.recompute
@@ -199,15 +199,15 @@ class Bench:
                 changed = replace(other, micro_batch_size=size)
                 if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
                     continue  # Unchanged, or more recomputation without a larger micro-batch.
-                larger = self.tried(layout, changed)
+                larger = self.try_plan(layout, changed)
                 if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
                     break
-                found.append(larger)
-        best = fastest(found)
+                fitting.append(larger)
+        best = find_fastest(fitting)
         return best if best and is_faster(best, tried, WORTH_A_SETTING) else tried
 
 
-def offloads(layout: Layout) -> bool:
+def has_offload(layout: Layout) -> bool:
     """Return whether training state is offloaded from the GPU."""
     return any(getattr(layout, field, None) for field in OFFLOADS)
 
@@ -217,21 +217,23 @@ def lacks_bf16(plan: Plan) -> bool:
     return plan.recipe.precision.startswith("bf16") and plan.cluster.gpu.architecture in BEFORE_AMPERE
 
 
-def state_is_too_much(tried: Tried) -> bool:
+def is_state_too_large(tried: Tried) -> bool:
     """Return whether the state that stays on the GPU between steps does not fit, whatever the batch."""
     return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
 
 
-def state_bytes(bench: Bench) -> int | None:
+def compute_state_bytes(bench: Bench) -> int | None:
     """Return the bytes of weights, gradients and optimizer on a rank without sharding; None if there is no
     formula."""
     cluster = replace(bench.cluster, gpus_per_node=1, num_nodes=1)
     recipe = replace(bench.recipe, global_batch_size=bench.recipe.micro_batch_size)
-    alone = Bench(bench.architecture, cluster, recipe).tried(Layout.ddp(), recipe)
+    alone = Bench(bench.architecture, cluster, recipe).try_plan(Layout.ddp(), recipe)
     if isinstance(alone, str):
         return None
-    instants = [components for _, _, components in alone.report.timeline]
-    return sum(max(each[name] for each in instants) for name in ("parameters", "gradients", "optimizer"))
+    snapshots = [components for _, _, components in alone.report.timeline]
+    return sum(
+        max(snapshot[name] for snapshot in snapshots) for name in ("parameters", "gradients", "optimizer")
+    )
 
 
 def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
@@ -241,50 +243,52 @@ def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
         size *= 2
 
 
-def _fastest_way(runs: list[Tried]) -> Tried | None:
+def _choose_fastest(runs: list[Tried]) -> Tried | None:
     """Return the fastest run; one that offloads activations only if it is clearly faster, or the others are
     tight."""
-    moved = fastest(run for run in runs if run.moves_activations)
-    kept = fastest(run for run in runs if not run.moves_activations)
-    if moved is None or kept is None:
-        return moved or kept
-    is_looser = kept.report.is_tight and not moved.report.is_tight and not is_faster(kept, moved, SAFE)
-    return moved if is_looser or is_faster(moved, kept) else kept
+    moved = find_fastest(run for run in runs if run.moves_activations)
+    resident = find_fastest(run for run in runs if not run.moves_activations)
+    if moved is None or resident is None:
+        return moved or resident
+    is_looser = (
+        resident.report.is_tight and not moved.report.is_tight and not is_faster(resident, moved, SAFE)
+    )
+    return moved if is_looser or is_faster(moved, resident) else resident
 
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, the least first; offloaded activations are handled separately."""
 
 
-def _more_recomputed(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Recompute]:
+def _list_more_recomputation(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Recompute]:
     yield recipe.recompute
     if recipe.recompute in RECOMPUTED:
         more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
-        yield from _recomputed(layout, (*more, "offload") if moves else more)
+        yield from _filter_supported(layout, (*more, "offload") if moves else more)
 
 
-def _other_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+def _list_other_recomputation(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
     """Yield the recipe's own recomputation, then the others that keep activations on the GPU."""
     yield recipe.recompute
     if recipe.recompute in RECOMPUTED:
-        yield from _recomputed(layout, (value for value in RECOMPUTED if value != recipe.recompute))
+        yield from _filter_supported(layout, (value for value in RECOMPUTED if value != recipe.recompute))
 
 
 def _is_less(again: Recompute, than: Recompute) -> bool:
     return than in RECOMPUTED and RECOMPUTED.index(again) < RECOMPUTED.index(than)
 
 
-def _recomputed(layout: Layout, values: Iterable[Recompute]) -> Iterator[Recompute]:
+def _filter_supported(layout: Layout, values: Iterable[Recompute]) -> Iterator[Recompute]:
     return (value for value in values if value in list_supported(layout, "recompute"))
 
 
-def _losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
+def _list_losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
     yield recipe.loss
     if recipe.loss is None and recipe.kernels is None and "chunked" in list_supported(layout, "loss"):
         yield "chunked"
 
 
-def fastest(runs: Iterable[Tried]) -> Tried | None:
+def find_fastest(runs: Iterable[Tried]) -> Tried | None:
     """Return the fastest run that fits; a plan that is not tight comes first unless it is much slower.
 
     If times are not known, the first one; None if none fits.

@@ -21,23 +21,23 @@ AGAIN = {
 }
 
 
-def named(plan: Plan, wanted: Recipe | None = None) -> str:
+def name_plan(plan: Plan, wanted: Recipe | None = None) -> str:
     """Return a layout's name with the changes to ``wanted``:
     ``FSDP2 (tp 8), micro-batch 1, full recomputation``."""
     layout, degrees, recipe = plan.layout, plan.degrees, plan.recipe
-    words = layout.description
+    name_text = layout.description
     more = [
         f"{name} {getattr(degrees, name)}"
         for name in ("tp", "pp", "vpp", "cp", "ep")
-        if getattr(degrees, name) > 1 and f"{name} {getattr(degrees, name)}" not in words
+        if getattr(degrees, name) > 1 and f"{name} {getattr(degrees, name)}" not in name_text
     ]
     if getattr(layout, "reshard_after_forward", True) is False:
         more.append("weights kept between forward and backward")
-    if more and words.endswith(")"):
-        words = f"{words[:-1]}, {', '.join(more)})"
+    if more and name_text.endswith(")"):
+        name_text = f"{name_text[:-1]}, {', '.join(more)})"
     elif more:
-        words += f" ({', '.join(more)})"
-    parts = [words]
+        name_text += f" ({', '.join(more)})"
+    parts = [name_text]
     if wanted is None or recipe.micro_batch_size != wanted.micro_batch_size:
         parts.append(f"micro-batch {recipe.micro_batch_size}")
     if wanted is None or recipe.recompute != wanted.recompute:
@@ -51,80 +51,84 @@ def named(plan: Plan, wanted: Recipe | None = None) -> str:
     return ", ".join(parts)
 
 
-def rank(cluster: Cluster) -> str:
+def name_device(cluster: Cluster) -> str:
     """Return the name of one rank's device: GPU or CPU rank."""
     return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
-def needs(tried: Tried) -> str:
+def describe_needs(tried: Tried) -> str:
     """Return ``needs 54.0 of 79.1 GiB a GPU``, with host memory and NVMe if the step needs them."""
-    from shardscope.planner.capacity import places
+    from shardscope.planner.capacity import list_places
 
-    told = []
-    for place in places(tried.plan, tried.report):
+    amounts = []
+    for place in list_places(tried.plan, tried.report):
         if place.name == WHILE_MADE and tuple(tried.short) != (place,):
             continue
-        where = f"a {rank(tried.plan.cluster)}" if place.name == "GPU memory" else f"of {place.name} a node"
+        where = (
+            f"a {name_device(tried.plan.cluster)}"
+            if place.name == "GPU memory"
+            else f"of {place.name} a node"
+        )
         room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
-        told.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
-    return f"needs {listed(told)}"
+        amounts.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
+    return f"needs {join_list(amounts)}"
 
 
-def unsaid(tried: Tried) -> str:
+def describe_unknown_memory(tried: Tried) -> str:
     """Return the text on needed memory whose size the cluster leaves unset; empty if there is none."""
-    from shardscope.planner.capacity import places
+    from shardscope.planner.capacity import list_places
 
-    told = [
+    amounts = [
         f"{gib(place.needed_bytes)} GiB of {place.name}"
-        for place in places(tried.plan, tried.report)
+        for place in list_places(tried.plan, tried.report)
         if place.room_bytes is None and place.name != WHILE_MADE
     ]
-    if not told:
+    if not amounts:
         return ""
-    return f"Whether a node has {listed(told)} is for you to say: the cluster does not."
+    return f"Whether a node has {join_list(amounts)} is for you to say: the cluster does not."
 
 
 WHILE_MADE = "host memory while the model is made"
 
 
-def lacks(tried: Tried) -> str:
+def describe_shortage(tried: Tried) -> str:
     """Return every shortage: ``12.3 GiB too little on each GPU``."""
-    told = []
+    amounts = []
     for place in tried.short:
         if place.name == WHILE_MADE and len(tried.short) > 1:
             continue  # Shortages in the step itself come first.
         missing = gib(place.short_bytes)
         if place.name == "GPU memory":
-            told.append(f"{missing} GiB too little on each {rank(tried.plan.cluster)}")
+            amounts.append(f"{missing} GiB too little on each {name_device(tried.plan.cluster)}")
         else:
             what = place.name.replace(WHILE_MADE, "host memory to make the model in")
-            told.append(f"{missing} GiB too little of {what} on each node")
-    return listed(told)
+            amounts.append(f"{missing} GiB too little of {what} on each node")
+    return join_list(amounts)
 
 
-def listed(parts: list[str]) -> str:
+def join_list(parts: list[str]) -> str:
     """Join parts with commas and a final "and": ``DDP, FSDP2 and DeepSpeed``."""
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
-def pace(report: StepReport | None) -> str:
+def describe_speed(report: StepReport | None) -> str:
     """Return ``2.94 s a step, 11,136 tokens/s a GPU``, or a text that the time is not known."""
     if report is None:
         return "time not known"
     return f"{seconds_words(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
 
 
-def compared(tried: Tried, other: Tried) -> str:
+def compare_speed(tried: Tried, other: Tried) -> str:
     """Compare two step times: ``18 % faster``, ``2.3x slower`` or ``no faster``."""
     if not tried.seconds or not other.seconds:
         return "no time known"
-    return shares(tried.seconds, other.seconds)
+    return compare_seconds(tried.seconds, other.seconds)
 
 
-def shares(seconds: float, others: float) -> str:
+def compare_seconds(seconds: float, other_seconds: float) -> str:
     """Compare two numbers of seconds in the same way."""
-    fast = seconds < others
-    ratio = others / seconds if fast else seconds / others
+    fast = seconds < other_seconds
+    ratio = other_seconds / seconds if fast else seconds / other_seconds
     if ratio < 1.005:
         return "no faster"
     word = "faster" if fast else "slower"
@@ -133,7 +137,7 @@ def shares(seconds: float, others: float) -> str:
     return f"{ratio:.{0 if ratio > 10 else 1}f}x {word}"
 
 
-def eased(tried: Tried, wanted: Recipe) -> str:
+def describe_recipe_changes(tried: Tried, wanted: Recipe) -> str:
     """Return the changes to the requested recipe: ``micro-batch 1 and full recomputation``; empty if there
     are none."""
     recipe = tried.plan.recipe
@@ -147,7 +151,7 @@ def eased(tried: Tried, wanted: Recipe) -> str:
     return " and ".join(changes)
 
 
-def duration(days: float) -> str:
+def format_duration(days: float) -> str:
     """Format a duration: ``1.2 years``, ``34 days``, ``5.1 hours``."""
     for unit, length in (("year", 365.25), ("day", 1.0), ("hour", 1 / 24)):
         number = days / length
@@ -157,7 +161,7 @@ def duration(days: float) -> str:
     raise AssertionError("unreachable")
 
 
-def why_no_time(plan: Plan) -> str:
+def explain_missing_time(plan: Plan) -> str:
     """Return the error message of ``plan.step()`` that names the missing figure; empty if there is none."""
     try:
         plan.step()
@@ -166,7 +170,7 @@ def why_no_time(plan: Plan) -> str:
     return ""
 
 
-def billions(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a number of parameters or tokens: ``8.03B``, ``124M``."""
     if number >= 1e12:
         return f"{number / 1e12:.3g}T"

@@ -44,7 +44,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     widths.slower_off_cache_lines,
     widths.padded_vocabulary,
     checkpoints.tied_checkpoints,
-    checkpoints.resumed,
+    checkpoints.check_resumed,
     learning_rate.rate_against_batch,
     learning_rate.short_warm_up,
 )
@@ -63,5 +63,5 @@ class Findings(list[Finding]):
 
 def findings(case: Case) -> Findings:
     """Return the findings for a plan and for the fields of its task, the most severe first."""
-    found = [finding for check in CHECKS for finding in check(case)]
-    return Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
+    results = [finding for check in CHECKS for finding in check(case)]
+    return Findings(sorted(results, key=lambda one: SEVERITIES.index(one.severity)))

@@ -31,12 +31,12 @@ class Case:
     @cached_property
     def memory(self) -> MemoryReport | None:
         """Return the plan's predicted memory; None if there are no formulas for it."""
-        return memory_of(self.plan)
+        return predict_memory(self.plan)
 
     @cached_property
     def step(self) -> StepReport | None:
         """Return the plan's predicted step; None if a required figure is not known."""
-        return step_of(self.plan)
+        return predict_step(self.plan)
 
     @cached_property
     def has_room(self) -> bool | None:
@@ -64,7 +64,7 @@ class Case:
         return 1 - self.step.tokens_per_second / variant.step.tokens_per_second
 
 
-def memory_of(plan: Plan) -> MemoryReport | None:
+def predict_memory(plan: Plan) -> MemoryReport | None:
     """Return ``plan.memory()``; None if there are no formulas for it."""
     try:
         return plan.memory()
@@ -72,7 +72,7 @@ def memory_of(plan: Plan) -> MemoryReport | None:
         return None
 
 
-def step_of(plan: Plan) -> StepReport | None:
+def predict_step(plan: Plan) -> StepReport | None:
     """Return ``plan.step()``; None if a required figure is not known."""
     try:
         return plan.step()
@@ -92,23 +92,23 @@ Change = tuple[Mapping[str, Any], Mapping[str, Any]]
 """New values of recipe fields and of layout fields."""
 
 
-def variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant]:
+def evaluate_variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant]:
     """Yield the variants for ``changes`` that can run, fit and have a predicted time."""
     for recipe, layout in changes:
-        changed = changed_plan(plan, recipe=recipe, layout=layout)
+        changed = replace_plan_fields(plan, recipe=recipe, layout=layout)
         if changed is None:
             continue
-        memory, step = memory_of(changed), step_of(changed)
+        memory, step = predict_memory(changed), predict_step(changed)
         if memory is not None and step is not None and fits(changed, memory):
             yield Variant(changed, memory, step)
 
 
-def fastest(found: Iterable[Variant]) -> Variant | None:
+def find_fastest(candidates: Iterable[Variant]) -> Variant | None:
     """Return the variant with the most tokens per second; None if there are no variants."""
-    return max(found, key=lambda variant: variant.step.tokens_per_second, default=None)
+    return max(candidates, key=lambda variant: variant.step.tokens_per_second, default=None)
 
 
-def changed_task(task: object, **fields: Any) -> object:
+def replace_task_fields(task: object, **fields: Any) -> object:
     """Return ``task`` with other fields; None if it has no such fields or rejects the values."""
     if not is_dataclass(task) or isinstance(task, type):
         return None
@@ -118,7 +118,7 @@ def changed_task(task: object, **fields: Any) -> object:
         return None
 
 
-def changed_plan(
+def replace_plan_fields(
     plan: Plan, *, recipe: Mapping[str, Any] | None = None, layout: Mapping[str, Any] | None = None
 ) -> Plan | None:
     """Return ``plan`` with other fields, deriving the number of shards again; None if the plan is invalid."""

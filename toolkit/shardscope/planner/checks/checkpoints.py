@@ -14,8 +14,8 @@ from shardscope.core.number_format import count
 from shardscope.frameworks.defaults import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
-from shardscope.planner.checks.case import Case, changed_plan, changed_task
-from shardscope.planner.checks.other_frameworks import elsewhere, searched_elsewhere, with_parts
+from shardscope.planner.checks.case import Case, replace_plan_fields, replace_task_fields
+from shardscope.planner.checks.other_frameworks import find_elsewhere, replace_parts, search_elsewhere
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -28,23 +28,23 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
     tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
     if not tied:
         return
-    told = " and ".join(tie.text for tie in tied)
-    loose = elsewhere(plan, _is_loose)
+    tie_text = " and ".join(tie.text for tie in tied)
+    loose = find_elsewhere(plan, _is_loose)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
-        why=f"{saved.name} loads with its optimizer over exactly {told} ({saved.source}): on other numbers "
-        "of GPUs a run cannot go on from it as it is.",
+        why=f"{saved.name} loads with its optimizer over exactly {tie_text} ({saved.source}): on other "
+        "numbers of GPUs a run cannot go on from it as it is.",
         number=float(tied[0].num_ranks),
         change=saved.remedy
         if loose is None
-        else f"{_named(loose, plan)}, which loads over any number of ranks{_or(saved)}",
+        else f"{_name_layout(loose, plan)}, which loads over any number of ranks{_format_alternative(saved)}",
         plan=loose,
-        search=None if loose else partial(searched_elsewhere, plan, _is_loose),
+        search=None if loose else partial(search_elsewhere, plan, _is_loose),
     )
 
 
-def _named(other: Plan, plan: Plan) -> str:
+def _name_layout(other: Plan, plan: Plan) -> str:
     """Return the layout's description, and the precision if it differs from ``plan``'s."""
     precision = other.recipe.precision
     return other.layout.description + (f" in {precision}" if precision != plan.recipe.precision else "")
@@ -55,7 +55,7 @@ def _is_loose(plan: Plan) -> bool:
     return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
 
 
-def resumed(case: Case) -> Iterator[Finding]:
+def check_resumed(case: Case) -> Iterator[Finding]:
     """Report the differences between a task and the checkpoint of another plan that it resumes from."""
     path = getattr(case.task, "resume_from", None)
     if path is None:
@@ -87,26 +87,26 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             f"reads {read.name}.",
             number=None,
             change=f"Go on with {before.layout.title}, or convert it",
-            plan=with_parts(now, layout=before.layout),
+            plan=replace_parts(now, layout=before.layout),
         )
         return
-    others = _apart(saved, read)
-    if not others:
+    differing = _find_differing_ties(saved, read)
+    if not differing:
         return
-    was, wanted = (" and ".join(tie.text for tie in side) for side in zip(*others, strict=True))
-    mended, change = _as_before(before, now, [tie for tie, _ in others])
+    was, wanted = (" and ".join(tie.text for tie in side) for side in zip(*differing, strict=True))
+    fixed, change = _as_before(before, now, [tie for tie, _ in differing])
     yield Finding(
         name="checkpoint-of-other-ranks",
         severity="danger",
         why=f"The checkpoint was saved with {was}, and this plan has {wanted}: "
         f"{saved.name} does not load so ({saved.source}).",
-        number=float(others[0][0].num_ranks),
-        change=f"{change}{_or(saved)}",
-        plan=mended,
+        number=float(differing[0][0].num_ranks),
+        change=f"{change}{_format_alternative(saved)}",
+        plan=fixed,
     )
 
 
-def _or(saved: CheckpointFormat) -> str:
+def _format_alternative(saved: CheckpointFormat) -> str:
     """Return the alternative fix as the end of a sentence; empty if there is none."""
     return f"; or {saved.remedy[:1].lower()}{saved.remedy[1:]}" if saved.remedy else ""
 
@@ -115,7 +115,7 @@ def _format_of(plan: Plan) -> CheckpointFormat:
     return frameworks[plan.layout.framework].defaults().get_checkpoint_format(plan)
 
 
-def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
+def _find_differing_ties(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
     """Return the pairs of ties (as saved, as loaded) that must be equal and differ."""
     return [(tie, read.ties[name]) for name, tie in saved.ties.items() if read.ties[name].value != tie.value]
 
@@ -125,16 +125,16 @@ def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | Non
     text."""
     layout = {name: value for tie in ties for name, value in tie.layout.items()}
     recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
-    told = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
-    has_them = bool(told) and layout.keys() <= now.layout.__dataclass_fields__.keys()
-    mended = changed_plan(now, layout=layout, recipe=recipe) if has_them else None
-    if mended is not None and not _apart(_format_of(before), _format_of(mended)):
-        return mended, f"{told}, as before"
+    fields_text = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
+    has_them = bool(fields_text) and layout.keys() <= now.layout.__dataclass_fields__.keys()
+    fixed = replace_plan_fields(now, layout=layout, recipe=recipe) if has_them else None
+    if fixed is not None and not _find_differing_ties(_format_of(before), _format_of(fixed)):
+        return fixed, f"{fields_text}, as before"
     if type(before.layout) is not type(now.layout):
-        return None, f"{before.layout.title} with {told}, as before"
+        return None, f"{before.layout.title} with {fields_text}, as before"
     # Fields alone are not sufficient: the number of ranks differs.
     ranks = count(before.world_size, "rank")
-    return None, f"{', '.join(filter(None, (ranks, told)))}, as before"
+    return None, f"{', '.join(filter(None, (ranks, fields_text)))}, as before"
 
 
 def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
         "something else.",
         number=None,
         change=f"optimizer={was!r}, as before",
-        plan=changed_plan(now, recipe={"optimizer": was}),
+        plan=replace_plan_fields(now, recipe={"optimizer": was}),
     )
 
 
@@ -167,14 +167,14 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
         f"parameters), this plan trains {now.architecture.name} ({now.architecture.num_parameters:,}).",
         number=float(before.architecture.num_parameters),
         change=f"Train {before.architecture.name}, or start anew",
-        plan=with_parts(now, architecture=before.architecture),
+        plan=replace_parts(now, architecture=before.architecture),
     )
 
 
 def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     """Report adapters that would be loaded over another base: a checkpoint of adapters does not contain
     it."""
-    was, wanted = _trained(before), _trained(now)
+    was, wanted = _describe_trained(before), _describe_trained(now)
     if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
         return
     fields = ("method", "quantization", "lora_rank", "lora_targets")
@@ -184,11 +184,11 @@ def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
         why=f"The checkpoint holds {was}, and this plan trains {wanted}.",
         number=None,
         change=f"Train {was}, or start anew",
-        plan=changed_plan(now, recipe={name: getattr(before.recipe, name) for name in fields}),
+        plan=replace_plan_fields(now, recipe={name: getattr(before.recipe, name) for name in fields}),
     )
 
 
-def _trained(plan: Plan) -> str:
+def _describe_trained(plan: Plan) -> str:
     recipe = plan.recipe
     if not recipe.has_adapters:
         return "all weights"
@@ -213,18 +213,18 @@ def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
         f"{_base_words(now)}: numbers of the one, which say nothing of the other.",
         number=None,
         change=_base_before(was, now),
-        task=changed_task(case.task, seed=was["seed"]) if "seed" in was and "seed" in now else None,
+        task=replace_task_fields(case.task, seed=was["seed"]) if "seed" in was and "seed" in now else None,
     )
 
 
 def _base_of(task: object) -> Mapping[str, Any] | None:
     """Return the frozen base of ``task``; None if it is not known, or its files cannot be read."""
-    found = getattr(task, "frozen_base", None)
+    base = getattr(task, "frozen_base", None)
     try:
-        found = found() if callable(found) else found
+        base = base() if callable(base) else base
     except (ValueError, OSError):
         return None
-    return found if isinstance(found, Mapping) else None
+    return base if isinstance(base, Mapping) else None
 
 
 def _base_words(base: Mapping[str, Any]) -> str:
@@ -253,7 +253,7 @@ def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
         f"of seed {now}: some of it is read again, and some never.",
         number=float(was),
         change=f"seed={was}, as before",
-        task=changed_task(case.task, seed=was),
+        task=replace_task_fields(case.task, seed=was),
     )
 
 
@@ -274,7 +274,7 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
         f"is dealt by the step's number, so that {abs(moved):,} sequences {what}.",
         number=float(abs(moved)),
         change=f"global_batch_size={was}, as before",
-        plan=changed_plan(now, recipe={"global_batch_size": was}),
+        plan=replace_plan_fields(now, recipe={"global_batch_size": was}),
     )
 
 
@@ -295,5 +295,5 @@ def _plan_of(path: Path) -> Plan | None:
 def _steps_done(path: Path) -> int | None:
     from shardscope.records.files import read_json
 
-    found = (read_json(path / "position.json") or {}).get("num_steps_done")
-    return found if isinstance(found, int) else None
+    num_steps = (read_json(path / "position.json") or {}).get("num_steps_done")
+    return num_steps if isinstance(num_steps, int) else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding, Severity
-from shardscope.planner.checks.case import Case, changed_task
+from shardscope.planner.checks.case import Case, replace_task_fields
 from shardscope.planner.checks.usual_rates import TOO_HIGH, Usual, usual_rates
 
 BETA_2 = 0.95
@@ -28,21 +28,21 @@ def rate_against_batch(case: Case) -> Iterator[Finding]:
         return
     yield Finding(
         name=NAME,
-        severity=_severity(rate, usual),
-        why=_why(rate, usual),
+        severity=_choose_severity(rate, usual),
+        why=_explain_rate(rate, usual),
         number=rate / usual.rate,
         change=f"learning_rate={usual.advised:g}",
-        task=changed_task(case.task, learning_rate=usual.advised),
+        task=replace_task_fields(case.task, learning_rate=usual.advised),
     )
 
 
-def _severity(rate: float, usual: Usual) -> Severity:
+def _choose_severity(rate: float, usual: Usual) -> Severity:
     if rate > TOO_HIGH * usual.highest:
         return "danger"
     return "warning" if rate > usual.highest else "hint"
 
 
-def _why(rate: float, usual: Usual) -> str:
+def _explain_rate(rate: float, usual: Usual) -> str:
     run = usual.run
     had = (
         f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens a step: {run.source})"
@@ -51,8 +51,8 @@ def _why(rate: float, usual: Usual) -> str:
         f"carried to {usual.batch_tokens / 1e6:.2g}M tokens: {usual.rules.square_root:.2g} by the "
         f"square-root rule, {usual.rules.linear:.2g} by the linear one"
     )
-    told = "".join(f"; {words}" for words in usual.told)
-    return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{told}."
+    rules = "".join(f"; {rule}" for rule in usual.told)
+    return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{rules}."
 
 
 def short_warm_up(case: Case) -> Iterator[Finding]:
@@ -72,5 +72,5 @@ def short_warm_up(case: Case) -> Iterator[Finding]:
         f"{WARM_UP_STEPS} (Ma & Yarats 2021), and a large batch needs them most (Goyal et al. 2017).",
         number=float(warm_up),
         change=f"warmup_steps={better}, or None",
-        task=changed_task(task, warmup_steps=better),
+        task=replace_task_fields(task, warmup_steps=better),
     )

@@ -10,17 +10,17 @@ from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.capacity import Place, fits, places
-from shardscope.planner.checks.case import Case, Variant, fastest, variants
-from shardscope.planner.checks.recomputation import recomputing
-from shardscope.planner.checks.words import percent
+from shardscope.planner.capacity import Place, fits, list_places
+from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
+from shardscope.planner.checks.recomputation import find_recomputation
+from shardscope.planner.checks.words import format_percent
 from shardscope.planner.repairs.changes import RECIPE_WORDS
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.repairs.several import (
-    between,
-    of_other_frameworks,
+    describe_change,
+    list_other_frameworks,
     on_more_nodes,
-    searched,
+    search_change,
     with_a_smaller_model,
 )
 from shardscope.prediction.support import list_supported
@@ -43,11 +43,11 @@ def no_room(case: Case) -> Iterator[Finding]:
     """Report every kind of memory that is too small, with the cheapest suggested fix, or of unknown size."""
     if case.memory is None:
         return
-    for place in places(case.plan, case.memory):
-        if place.short_bytes and not (place.name == "GPU memory" and recomputing(case)):
-            yield _short(case, place)
+    for place in list_places(case.plan, case.memory):
+        if place.short_bytes and not (place.name == "GPU memory" and find_recomputation(case)):
+            yield _report_shortage(case, place)
         elif place.room_bytes is None:
-            yield _unknown(case.plan, place)
+            yield _report_unknown(case.plan, place)
 
 
 def nearly_full(case: Case) -> Iterator[Finding]:
@@ -65,30 +65,33 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     changes += [{"micro_batch_size": size} for size in list_divisors(recipe.micro_batch_size)[:-1]]
     if recipe.loss is None and recipe.kernels is None and "chunked" in list_supported(layout, "loss"):
         changes.append({"loss": "chunked"})
-    found = variants(case.plan, [(change, {}) for change in changes])
-    best = fastest(variant for variant in found if not variant.memory.is_tight)
+    candidates = evaluate_variants(case.plan, [(change, {}) for change in changes])
+    best = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
     share = memory.peak_bytes / memory.usable_bytes
     yield Finding(
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
-        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of it.",
+        f"{format_percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some "
+        "run out of it.",
         number=100 * share,
-        change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
+        change=_describe_variant(case, best)
+        if best
+        else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
-        search=None if best else partial(_roomier, case.plan),
+        search=None if best else partial(_find_roomier, case.plan),
     )
 
 
-def _roomier(plan: Plan) -> PlanChange | None:
+def _find_roomier(plan: Plan) -> PlanChange | None:
     """Return the best plan on these GPUs that is not tight; otherwise more nodes, or a smaller model."""
     usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
-    found = searched(plan, headroom_bytes=kept_free)
-    if found is None:
-        here = [PlanChange((), plan), *of_other_frameworks(plan)]
-        found = on_more_nodes(here, _has_ease) or with_a_smaller_model(here, _has_ease)
-    return None if found is None else between(plan, found.plan)
+    change = search_change(plan, headroom_bytes=kept_free)
+    if change is None:
+        starts = [PlanChange((), plan), *list_other_frameworks(plan)]
+        change = on_more_nodes(starts, _has_ease) or with_a_smaller_model(starts, _has_ease)
+    return None if change is None else describe_change(plan, change.plan)
 
 
 def _has_ease(plan: Plan) -> bool:
@@ -96,7 +99,7 @@ def _has_ease(plan: Plan) -> bool:
     return fits(plan, memory) and not memory.is_tight
 
 
-def _words(case: Case, variant: Variant) -> str:
+def _describe_variant(case: Case, variant: Variant) -> str:
     was, now = case.plan.recipe, variant.plan.recipe
     if now.recompute != was.recompute:
         return RECIPE_WORDS["recompute", now.recompute]
@@ -105,10 +108,10 @@ def _words(case: Case, variant: Variant) -> str:
     return f"Micro-batch {now.micro_batch_size} instead of {was.micro_batch_size}"
 
 
-def _short(case: Case, place: Place) -> Finding:
+def _report_shortage(case: Case, place: Place) -> Finding:
     assert place.room_bytes is not None
     whose = "The worst rank" if place.name == "GPU memory" else "A node"
-    best = _enough(case)
+    best = _find_sufficient(case)
     return Finding(
         name=f"out-of-{NAMES[place.name]}",
         severity="danger",
@@ -127,7 +130,7 @@ def _several_changes(plan: Plan) -> PlanChange | None:
     return None if fit is None else PlanChange(fit.changes, fit.plan, fit.seconds_lost)
 
 
-def _enough(case: Case) -> Repair | None:
+def _find_sufficient(case: Case) -> Repair | None:
     """Return the cheapest change that is sufficient and keeps the training method. Lower precision comes
     last, because other checks warn about it."""
     method, precision = case.plan.recipe.method, case.plan.recipe.precision
@@ -136,7 +139,7 @@ def _enough(case: Case) -> Repair | None:
     return min(enough, key=lambda repair: repair.plan.recipe.precision != precision, default=None)
 
 
-def _unknown(plan: Plan, place: Place) -> Finding:
+def _report_unknown(plan: Plan, place: Place) -> Finding:
     field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
     return Finding(
         name=f"{NAMES[place.name]}-not-known",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.planner.checks.other_frameworks import with_parts
+from shardscope.planner.checks.other_frameworks import replace_parts
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -17,7 +17,7 @@ SPELLED = {"hidden_size": "hidden", "intermediate_size": "mlp", "head_dim": "hea
 """Abbreviations of fields in the name of a widened model."""
 
 
-def wider(plan: Plan, **fields: int) -> Plan | None:
+def widen_model(plan: Plan, **fields: int) -> Plan | None:
     """Return ``plan`` with a model of other widths and another name; None if it is invalid, cannot run or no
     longer fits."""
     arch = plan.architecture
@@ -26,23 +26,23 @@ def wider(plan: Plan, **fields: int) -> Plan | None:
         other = replace(arch, name=name, **_with_experts(plan, fields))
     except ValueError:
         return None
-    return with_parts(plan, architecture=other)
+    return replace_parts(plan, architecture=other)
 
 
-def aligned(plan: Plan, width: str, multiple: int) -> tuple[str, Plan | None]:
+def align_width(plan: Plan, width: str, multiple: int) -> tuple[str, Plan | None]:
     """Return the nearest model whose ``width`` (a key of ``widths_on_a_rank``) is a multiple of ``multiple``
     on every rank, as text and as a plan. Wider models come first, narrower ones if those do not fit; the plan
     is None if neither does."""
-    both = (_candidates(plan, width, multiple, rounded) for rounded in (_up, _down))
+    both = (_list_candidates(plan, width, multiple, rounded) for rounded in (_round_up, _round_down))
     for fields in itertools.chain.from_iterable(both):
-        found = wider(plan, **fields)
-        if found is not None:
-            said = ", ".join(f"{field}={value:,}" for field, value in fields.items())
-            return f"A model with {said}", found
+        plan_with_width = widen_model(plan, **fields)
+        if plan_with_width is not None:
+            widths = ", ".join(f"{field}={value:,}" for field, value in fields.items())
+            return f"A model with {widths}", plan_with_width
     return f"A model of which the {width} is a multiple of {multiple}", None
 
 
-def _candidates(
+def _list_candidates(
     plan: Plan, width: str, multiple: int, rounded: Callable[[int, int], int]
 ) -> Iterator[Mapping[str, int]]:
     arch, tp = plan.architecture, plan.degrees.tp
@@ -67,18 +67,18 @@ def _candidates(
 
 def _with_experts(plan: Plan, fields: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields to replace; in a mixture of experts, the intermediate size is that of an expert."""
-    moe, found = plan.architecture.mixture_of_experts, dict[str, Any](fields)
-    if moe is not None and "intermediate_size" in found:
-        width = found.pop("intermediate_size")
-        found["mixture_of_experts"] = replace(moe, moe_intermediate_size=width)
-    return found
+    moe, changes = plan.architecture.mixture_of_experts, dict[str, Any](fields)
+    if moe is not None and "intermediate_size" in changes:
+        width = changes.pop("intermediate_size")
+        changes["mixture_of_experts"] = replace(moe, moe_intermediate_size=width)
+    return changes
 
 
-def _down(value: int, multiple: int) -> int:
+def _round_down(value: int, multiple: int) -> int:
     """Return the largest multiple up to ``value``, at least one ``multiple``."""
     return max(1, value // multiple) * multiple
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple that is at least ``value``."""
     return -(-value // multiple) * multiple

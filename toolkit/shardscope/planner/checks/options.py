@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
-from shardscope.planner.checks.words import percent
+from shardscope.planner.checks.case import Case, evaluate_variants, find_fastest, replace_plan_fields
+from shardscope.planner.checks.words import format_percent
 
 
 def without_use(case: Case) -> Iterator[Finding]:
@@ -16,18 +16,18 @@ def without_use(case: Case) -> Iterator[Finding]:
     unused = frameworks[plan.layout.framework].defaults().find_unused_options(plan)
     if not unused:
         return
-    said = ", ".join(f"{name}={getattr(plan.layout, name)!r}" for name in unused)
+    options = ", ".join(f"{name}={getattr(plan.layout, name)!r}" for name in unused)
     fields = plan.layout.__dataclass_fields__
     plain = {name: fields[name].default for name in unused}
     yield Finding(
         name="option-without-use",
         severity="hint",
-        why=f"{said}: {plan.layout.title} reads {'it' if len(unused) == 1 else 'them'} only "
+        why=f"{options}: {plan.layout.title} reads {'it' if len(unused) == 1 else 'them'} only "
         f"{' and '.join(dict.fromkeys(unused.values()))}, and {len(unused)} of the layout's "
         f"option{'s' if len(unused) > 1 else ''} change{'s' if len(unused) == 1 else ''} nothing.",
         number=float(len(unused)),
         change=", ".join(f"{name}={value!r}" for name, value in plain.items()),
-        plan=changed_plan(plan, layout=plain),
+        plan=replace_plan_fields(plan, layout=plain),
     )
 
 
@@ -43,17 +43,17 @@ def overlap_off(case: Case) -> Iterator[Finding]:
     so that plans that it ranks may gain from this."""
     plan = case.plan
     options = frameworks[plan.layout.framework].defaults().find_overlap_options(plan)
-    mended = fastest(variants(plan, [({}, options)])) if options else None
-    if mended is None or case.gain(mended) < WORTH:
+    fixed = find_fastest(evaluate_variants(plan, [({}, options)])) if options else None
+    if fixed is None or case.gain(fixed) < WORTH:
         return
-    gain = case.gain(mended)
-    said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    gain = case.gain(fixed)
+    option_text = ", ".join(f"{name}={value!r}" for name, value in options.items())
     yield Finding(
         name="collectives-not-overlapped",
         severity="hint",
         why=f"Each step waits for gradients and weights to travel, though {plan.layout.title} can send them "
-        f"while it computes: it would be {percent(gain)} shorter.",
+        f"while it computes: it would be {format_percent(gain)} shorter.",
         number=100 * gain,
-        change=said,
-        plan=mended.plan,
+        change=option_text,
+        plan=fixed.plan,
     )

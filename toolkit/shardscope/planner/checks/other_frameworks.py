@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.capacity import fits
-from shardscope.planner.checks.case import memory_of
+from shardscope.planner.checks.case import predict_memory
 from shardscope.planner.repairs.changes import OFFLOADS
 
 if TYPE_CHECKING:
@@ -19,44 +19,46 @@ CUTS = ("tp", "pp", "vpp", "cp", "ep")
 """Degrees that shard the model or its work, not only its training state."""
 
 
-def elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
+def find_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
     """Return the first plan of another framework that ``is_wanted``, with the same sharding of model and
     state; it fits if ``plan`` does. None if there is none."""
-    return next((found for found in _cut_the_same_way(plan) if is_wanted(found)), None)
+    return next((other for other in _list_same_sharding(plan) if is_wanted(other)), None)
 
 
-def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
+def search_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
     """Return the search's best plan of the first other framework whose best plan ``is_wanted``."""
-    from shardscope.planner.repairs.several import searched  # Not above: resuming a run needs no search.
+    from shardscope.planner.repairs.several import search_change  # Not above: resuming a run needs no search.
 
-    others = (searched(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework)
-    return next((found for found in others if found and is_wanted(found.plan)), None)
+    changes = (
+        search_change(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework
+    )
+    return next((change for change in changes if change and is_wanted(change.plan)), None)
 
 
-def with_parts(plan: Plan, **parts: Any) -> Plan | None:
+def replace_parts(plan: Plan, **parts: Any) -> Plan | None:
     """Return ``plan`` with whole parts replaced; None if the plan is invalid, or no longer fits."""
     try:
-        mended = replace(plan, **parts)
+        changed = replace(plan, **parts)
     except ValueError:
         return None
-    before, after = memory_of(plan), memory_of(mended)
+    before, after = predict_memory(plan), predict_memory(changed)
     had_room = before is not None and fits(plan, before)
-    return None if had_room and (after is None or not fits(mended, after)) else mended
+    return None if had_room and (after is None or not fits(changed, after)) else changed
 
 
-def _kept(plan: Plan, found: Plan | None) -> Plan | None:
+def _keep_master_weights(plan: Plan, other: Plan | None) -> Plan | None:
     """Return ``found`` with fp32 master weights if ``plan`` has them: not every framework keeps them in
     "bf16"."""
-    if found is None or found.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(found):
-        return found
-    return with_parts(found, recipe=replace(found.recipe, precision="bf16-mixed"))
+    if other is None or other.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(other):
+        return other
+    return replace_parts(other, recipe=replace(other.recipe, precision="bf16-mixed"))
 
 
 def _keeps_fp32(plan: Plan) -> bool:
     return frameworks[plan.layout.framework].defaults().keeps_fp32_weights(plan)
 
 
-def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:
+def _list_same_sharding(plan: Plan) -> Iterator[Plan]:
     wanted = {name: getattr(plan.degrees, name) for name in CUTS}
     for framework in frameworks.values():
         known = framework.layout_class.__dataclass_fields__
@@ -66,6 +68,8 @@ def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:
             continue
         same = {name: number for name, number in wanted.items() if name in known}
         for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
-            found = _kept(plan, with_parts(plan, layout=framework.layout_class(**same, **moved)))
-            if found is not None and found.degrees.shard == plan.degrees.shard:
-                yield found
+            other = _keep_master_weights(
+                plan, replace_parts(plan, layout=framework.layout_class(**same, **moved))
+            )
+            if other is not None and other.degrees.shard == plan.degrees.shard:
+                yield other

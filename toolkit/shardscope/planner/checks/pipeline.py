@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding, PlanChange
 from shardscope.core.layout import list_divisors
-from shardscope.planner.checks.case import Case, Change, fastest, variants
-from shardscope.planner.checks.words import percent
-from shardscope.planner.repairs.several import searched
+from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
+from shardscope.planner.checks.words import format_percent
+from shardscope.planner.repairs.several import search_change
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -29,27 +29,31 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
     if case.step is None:
         ratio = (stages - 1) / (plan.degrees.vpp * number)
         share = ratio / (1 + ratio)
-    found = (variant for variant in variants(plan, _changes(case)) if _has_enough(variant.plan))
-    mended = fastest(variant for variant in found if case.gain(variant) > 0)
+    sufficient = (
+        variant for variant in evaluate_variants(plan, _list_changes(case)) if _has_enough(variant.plan)
+    )
+    fixed = find_fastest(variant for variant in sufficient if case.gain(variant) > 0)
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
         why=f"{number} micro-batches fill {stages} pipeline stages for part of the step only: they wait for "
-        f"{percent(share)} of it.",
+        f"{format_percent(share)} of it.",
         number=100 * share,
-        change=_words(case, mended.plan) if mended else f"Fewer stages than {stages}, or more micro-batches",
-        plan=mended.plan if mended else None,
-        search=None if mended else partial(_filled, plan),
+        change=_describe_change(case, fixed.plan)
+        if fixed
+        else f"Fewer stages than {stages}, or more micro-batches",
+        plan=fixed.plan if fixed else None,
+        search=None if fixed else partial(_search_filled, plan),
     )
 
 
-def _filled(plan: Plan) -> PlanChange | None:
+def _search_filled(plan: Plan) -> PlanChange | None:
     """Return the best of all plans, if it has at least as many micro-batches as stages."""
-    found = searched(plan)
-    return found if found and _has_enough(found.plan) else None
+    change = search_change(plan)
+    return change if change and _has_enough(change.plan) else None
 
 
-def _changes(case: Case) -> Iterator[Change]:
+def _list_changes(case: Case) -> Iterator[Change]:
     """Yield smaller micro-batches first (they keep the global batch), then a larger global batch."""
     plan, recipe = case.plan, case.plan.recipe
     for size in list_divisors(recipe.micro_batch_size):
@@ -63,9 +67,9 @@ def _has_enough(plan: Plan) -> bool:
     return plan.num_micro_batches >= plan.degrees.pp
 
 
-def _words(case: Case, mended: Plan) -> str:
+def _describe_change(case: Case, fixed: Plan) -> str:
     recipe = case.plan.recipe
-    size, batch = mended.recipe.micro_batch_size, mended.recipe.global_batch_size
+    size, batch = fixed.recipe.micro_batch_size, fixed.recipe.global_batch_size
     if batch == recipe.global_batch_size:
         return f"Micro-batch {size} instead of {recipe.micro_batch_size}"
     return f"Global batch {batch:,} instead of {recipe.global_batch_size:,} sequences"

@@ -12,10 +12,10 @@ from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import gib
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.capacity import shortages
-from shardscope.planner.checks.case import Case, changed_plan, memory_of
-from shardscope.planner.checks.other_frameworks import elsewhere, searched_elsewhere
-from shardscope.planner.checks.words import percent
+from shardscope.planner.capacity import find_shortages
+from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fields
+from shardscope.planner.checks.other_frameworks import find_elsewhere, search_elsewhere
+from shardscope.planner.checks.words import format_percent
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -42,7 +42,7 @@ def narrow_fp16(case: Case) -> Iterator[Finding]:
         "range, which needs no scale.",
         number=float(FP16_MAX),
         change="Mixed precision (bf16)",
-        plan=changed_plan(plan, recipe={"precision": "bf16-mixed"}),
+        plan=replace_plan_fields(plan, recipe={"precision": "bf16-mixed"}),
     )
 
 
@@ -52,16 +52,16 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
     if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
         return
     peak = gpu.peak_flops.get("fp16")
-    mended = changed_plan(case.plan, recipe={"precision": "fp16-mixed"})
-    there = "" if peak is None else f", {peak / 1e12:,.0f} TFLOP/s of them"
+    fixed = replace_plan_fields(case.plan, recipe={"precision": "fp16-mixed"})
+    rate_text = "" if peak is None else f", {peak / 1e12:,.0f} TFLOP/s of them"
     yield Finding(
         name="bf16-is-not-there",
         severity="warning",
-        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{there}, with a "
-        "loss scale (Micikevicius et al. 2018, section 3.2).",
+        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{rate_text}, with "
+        "a loss scale (Micikevicius et al. 2018, section 3.2).",
         number=None if peak is None else peak / 1e12,
-        change="Mixed precision (fp16)" + _lacking(case, mended),
-        plan=mended,
+        change="Mixed precision (fp16)" + _describe_shortage(case, fixed),
+        plan=fixed,
     )
 
 
@@ -77,28 +77,32 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
     if kind == "fp32" or ranks == 1 or plan.recipe.has_adapters:
         return
     error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
-    words, mended = defaults.suggest_fp32_reduction(plan)
-    other = elsewhere(plan, _reduces_in_fp32) if mended is None else None
+    suggestion, fixed = defaults.suggest_fp32_reduction(plan)
+    other = find_elsewhere(plan, _reduces_in_fp32) if fixed is None else None
     yield Finding(
         name="reductions-in-half-precision",
         severity="warning" if error >= MUCH_ROUNDED else "hint",
-        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
-        f"each: about {percent(error)} of a sum is error (Higham & Mary 2019).",
+        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {format_percent(ROUNDOFF[kind])} "
+        f"at each: about {format_percent(error)} of a sum is error (Higham & Mary 2019).",
         number=100 * error,
-        change=(words if other is None else f"{other.layout.description}, which sums in fp32; or {words}")
-        + _lacking(case, mended or other),
-        plan=mended or other,
-        search=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
+        change=(
+            suggestion
+            if other is None
+            else f"{other.layout.description}, which sums in fp32; or {suggestion}"
+        )
+        + _describe_shortage(case, fixed or other),
+        plan=fixed or other,
+        search=None if fixed or other else partial(search_elsewhere, plan, _reduces_in_fp32),
     )
 
 
-def _lacking(case: Case, mended: Plan | None) -> str:
+def _describe_shortage(case: Case, fixed: Plan | None) -> str:
     """Return the memory that the wider format lacks, as text; empty if it fits or the plan does not fit
     either."""
-    memory = None if mended is None else memory_of(mended)
-    if mended is None or memory is None or not case.has_room:
+    memory = None if fixed is None else predict_memory(fixed)
+    if fixed is None or memory is None or not case.has_room:
         return ""
-    lacks = [f"{gib(place.short_bytes)} GiB of {place.name}" for place in shortages(mended, memory)]
+    lacks = [f"{gib(place.short_bytes)} GiB of {place.name}" for place in find_shortages(fixed, memory)]
     return f", which lacks {' and '.join(lacks)}" if lacks else ""
 
 
@@ -117,7 +121,7 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or defaults.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]
-    mended = changed_plan(plan, recipe={"precision": "bf16-mixed"})
+    fixed = replace_plan_fields(plan, recipe={"precision": "bf16-mixed"})
     rate = getattr(case.task, "learning_rate", None)
     beyond = (
         f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""
@@ -125,9 +129,9 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="updates-round-away",
         severity="warning",
-        why=f"Weights in bf16 alone: an update below {percent(smallest)} of its weight is lost "
+        why=f"Weights in bf16 alone: an update below {format_percent(smallest)} of its weight is lost "
         f"(Micikevicius et al. 2018, section 3.1).{beyond}",
         number=100 * smallest,
-        change="Mixed precision (bf16), with fp32 originals" + _lacking(case, mended),
-        plan=mended,
+        change="Mixed precision (bf16), with fp32 originals" + _describe_shortage(case, fixed),
+        plan=fixed,
     )

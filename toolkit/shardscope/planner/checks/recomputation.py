@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import gib
-from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, fastest, variants
-from shardscope.planner.checks.words import percent
+from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, evaluate_variants, find_fastest
+from shardscope.planner.checks.words import format_percent
 from shardscope.prediction.support import list_supported
 from shardscope.timing.report import seconds_words
 
 WORDS = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
 
 
-def recomputing(case: Case) -> Variant | None:
+def find_recomputation(case: Case) -> Variant | None:
     """Return the fastest recomputation with which a plan fits that does not fit otherwise; None if there is
     none or no need."""
     if case.plan.recipe.recompute != "none" or case.has_room is not False:
@@ -22,32 +22,38 @@ def recomputing(case: Case) -> Variant | None:
     values = [
         value for value in list_supported(case.plan.layout, "recompute") if value in ("selective", "full")
     ]
-    return fastest(variants(case.plan, [({"recompute": value}, {}) for value in values]))
+    return find_fastest(evaluate_variants(case.plan, [({"recompute": value}, {}) for value in values]))
 
 
 def recomputation_off(case: Case) -> Iterator[Finding]:
     """Report a plan that is out of memory without recomputation and fits with it."""
-    mended = recomputing(case)
-    if mended is None or case.memory is None:
+    fixed = find_recomputation(case)
+    if fixed is None or case.memory is None:
         return
-    won = case.memory.peak_bytes - mended.memory.peak_bytes
+    won = case.memory.peak_bytes - fixed.memory.peak_bytes
     short = case.memory.peak_bytes - case.memory.usable_bytes
-    words = WORDS[mended.plan.recipe.recompute]
+    kind = WORDS[fixed.plan.recipe.recompute]
     yield Finding(
         name="recomputation-off",
         severity="danger",
-        why=f"The worst rank is {gib(short)} GiB short while all activations are kept; {words} saves "
-        f"{gib(won)} GiB{_slower(case, mended)} (Chen et al. 2016).",
+        why=f"The worst rank is {gib(short)} GiB short while all activations are kept; {kind} saves "
+        f"{gib(won)} GiB{_describe_cost(case, fixed)} (Chen et al. 2016).",
         number=won / 2**30,
-        change=words.capitalize(),
-        plan=mended.plan,
+        change=kind.capitalize(),
+        plan=fixed.plan,
     )
 
 
-def _slower(case: Case, mended: Variant) -> str:
+def _describe_cost(case: Case, fixed: Variant) -> str:
     """Return the cost in time as text; empty if it is not known."""
-    lost = -case.gain(mended)
-    return "" if case.step is None else f", {percent(lost)} slower" if lost >= 0.005 else ", about as fast"
+    lost = -case.gain(fixed)
+    return (
+        ""
+        if case.step is None
+        else f", {format_percent(lost)} slower"
+        if lost >= 0.005
+        else ", about as fast"
+    )
 
 
 def recomputation_on(case: Case) -> Iterator[Finding]:
@@ -60,19 +66,21 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
         return
     less = [value for value in ("none", "selective") if value != recipe.recompute]
     less = [value for value in less if value in list_supported(case.plan.layout, "recompute")]
-    found = variants(case.plan, [({"recompute": value, "recompute_interval": 1}, {}) for value in less])
-    mended = fastest(variant for variant in found if not variant.memory.is_tight)
-    if mended is None or case.gain(mended) < NOTICEABLE:
+    candidates = evaluate_variants(
+        case.plan, [({"recompute": value, "recompute_interval": 1}, {}) for value in less]
+    )
+    fixed = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
+    if fixed is None or case.gain(fixed) < NOTICEABLE:
         return
-    won = case.step.seconds - mended.step.seconds
-    words = WORDS[mended.plan.recipe.recompute]
+    won = case.step.seconds - fixed.step.seconds
+    kind = WORDS[fixed.plan.recipe.recompute]
     yield Finding(
         name="recomputation-on",
         severity="warning",
-        why=f"{words.capitalize()} would take {gib(mended.memory.peak_bytes)} of "
-        f"{gib(mended.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
-        f"({percent(case.gain(mended))}).",
+        why=f"{kind.capitalize()} would take {gib(fixed.memory.peak_bytes)} of "
+        f"{gib(fixed.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        f"({format_percent(case.gain(fixed))}).",
         number=won,
-        change=words.capitalize(),
-        plan=mended.plan,
+        change=kind.capitalize(),
+        plan=fixed.plan,
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import gib
-from shardscope.planner.checks.case import NOTICEABLE, Case, fastest, variants
-from shardscope.planner.checks.words import gigabytes_per_second, percent
+from shardscope.planner.checks.case import NOTICEABLE, Case, evaluate_variants, find_fastest
+from shardscope.planner.checks.words import format_bandwidth, format_percent
 from shardscope.timing.report import seconds_words
 
 FIELD = "reshard_after_forward"
@@ -21,19 +21,19 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
     layout = case.plan.layout
     if not getattr(layout, FIELD, False) or case.step is None or not case.has_room:
         return
-    kept = fastest(variants(case.plan, [({}, {FIELD: False})]))
-    if kept is None or kept.memory.is_tight or case.gain(kept) < NOTICEABLE:
+    fixed = find_fastest(evaluate_variants(case.plan, [({}, {FIELD: False})]))
+    if fixed is None or fixed.memory.is_tight or case.gain(fixed) < NOTICEABLE:
         return
-    won = case.step.seconds - kept.step.seconds
+    won = case.step.seconds - fixed.step.seconds
     yield Finding(
         name="gathers-again-though-room",
         severity="hint",
-        why=f"Keeping gathered parameters from forward to backward would take {gib(kept.memory.peak_bytes)} "
-        f"of {gib(kept.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
-        f"({percent(case.gain(kept))}).",
+        why=f"Keeping gathered parameters from forward to backward would take {gib(fixed.memory.peak_bytes)} "
+        f"of {gib(fixed.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        f"({format_percent(case.gain(fixed))}).",
         number=won,
         change="reshard_after_forward=False (what FSDP1 and ZeRO call SHARD_GRAD_OP and stage 2)",
-        plan=kept.plan,
+        plan=fixed.plan,
     )
 
 
@@ -56,20 +56,22 @@ def too_fine(case: Case) -> Iterator[Finding]:
     if part >= latency:
         return
     copies = list_divisors(plan.degrees.shard)[1:]
-    found = variants(plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies])
-    mended = fastest(variant for variant in found if case.gain(variant) > NOTICEABLE)
-    if mended is None:
+    candidates = evaluate_variants(
+        plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies]
+    )
+    fixed = find_fastest(variant for variant in candidates if case.gain(variant) > NOTICEABLE)
+    if fixed is None:
         return
-    few = mended.plan.degrees.shard * mended.plan.degrees.cp
+    few = fixed.plan.degrees.shard * fixed.plan.degrees.cp
     yield Finding(
         name="sharded-too-finely",
         severity="warning",
         why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
-        f"({gigabytes_per_second(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
-        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is {percent(case.gain(mended))} faster.",
+        f"({format_bandwidth(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
+        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is {format_percent(case.gain(fixed))} faster.",
         number=part,
-        change=f"replicate={mended.plan.degrees.replicate}: shard over {few} ranks",
-        plan=mended.plan,
+        change=f"replicate={fixed.plan.degrees.replicate}: shard over {few} ranks",
+        plan=fixed.plan,
     )
 
 

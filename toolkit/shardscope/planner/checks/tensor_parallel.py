@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding, PlanChange
 from shardscope.core.layout import list_divisors
-from shardscope.planner.checks.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
-from shardscope.planner.checks.words import gigabytes_per_second, percent
-from shardscope.planner.repairs.several import searched
+from shardscope.planner.checks.case import (
+    NOTICEABLE,
+    Case,
+    Change,
+    evaluate_variants,
+    find_fastest,
+    replace_plan_fields,
+)
+from shardscope.planner.checks.words import format_bandwidth, format_percent
+from shardscope.planner.repairs.several import search_change
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -28,25 +35,31 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
     crosses = tp > cluster.gpus_per_node
     if tp == 1 or case.step is None or (share < WAITS and not crosses):
         return
-    faster = (variant for variant in variants(plan, _changes(case)) if case.gain(variant) > NOTICEABLE)
-    mended = fastest(faster)
-    if mended is None and not crosses:
+    faster = (
+        variant for variant in evaluate_variants(plan, _list_changes(case)) if case.gain(variant) > NOTICEABLE
+    )
+    fixed = find_fastest(faster)
+    if fixed is None and not crosses:
         return
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
-    gain = "" if mended is None else f", and {_degrees(mended.plan)} is {percent(case.gain(mended))} faster"
+    gain = (
+        ""
+        if fixed is None
+        else f", and {_format_degrees(fixed.plan)} is {format_percent(case.gain(fixed))} faster"
+    )
     yield Finding(
         name="tensor-parallel-over-slow-link",
         severity="danger" if share > 0.5 else "warning",
         why=f"{tp} tensor-parallel ranks exchange activations {where} "
-        f"({gigabytes_per_second(link.bandwidth_bytes_per_second)} a GPU): waiting for it takes "
-        f"{percent(share)} of the step{gain}.",
+        f"({format_bandwidth(link.bandwidth_bytes_per_second)} a GPU): waiting for it takes "
+        f"{format_percent(share)} of the step{gain}.",
         number=100 * share,
-        change=f"{_degrees(mended.plan)} instead of {_degrees(plan)}"
-        if mended
+        change=f"{_format_degrees(fixed.plan)} instead of {_format_degrees(plan)}"
+        if fixed
         else f"At most tp={cluster.gpus_per_node}, a node's GPUs",
-        plan=mended.plan if mended else None,
-        search=None if mended else partial(_inside_nodes, plan),
+        plan=fixed.plan if fixed else None,
+        search=None if fixed else partial(_inside_nodes, plan),
     )
 
 
@@ -54,14 +67,14 @@ def _inside_nodes(plan: Plan) -> PlanChange | None:
     """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
     limited to a node's GPUs, whether or not it fits."""
     most = plan.cluster.gpus_per_node
-    found = searched(plan)
-    if found and found.plan.degrees.tp <= most:
-        return found
-    smaller = changed_plan(plan, layout={"tp": most})
+    change = search_change(plan)
+    if change and change.plan.degrees.tp <= most:
+        return change
+    smaller = replace_plan_fields(plan, layout={"tp": most})
     return None if smaller is None else PlanChange((f"tp={most}",), smaller)
 
 
-def _changes(case: Case) -> Iterator[Change]:
+def _list_changes(case: Case) -> Iterator[Change]:
     """Yield smaller tp degrees, with the remaining factor moved to data parallelism or to pipeline stages."""
     layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
     for smaller in list_divisors(tp)[:-1]:
@@ -73,6 +86,6 @@ def _changes(case: Case) -> Iterator[Change]:
             yield {}, {**changed, "pp": pp * tp // smaller}
 
 
-def _degrees(plan: object) -> str:
+def _format_degrees(plan: object) -> str:
     degrees = plan.degrees  # type: ignore[attr-defined]
     return f"tp={degrees.tp}" + (f", pp={degrees.pp}" if degrees.pp > 1 else "")

@@ -107,7 +107,7 @@ class Usual:
         return self.lowest <= rate <= self.highest
 
 
-def scaled(learning_rate: float, from_batch: float, to_batch: float) -> Scaled:
+def scale_rate(learning_rate: float, from_batch: float, to_batch: float) -> Scaled:
     """Return ``learning_rate`` for ``from_batch`` scaled to ``to_batch``, both in the same unit."""
     ratio = to_batch / from_batch
     return Scaled(learning_rate * ratio, learning_rate * math.sqrt(ratio))
@@ -149,23 +149,27 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
     if not optimizer.startswith(("adamw", "paged_adamw", "muon", "lion")):
         return None
     is_tuned = begins_from_weights or recipe.has_adapters
-    run, keeps_rate = _run(plan, is_tuned)
+    run, keeps_rate = _choose_reference(plan, is_tuned)
     if run is None:
         return None
     tokens = float(recipe.global_batch_size * recipe.seq_len)
-    rules = scaled(run.learning_rate, run.batch_tokens, tokens)
+    rules = scale_rate(run.learning_rate, run.batch_tokens, tokens)
     least, advised, most = min(rules), rules.square_root, max(rules)
     if keeps_rate:
-        own = run.learning_rate
-        least, advised, most = min(least, own), max(advised, own), max(most, own)
-    told: list[str] = []
+        reference_rate = run.learning_rate
+        least, advised, most = (
+            min(least, reference_rate),
+            max(advised, reference_rate),
+            max(most, reference_rate),
+        )
+    rules_text: list[str] = []
     if recipe.has_adapters:
         least, advised, most = ADAPTERS_TIMES * least, ADAPTERS_TIMES * advised, ADAPTERS_TIMES_SHORT * most
-        told.append(ADAPTERS_TOLD)
+        rules_text.append(ADAPTERS_TOLD)
     if optimizer == "lion":
         far, near = LION_LESS
         least, advised, most = least / far, advised / math.sqrt(far * near), most / near
-        told.append(LION_TOLD)
+        rules_text.append(LION_TOLD)
     return Usual(
         run=run,
         batch_tokens=tokens,
@@ -173,7 +177,7 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
         rate=advised,
         lowest=TOO_LOW * least,
         highest=TOO_HIGH * most,
-        told=tuple(told),
+        told=tuple(rules_text),
     )
 
 
@@ -186,7 +190,7 @@ def rate_near(rate: float, plan: Plan) -> float:
     return rate if usual is None or usual.allows(rate) else usual.advised
 
 
-def _run(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:
+def _choose_reference(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:
     """Return the reference run, and whether smaller batches keep its rate.
 
     They do where rates are far below divergence: fine-tuning runs with batches of 16 and of 128 sequences use

@@ -9,9 +9,9 @@ from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.checks.case import Case, changed_plan, fastest, variants
-from shardscope.planner.checks.nearby_widths import aligned, wider
-from shardscope.planner.checks.words import percent
+from shardscope.planner.checks.case import Case, evaluate_variants, find_fastest, replace_plan_fields
+from shardscope.planner.checks.nearby_widths import align_width, widen_model
+from shardscope.planner.checks.words import format_percent
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.matmul import ALIGNED
@@ -43,16 +43,16 @@ def misses_matrix_units(case: Case) -> Iterator[Finding]:
         return
     name = missed[0]
     width = widths_on_a_rank(plan)[name]
-    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
-    words, mended = _aligned(plan, name, multiple)
+    also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    suggestion, fixed = _align(plan, name, multiple)
     yield Finding(
         name="width-misses-matrix-units",
         severity="hint" if name == TOKENS else "warning",
-        why=f"The {name} on one rank is {width:,}{others}: no multiple of the {multiple} numbers that matrix "
+        why=f"The {name} on one rank is {width:,}{also}: no multiple of the {multiple} numbers that matrix "
         f"units take at once in {plan.recipe.precision}, so that its products run slower.",
         number=float(width),
-        change=words,
-        plan=mended,
+        change=suggestion,
+        plan=fixed,
     )
 
 
@@ -64,20 +64,20 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
     if not slower or not missed:
         return
     name = missed[0]
-    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
-    smaller = variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
+    also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    smaller = evaluate_variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
-    mended = fastest(variant for variant in even if case.gain(variant) > 0)
-    words, other_model = aligned(plan, name, ALIGNED)
+    fixed = find_fastest(variant for variant in even if case.gain(variant) > 0)
+    suggestion, other_model = align_width(plan, name, ALIGNED)
     yield Finding(
         name="width-off-128-bytes",
         severity="hint",
-        why=f"The {name} on one rank is {_weight_widths(plan)[name]:,}{others}: no multiple of {ALIGNED} "
-        f"numbers, which are 128 bytes. Products with it took {percent(slower)} longer in published runs on "
-        "this generation, and so they do in this prediction.",
+        why=f"The {name} on one rank is {_weight_widths(plan)[name]:,}{also}: no multiple of {ALIGNED} "
+        f"numbers, which are 128 bytes. Products with it took {format_percent(slower)} longer in published runs "
+        "on this generation, and so they do in this prediction.",
         number=100 * slower,
-        change=f"tp={mended.plan.degrees.tp} instead of {plan.degrees.tp}" if mended else words,
-        plan=mended.plan if mended else other_model,
+        change=f"tp={fixed.plan.degrees.tp} instead of {plan.degrees.tp}" if fixed else suggestion,
+        plan=fixed.plan if fixed else other_model,
     )
 
 
@@ -91,11 +91,11 @@ def _slower_unaligned(case: Case) -> float:
 def _weight_widths(plan: Plan) -> dict[str, int]:
     """Return the weight dimensions that are aligned for matrix units, except the vocabulary: it is one matmul
     of many."""
-    found = widths_on_a_rank(plan)
+    widths = widths_on_a_rank(plan)
     multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
     return {
         name: width
-        for name, width in found.items()
+        for name, width in widths.items()
         if name not in (TOKENS, "vocabulary") and not width % multiple
     }
 
@@ -107,63 +107,65 @@ def widths_on_a_rank(plan: Plan) -> dict[str, int]:
     """Return the matrix dimensions of one rank's matmuls."""
     arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
     tp, moe = degrees.tp, arch.mixture_of_experts
-    found = {"hidden size": arch.hidden_size}
+    widths = {"hidden size": arch.hidden_size}
     if moe is None:
-        found["width of the MLP"] = _cut(arch.intermediate_size, tp)
+        widths["width of the MLP"] = _divide_up(arch.intermediate_size, tp)
     else:
-        found["width of an expert"] = _cut(moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp))
+        widths["width of an expert"] = _divide_up(
+            moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp)
+        )
     if arch.latent_attention is None:
-        found["width of the queries"] = _cut(arch.num_attention_heads, tp) * arch.head_dim
-        found["width of the keys"] = _cut(arch.num_key_value_heads, tp) * arch.head_dim
-    found["vocabulary"] = _cut(_padded(plan), tp)
-    found[TOKENS] = recipe.micro_batch_size * recipe.seq_len // degrees.cp
-    return found
+        widths["width of the queries"] = _divide_up(arch.num_attention_heads, tp) * arch.head_dim
+        widths["width of the keys"] = _divide_up(arch.num_key_value_heads, tp) * arch.head_dim
+    widths["vocabulary"] = _divide_up(_pad_vocabulary(plan), tp)
+    widths[TOKENS] = recipe.micro_batch_size * recipe.seq_len // degrees.cp
+    return widths
 
 
 def padded_vocabulary(case: Case) -> Iterator[Finding]:
     """Report rows of embedding and head that are padding, because tp must divide the vocabulary evenly."""
     plan = case.plan
-    rows, real = _padded(plan), plan.architecture.vocab_size
+    rows, real = _pad_vocabulary(plan), plan.architecture.vocab_size
     share = 1 - real / rows
     if share < PADDED_MUCH:
         return
-    smaller = variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
-    better = (variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
-    mended = fastest(better)
-    lost = -case.gain(mended) if mended else 0.0
-    slower = f", {percent(lost)} slower" if lost >= WORTH_A_WORD else ""
+    smaller = evaluate_variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
+    better = (variant for variant in smaller if 1 - real / _pad_vocabulary(variant.plan) < PADDED_MUCH)
+    fixed = find_fastest(better)
+    lost = -case.gain(fixed) if fixed else 0.0
+    slower = f", {format_percent(lost)} slower" if lost >= WORTH_A_WORD else ""
     yield Finding(
         name="vocabulary-padded-much",
         severity="hint",
-        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {percent(share)} of the "
-        "embedding, the head and the logits stand for no token.",
+        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {format_percent(share)} of "
+        "the embedding, the head and the logits stand for no token.",
         number=100 * share,
-        change=f"tp={mended.plan.degrees.tp}{slower}" if mended else f"A vocabulary of {rows:,} tokens",
-        plan=mended.plan if mended else wider(plan, vocab_size=rows),
+        change=f"tp={fixed.plan.degrees.tp}{slower}" if fixed else f"A vocabulary of {rows:,} tokens",
+        plan=fixed.plan if fixed else widen_model(plan, vocab_size=rows),
     )
 
 
-def _padded(plan: Plan) -> int:
+def _pad_vocabulary(plan: Plan) -> int:
     return frameworks[plan.layout.framework].defaults().pad_vocab_size(plan)
 
 
-def _cut(width: int, ranks: int) -> int:
+def _divide_up(width: int, ranks: int) -> int:
     """Return the size of the largest shard."""
     return -(-width // ranks)
 
 
-def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
+def _align(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
     """Return the fix that aligns one width, as text, and its plan; None if that cannot run."""
     if name == TOKENS:
         length = -(-plan.recipe.seq_len // multiple) * multiple
-        words = f"seq_len={length} instead of {plan.recipe.seq_len}"
-        return words, changed_plan(plan, recipe={"seq_len": length})
+        suggestion = f"seq_len={length} instead of {plan.recipe.seq_len}"
+        return suggestion, replace_plan_fields(plan, recipe={"seq_len": length})
     if name == "vocabulary":
         step = ALIGNED * plan.degrees.tp
         rows = -(-plan.architecture.vocab_size // step) * step
-        return f"Pad the vocabulary to {rows:,} tokens", wider(plan, vocab_size=rows)
+        return f"Pad the vocabulary to {rows:,} tokens", widen_model(plan, vocab_size=rows)
     for tp in reversed(list_divisors(plan.degrees.tp)[:-1]):
-        smaller = changed_plan(plan, layout={"tp": tp})
+        smaller = replace_plan_fields(plan, layout={"tp": tp})
         if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
             return f"tp={tp} instead of {plan.degrees.tp}", smaller
-    return aligned(plan, name, multiple)
+    return align_width(plan, name, multiple)

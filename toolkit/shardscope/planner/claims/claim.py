@@ -40,8 +40,8 @@ class Number(NamedTuple):
         return self.ratio is not None and abs(self.ratio - 1) <= TOLERANCE
 
     def __str__(self) -> str:
-        said = "" if self.claimed is None else f", said {_written(self.claimed)}"
-        return f"{self.what}: {_written(self.ours)} {self.unit}{said}"
+        claimed_text = "" if self.claimed is None else f", said {_format_value(self.claimed)}"
+        return f"{self.what}: {_format_value(self.ours)} {self.unit}{claimed_text}"
 
 
 class Numbers(tuple[Number, ...]):
@@ -50,7 +50,7 @@ class Numbers(tuple[Number, ...]):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        rows = [(one.what, _written(one.ours), _claimed(one), one.unit) for one in self]
+        rows = [(one.what, _format_value(one.ours), _format_claimed(one), one.unit) for one in self]
         return html_table(("number", "computed", "claimed", "unit"), rows)
 
 
@@ -135,11 +135,11 @@ def to_html(claims: Sequence[Claim]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _claimed(number: Number) -> str:
-    return NO_VALUE if number.claimed is None else _written(number.claimed)
+def _format_claimed(number: Number) -> str:
+    return NO_VALUE if number.claimed is None else _format_value(number.claimed)
 
 
-def _written(value: float) -> str:
+def _format_value(value: float) -> str:
     """Format a value with three significant digits and separators: ``1,130``, ``16.7``, ``0.404``."""
     if abs(value) >= 100:
         return f"{value:,.0f}"

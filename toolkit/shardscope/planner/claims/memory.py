@@ -15,13 +15,13 @@ SEVENTY = 70e9
 
 def seventy_billion() -> Claim:
     """Check 840 GB for 70B: they omit the fp32 master weights."""
-    said = (MIXED["weights"] + MIXED["gradients"] + MIXED["moments"]) * SEVENTY / GB
-    whole = sum(MIXED.values()) * SEVENTY / GB
+    without_master = (MIXED["weights"] + MIXED["gradients"] + MIXED["moments"]) * SEVENTY / GB
+    total = sum(MIXED.values()) * SEVENTY / GB
     moments, master = MIXED["moments"] * SEVENTY / GB, MIXED["master"] * SEVENTY / GB
     ranks = 64
     sharded = plan_of("llama-3.1-70b", f"8x{ranks // 8}xh100-sxm-80gb", Layout.zero(stage=3))
     real = sum(training_state(sharded).values()) * ranks
-    needed = Number("training state of 70e9 parameters", 840.0, whole, "GB")
+    needed = Number("training state of 70e9 parameters", 840.0, total, "GB")
     return Claim(
         name="70b-needs-840-gb",
         said="70B needs 840 GB: 140 weights, 140 gradients, 560 Adam (fp32 master, first and second moments)",
@@ -29,12 +29,12 @@ def seventy_billion() -> Claim:
             needed,
             Number("both moments", 560.0, moments, "GB"),
             Number("moments and master", 560.0, moments + master, "GB"),
-            Number("without the master", 840.0, said, "GB"),
+            Number("without the master", 840.0, without_master, "GB"),
             Number("Llama 3.1 70B over 64 GPUs, by plan.memory()", None, real, "GB"),
         ),
         verdict="right" if needed.holds else "wrong",
         why=f"560 GB are the two fp32 moments alone; the fp32 master is {master:,.0f} GB more, and "
-        f"{whole:,.0f} GB in all: 16 bytes a parameter (Rajbhandari et al. 2020, section 3.1).",
+        f"{total:,.0f} GB in all: 16 bytes a parameter (Rajbhandari et al. 2020, section 3.1).",
     )
 
 
@@ -46,22 +46,22 @@ def four_cards() -> Claim:
     weights = training_state(second)["parameters"]
     card = plan.cluster.gpu.memory_bytes / GB
     usable = plan.cluster.gpu.usable_bytes / GB
-    kept = sum(state.values())
+    state_bytes = sum(state.values())
     return Claim(
         name="four-96-gb-cards-train-70b",
         said="4 x 96 GB trains 70B in full with ZeRO-3 at 35 + 35 GB a GPU; ZeRO-2 keeps 140 GB of weights",
         numbers=(
-            Number("training state a GPU with ZeRO-3", 70.0, kept, "GB"),
+            Number("training state a GPU with ZeRO-3", 70.0, state_bytes, "GB"),
             Number("weights a GPU with ZeRO-3", 35.0, state["parameters"], "GB"),
             Number("gradients a GPU with ZeRO-3", 35.0, state["gradients"], "GB"),
             Number("optimizer a GPU with ZeRO-3", 0.0, state["optimizer"], "GB"),
             Number("weights a GPU with ZeRO-2", 140.0, weights, "GB"),
             Number("the GPU", 96.0, card, "GB"),
         ),
-        verdict="right" if kept <= usable else "wrong",
+        verdict="right" if state_bytes <= usable else "wrong",
         why=f"35 + 35 GB are weights and gradients; the optimizer's {state['optimizer']:,.0f} GB make it "
-        f"{kept:,.0f} GB on each GPU, of which a GPU has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} GB "
-        "of weights alone are more than the GPU has.",
+        f"{state_bytes:,.0f} GB on each GPU, of which a GPU has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} "
+        "GB of weights alone are more than the GPU has.",
     )
 
 

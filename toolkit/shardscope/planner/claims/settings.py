@@ -35,5 +35,7 @@ def training_state(plan: Plan) -> dict[str, float]:
     """Return GB of parameters, gradients and optimizer on one rank, each at its maximum from forward to
     backward: temporary copies for building the model or the update are not training state."""
     names = ("parameters", "gradients", "optimizer")
-    moments = [held for phase, _, held in plan.memory().timeline if phase in ("forward", "backward")]
-    return {name: max(held[name] for held in moments) / GB for name in names}
+    snapshots = [
+        components for phase, _, components in plan.memory().timeline if phase in ("forward", "backward")
+    ]
+    return {name: max(components[name] for components in snapshots) / GB for name in names}

@@ -35,10 +35,10 @@ def offload_halves() -> Claim:
                 "NVMe": Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme"),
             }.items()
         }  # fmt: skip
-        for where, said in (("CPU", HALVED), ("NVMe", A_TENTH)):
+        for where, claimed in (("CPU", HALVED), ("NVMe", A_TENTH)):
             slower = times[where] / times["none"]
             slowest.append(slower)
-            numbers.append(Number(f"{where}, {batch} sequences a step", said, slower, "times slower"))
+            numbers.append(Number(f"{where}, {batch} sequences a step", claimed, slower, "times slower"))
     return Claim(
         name="cpu-offload-halves-nvme-a-tenth",
         said="CPU offload halves the speed, NVMe makes it a tenth",
@@ -55,7 +55,9 @@ def _over_batches(numbers: list[Number]) -> Verdict:
     otherwise "wrong"."""
     if all(number.holds for number in numbers):
         return "right"
-    ratios = {said: [n.ours / said for n in numbers if n.claimed == said] for said in (HALVED, A_TENTH)}
+    ratios = {
+        claimed: [n.ours / claimed for n in numbers if n.claimed == claimed] for claimed in (HALVED, A_TENTH)
+    }
     return "depends" if all(min(some) < 1 < max(some) for some in ratios.values()) else "wrong"
 
 

@@ -93,7 +93,7 @@ LAYOUT_WORDS: dict[tuple[str, Any], str] = {
 """The last three help if host memory is too small."""
 
 
-def ladders(plan: Plan) -> Iterator[Ladder]:
+def list_ladders(plan: Plan) -> Iterator[Ladder]:
     """Yield the ladders of all kinds of changes."""
     yield from _recipe_ladders(plan)
     yield _micro_batches(plan)
@@ -103,14 +103,18 @@ def ladders(plan: Plan) -> Iterator[Ladder]:
 
 def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
     recipe, layout = plan.recipe, plan.layout
-    for (field, value), words in RECIPE_WORDS.items():
+    for (field, value), text in RECIPE_WORDS.items():
         current = getattr(recipe, field)
-        if value == current or value not in list_supported(layout, field) or not _saves(recipe, field, value):
+        if (
+            value == current
+            or value not in list_supported(layout, field)
+            or not _saves_memory(recipe, field, value)
+        ):
             continue
-        yield _made([(words, partial(_with_recipe, plan, {field: value}))])
+        yield _build_ladder([(text, partial(_with_recipe, plan, {field: value}))])
     if recipe.recompute != "none" and recipe.recompute_interval > 1:
         lower = range(recipe.recompute_interval - 1, 0, -1)
-        yield _made(
+        yield _build_ladder(
             (
                 f"Recompute every {step} layers" if step > 1 else "Recompute every layer",
                 partial(_with_recipe, plan, {"recompute_interval": step}),
@@ -119,7 +123,7 @@ def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
         )
 
 
-def _saves(recipe: Recipe, field: str, value: Any) -> bool:
+def _saves_memory(recipe: Recipe, field: str, value: Any) -> bool:
     """Return whether a value saves memory compared with the current one."""
     current = getattr(recipe, field)
     if field == "optimizer":
@@ -136,7 +140,7 @@ def _saves(recipe: Recipe, field: str, value: Any) -> bool:
 def _micro_batches(plan: Plan) -> Ladder:
     micro = plan.recipe.micro_batch_size
     smaller = [size for size in reversed(list_divisors(micro)) if size < micro]
-    return _made(
+    return _build_ladder(
         (f"Micro-batch {size} instead of {micro}", partial(_with_recipe, plan, {"micro_batch_size": size}))
         for size in smaller
     )
@@ -149,15 +153,15 @@ def _layout_ladders(plan: Plan) -> Iterator[Ladder]:
         current = getattr(layout, field)
         if field in DEGREE_WORDS:
             ladder = _degree_steps(plan, field, current, values)
-            yield _made(
+            yield _build_ladder(
                 (_degree_words(plan, field, value, current), partial(_with_layout, plan, {field: value}))
                 for value in ladder
             )
             continue
         for value in values or ():
-            words = LAYOUT_WORDS.get((field, value))
-            if words and value != current:
-                yield _made([(words, partial(_with_layout, plan, {field: value}))])
+            text = LAYOUT_WORDS.get((field, value))
+            if text and value != current:
+                yield _build_ladder([(text, partial(_with_layout, plan, {field: value}))])
 
 
 def _degree_steps(plan: Plan, field: str, current: int, values: tuple[Any, ...] | None) -> list[int]:
@@ -202,9 +206,9 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
             steps.append((f"Shard training state with {title}", partial(replace, plan, layout=other)))
         for field in [field for field in OFFLOADS if field in other.choices]:
             other, moved = replace(other, **{field: "cpu"}), [*moved, OFFLOADS[field]]
-            words = f"Offload {' and '.join(moved)} to the host with {title}"
-            steps.append((words, partial(replace, plan, layout=other)))
-        yield _made(steps)
+            text = f"Offload {' and '.join(moved)} to the host with {title}"
+            steps.append((text, partial(replace, plan, layout=other)))
+        yield _build_ladder(steps)
 
 
 def _with_recipe(plan: Plan, changed: dict[str, Any]) -> Plan:
@@ -219,17 +223,17 @@ def _with_layout(plan: Plan, changed: dict[str, Any]) -> Plan:
     return replace(plan, layout=replace(layout, **changed))
 
 
-def _made(steps: Iterable[tuple[str, Callable[[], Plan]]]) -> Ladder:
+def _build_ladder(steps: Iterable[tuple[str, Callable[[], Plan]]]) -> Ladder:
     """Return the changes whose plans can run."""
-    found: Ladder = []
-    for words, make in steps:
-        plan = _tried(make)
+    ladder: Ladder = []
+    for text, make in steps:
+        plan = _try_change(make)
         if plan is not None:
-            found.append(Change(words, plan))
-    return found
+            ladder.append(Change(text, plan))
+    return ladder
 
 
-def _tried(make: Callable[[], Plan]) -> Plan | None:
+def _try_change(make: Callable[[], Plan]) -> Plan | None:
     try:
         return make()
     except ValueError:

@@ -11,10 +11,10 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.grid import MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.trials import offloads
-from shardscope.planner.search.candidates import Candidates, candidates_of
-from shardscope.planner.search.search import rank
-from shardscope.planner.verdict import assess
+from shardscope.planner.advice.trials import has_offload
+from shardscope.planner.search.candidates import Candidates, list_candidates
+from shardscope.planner.search.search import rank_candidates
+from shardscope.planner.verdict import assess_plan
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
@@ -35,7 +35,7 @@ MAX_CHECKED = 200
 """Number of the fastest layouts that are checked for whether they can be launched here."""
 
 
-def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+def choose_first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
     """Return the layout of ``framework`` to start with for this model, cluster and recipe.
 
     The framework's defaults, if they fit and are about as fast as its best layout; otherwise the simplest
@@ -47,18 +47,18 @@ def first_layout(framework: str, arch: Architecture, cluster: Cluster, recipe: R
     if not default.choices:
         return default
     try:
-        return _choose(default, arch, cluster, recipe)
+        return _choose_layout(default, arch, cluster, recipe)
     except ValueError:
         return default
 
 
-def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
     rates = select_rates(cluster)
     rates.get_matmul_rate(PEAKS[recipe.precision])
     rates.get_memory_bandwidth()
     check_links(cluster, rates)
     offered = list(
-        candidates_of(
+        list_candidates(
             default.framework,
             arch,
             cluster,
@@ -70,22 +70,22 @@ def _choose(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recip
     as_it_is = [one for one in offered if one.recipe.recompute == recipe.recompute]
     eased = [one for one in offered if one.recipe.recompute == "full"]
     groups = [
-        ([one for one in asked if offloads(one.layout) is offload], size)
+        ([one for one in candidates if has_offload(one.layout) is offload], size)
         for offload in (False, True)
-        for asked, size in ((as_it_is, recipe.micro_batch_size), (eased, None))
+        for candidates, size in ((as_it_is, recipe.micro_batch_size), (eased, None))
     ]
     rankings: dict[int, Ranking] = {}
     for launched in (True, False):
-        for number, (asked, size) in enumerate(groups):
-            if not asked:
+        for number, (candidates, size) in enumerate(groups):
+            if not candidates:
                 continue
             if number not in rankings:  # Evaluate a group only if the previous ones have no plan.
-                rankings[number] = rank(arch, cluster, recipe, asked)
+                rankings[number] = rank_candidates(arch, cluster, recipe, candidates)
             ranking = rankings[number]
-            plan = _simplest(ranking, _rows_that_fit(ranking, size), default, launched=launched)
+            plan = _find_simplest(ranking, _rows_that_fit(ranking, size), default, launched=launched)
             if plan is not None:
                 return default if _is_as_good(default, plan, arch, cluster, recipe) else plan.layout
-    return _leanest(rankings[min(rankings)], default) if rankings else default
+    return _find_leanest(rankings[min(rankings)], default) if rankings else default
 
 
 def _rows_that_fit(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
@@ -107,7 +107,9 @@ def _stays_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
     return inside
 
 
-def _simplest(ranking: Ranking, rows: NDArray[np.int64], default: Layout, *, launched: bool) -> Plan | None:
+def _find_simplest(
+    ranking: Ranking, rows: NDArray[np.int64], default: Layout, *, launched: bool
+) -> Plan | None:
     """Return the plan near the fastest with the fewest settings; None if there is none.
 
     ``launched``: only plans that can be launched here count.
@@ -120,8 +122,8 @@ def _simplest(ranking: Ranking, rows: NDArray[np.int64], default: Layout, *, lau
         return None
     rows = rows[ranking.step_seconds[rows] <= NEAR * ranking.step_seconds[rows[0]]]
     rows = _fewest_settings_first(ranking, rows, default)
-    found = (row for row in rows if not launched or _can_be_launched(ranking, row))
-    return ranking.plan(int(next(found)))
+    candidates = (row for row in rows if not launched or _can_be_launched(ranking, row))
+    return ranking.plan(int(next(candidates)))
 
 
 def _can_be_launched(ranking: Ranking, row: np.int64) -> bool:
@@ -130,13 +132,13 @@ def _can_be_launched(ranking: Ranking, row: np.int64) -> bool:
 
 def _fewest_settings_first(ranking: Ranking, rows: NDArray[np.int64], default: Layout) -> NDArray[np.int64]:
     changed = np.array([_num_changed(one, default) for one in ranking.candidates])
-    settings = ranking.num_degrees_above_one(rows) + changed[ranking.owners(rows)]
+    settings = ranking.num_degrees_above_one(rows) + changed[ranking.find_owners(rows)]
     return rows[np.argsort(settings, kind="stable")]
 
 
-def _num_changed(found: Candidates, default: Layout) -> int:
-    names = [name for name in default.__dataclass_fields__ if name not in found.table.columns]
-    return sum(getattr(found.layout, name) != getattr(default, name) for name in names)
+def _num_changed(candidates: Candidates, default: Layout) -> int:
+    names = [name for name in default.__dataclass_fields__ if name not in candidates.table.columns]
+    return sum(getattr(candidates.layout, name) != getattr(default, name) for name in names)
 
 
 def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
@@ -144,14 +146,14 @@ def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluste
     try:
         plain = Plan(arch, cluster, recipe, default)
         order: dict[Any, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
-        if order[assess(plain).state] > min(2, order[assess(plan).state]):
+        if order[assess_plan(plain).state] > min(2, order[assess_plan(plan).state]):
             return False
         return plain.step().seconds <= NEAR * plan.step().seconds
     except ValueError:
         return False
 
 
-def _leanest(ranking: Ranking, default: Layout) -> Layout:
+def _find_leanest(ranking: Ranking, default: Layout) -> Layout:
     """Return the simplest of the layouts that need about the least GPU memory, then the fastest."""
     inside = np.flatnonzero(_stays_inside_a_node(ranking))
     rows = inside[ranking.peak_bytes[inside] <= NEAR * ranking.peak_bytes[inside].min()]

@@ -12,12 +12,12 @@ import numpy as np
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.trials import PAYS
-from shardscope.planner.capacity import places
-from shardscope.planner.differences import differences
+from shardscope.planner.capacity import list_places
+from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
-from shardscope.planner.repairs.several import between, keep_options, several
+from shardscope.planner.repairs.several import combine_changes, describe_change, keep_options
 from shardscope.planner.search.search import search
-from shardscope.planner.verdict import State, assess
+from shardscope.planner.verdict import State, assess_plan
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -62,15 +62,15 @@ def make_it_fit(plan: Plan) -> Fit | None:
     be launched here come first, if ``plan`` can be.
     """
     try:
-        if assess(plan).runs:
+        if assess_plan(plan).runs:
             return None
     except ValueError:  # There are no formulas for it.
         return None
-    found = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
-    if found is None:
-        way = several(plan)
-        found = None if way is None else _Found(way.plan, way.plan.layout.framework == plan.layout.framework)
-    return None if found is None else _fit(plan, found.plan, found.own_framework_fits)
+    fit = _search_on_these_gpus(plan, ("fits", "tight")) or _search_on_these_gpus(plan, ("unknown",))
+    if fit is None:
+        way = combine_changes(plan)
+        fit = None if way is None else _Found(way.plan, way.plan.layout.framework == plan.layout.framework)
+    return None if fit is None else _build_fit(plan, fit.plan, fit.own_framework_fits)
 
 
 class _Found(NamedTuple):
@@ -84,12 +84,12 @@ def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
     best: Plan | None = None
     own_fits = False
     for names in _frameworks_by_nearness(plan):
-        found = _cheapest(plan, _offered(plan, names), states)
-        if found is None:
+        cheapest = _find_cheapest(plan, _list_offered(plan, names), states)
+        if cheapest is None:
             continue
         own_fits = own_fits or names == [plan.layout.framework]
-        if best is None or predict_seconds(found) * PAYS < predict_seconds(best):
-            best = found
+        if best is None or predict_seconds(cheapest) * PAYS < predict_seconds(best):
+            best = cheapest
         if predict_seconds(best) <= enough:
             break
     return None if best is None else _Found(best, own_fits)
@@ -97,31 +97,31 @@ def _search_on_these_gpus(plan: Plan, states: Sequence[State]) -> _Found | None:
 
 def _frameworks_by_nearness(plan: Plan) -> Iterator[list[str]]:
     """Yield this framework, then those with the same modules, then those with their own modules."""
-    own = plan.layout.framework
-    others = [name for name in frameworks if name != own]
-    yield [own]
+    framework = plan.layout.framework
+    other_names = [name for name in frameworks if name != framework]
+    yield [framework]
     for is_same in (True, False):
         kernels = plan.layout.default_kernels
         names = [
-            one for one in others if (frameworks[one].layout_class.default_kernels == kernels) is is_same
+            one for one in other_names if (frameworks[one].layout_class.default_kernels == kernels) is is_same
         ]
         if names:
             yield names
 
 
-def _fit(plan: Plan, found: Plan, own_framework_fits: bool) -> Fit:
-    short = assess(plan).shortages[0]
-    needed = {place.name: place.needed_bytes for place in places(found, found.memory())}
+def _build_fit(plan: Plan, fitting: Plan, own_framework_fits: bool) -> Fit:
+    short = assess_plan(plan).shortages[0]
+    needed = {place.name: place.needed_bytes for place in list_places(fitting, fitting.memory())}
     return Fit(
-        plan=found,
-        changes=between(plan, found).changes,
+        plan=fitting,
+        changes=describe_change(plan, fitting).changes,
         bytes_won=short.needed_bytes - needed.get(short.name, 0),
-        seconds_lost=predict_seconds(found) - predict_seconds(plan),
+        seconds_lost=predict_seconds(fitting) - predict_seconds(plan),
         own_framework_fits=own_framework_fits,
     )
 
 
-def _offered(plan: Plan, names: Sequence[str]) -> list[Plan]:
+def _list_offered(plan: Plan, names: Sequence[str]) -> list[Plan]:
     """Return plans of these frameworks on the same GPUs: single changes, then plans of a search."""
     steps = [step.plan for step in find_steps(plan) if step.plan.layout.framework in names]
     return [*steps, *_from_search(plan, names)]
@@ -138,42 +138,42 @@ def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
         ranking = ranking.instead  # The chunked loss has the same loss curve.
     feasible, known = ranking.feasible, ranking.is_room_known
     easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
-    found: list[Plan] = []
+    plans: list[Plan] = []
     launched = is_trained(plan)
     for wanted in (feasible & known & easy, feasible & known & ~easy, feasible & ~known):
-        found += [keep_options(plan, one) for one in _fastest(ranking, np.flatnonzero(wanted), launched)]
-    return found
+        plans += [keep_options(plan, one) for one in _list_fastest(ranking, np.flatnonzero(wanted), launched)]
+    return plans
 
 
-def _fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
+def _list_fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
     """Return the plans of ``rows`` near the fastest; ``launched``: that can be launched, if any can."""
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
-    found: list[Plan] = []
+    launchable: list[Plan] = []
     fallback: list[Plan] = []
     for row in rows[: 10 * MAX_PLANS]:
         one = ranking.plan(int(row))
-        limit = NEAR * (found or fallback or [one])[0].step().seconds
-        if len(found) >= MAX_PLANS or (found and ranking.step_seconds[row] > limit):
+        limit = NEAR * (launchable or fallback or [one])[0].step().seconds
+        if len(launchable) >= MAX_PLANS or (launchable and ranking.step_seconds[row] > limit):
             break
         if not launched or is_trained(one):
-            found.append(one)
+            launchable.append(one)
         elif len(fallback) < MAX_PLANS and ranking.step_seconds[row] <= limit:
             fallback.append(one)
-    return found or fallback
+    return launchable or fallback
 
 
-def _cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
+def _find_cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
     """Return the cheapest plan with the same training and the first of ``states`` that any plan has."""
     same = [one for one in offered if _trains_the_same(plan, one)]
     if is_trained(plan):
         same = [one for one in same if is_trained(one)] or same
-    states_of = [(one, assess(one).state) for one in same]
+    states_of = [(one, assess_plan(one).state) for one in same]
     for state in states:
-        fitting = [one for one, found in states_of if found == state]
+        fitting = [one for one, plan_state in states_of if plan_state == state]
         if fitting:
             least = min(map(_sortable_seconds, fitting))
             near = [one for one in fitting if _sortable_seconds(one) <= NEAR * least]
-            return min(near, key=lambda one: (len(differences(plan, one)), _sortable_seconds(one)))
+            return min(near, key=lambda one: (len(find_differences(plan, one)), _sortable_seconds(one)))
     return None
 
 

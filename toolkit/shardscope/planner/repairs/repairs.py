@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import html_table
 from shardscope.core.number_format import gib
-from shardscope.planner.capacity import Place, fits, places, shortages
-from shardscope.planner.repairs.changes import Change, Ladder, ladders
+from shardscope.planner.capacity import Place, find_shortages, fits, list_places
+from shardscope.planner.repairs.changes import Change, Ladder, list_ladders
 from shardscope.timing.paging import count_travelling_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Tried(NamedTuple):
     is_enough: bool
 
 
-def repairs(plan: Plan) -> Repairs:
+def find_repairs(plan: Plan) -> Repairs:
     """Return the single changes that make ``plan`` fit, the cheapest in time first; empty if it fits already.
 
     Of each kind (a smaller micro-batch, one more shard), only the first sufficient change. A change whose
@@ -81,23 +81,23 @@ def find_steps(plan: Plan) -> list[Repair]:
     If no single change is sufficient, the ones that save most, the best first, as steps of a combination.
     """
     report = plan.memory()
-    short = shortages(plan, report)
+    short = find_shortages(plan, report)
     if not short:
         return Repairs()
     enough: list[_Tried] = []
     half_way: list[_Tried] = []
-    for ladder in ladders(plan):
-        best = _best(ladder, short[0])
+    for ladder in list_ladders(plan):
+        best = _find_best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
     seconds = predict_seconds(plan)
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
-        return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
-    return sorted((_priced(tried, seconds) for tried in enough), key=_cheapest_first)
+        return [_build_repair(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
+    return sorted((_build_repair(tried, seconds) for tried in enough), key=_cheapest_first)
 
 
-def _best(ladder: Ladder, short: Place) -> _Tried | None:
+def _find_best(ladder: Ladder, short: Place) -> _Tried | None:
     """Return the first sufficient change, otherwise the one that saves most of the ``short`` memory; None if
     none saves any."""
     best: _Tried | None = None
@@ -106,7 +106,7 @@ def _best(ladder: Ladder, short: Place) -> _Tried | None:
             report = change.plan.memory()
         except ValueError:  # The plan can run, but there are no formulas for it.
             continue
-        needed = {place.name: place.needed_bytes for place in places(change.plan, report)}
+        needed = {place.name: place.needed_bytes for place in list_places(change.plan, report)}
         won = short.needed_bytes - needed.get(short.name, 0)
         if won <= 0:
             continue
@@ -125,7 +125,7 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
 def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     """Return a button's text for each change: ``Recompute selectively: saves 12.3 GiB, about 4 % slower``."""
     report = plan.memory()
-    short = shortages(plan, report)
+    short = find_shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
     seconds = predict_seconds(plan)
     return [
@@ -135,10 +135,10 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     ]
 
 
-def _cost_words(repair: Repair, whole: float) -> str:
-    if math.isnan(repair.seconds_lost) or math.isnan(whole):
+def _cost_words(repair: Repair, seconds: float) -> str:
+    if math.isnan(repair.seconds_lost) or math.isnan(seconds):
         return "time unknown"
-    share = repair.seconds_lost / whole
+    share = repair.seconds_lost / seconds
     if abs(share) < 0.005:
         return "about as fast"
     if share > 1:
@@ -150,7 +150,7 @@ def _paging_words(repair: Repair) -> str:
     return ", while it pages" if count_travelling_bytes(repair.plan, repair.plan.memory()) else ""
 
 
-def _priced(tried: _Tried, seconds: float) -> Repair:
+def _build_repair(tried: _Tried, seconds: float) -> Repair:
     """Return the repair with its time compared with the original plan's ``seconds``."""
     changed = predict_seconds(tried.change.plan)
     return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)

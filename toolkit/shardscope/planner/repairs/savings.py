@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from shardscope.planner.capacity import fits
-from shardscope.planner.repairs.changes import ladders
+from shardscope.planner.repairs.changes import list_ladders
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
     """
     seconds = predict_seconds(plan)
     best: dict[str, Repair] = {}
-    for ladder in ladders(plan):
+    for ladder in list_ladders(plan):
         for change in ladder:
             changed = changed_fields(plan, change.plan)
             if len(changed) != 1 or changed[0] in SAME_TRAINING or change.plan.layout != plan.layout:
@@ -47,7 +47,7 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
                 continue
             saving = Repair(change.words, change.plan, saved, lost)
             known = best.get(changed[0])
-            if known is None or _cost(saving, seconds) < _cost(known, seconds):
+            if known is None or _rank_cost(saving, seconds) < _rank_cost(known, seconds):
                 best[changed[0]] = saving
     return sorted(best.values(), key=lambda saving: -saving.bytes_won)[:MAX_SAVINGS]
 
@@ -59,7 +59,7 @@ def changed_fields(before: Plan, after: Plan) -> list[str]:
     return [name for name in names if getattr(recipes[0], name) != getattr(recipes[1], name)]
 
 
-def _cost(saving: Repair, seconds: float) -> tuple[float, int]:
+def _rank_cost(saving: Repair, seconds: float) -> tuple[float, int]:
     """Return the sort key of a change: time lost in whole per cent, then bytes saved."""
     share = saving.seconds_lost / seconds
     return (math.inf if math.isnan(share) else max(0, round(100 * share)), -saving.bytes_won)

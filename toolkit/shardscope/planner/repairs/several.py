@@ -13,9 +13,9 @@ from shardscope.core.cluster import MAX_NODES
 from shardscope.core.finding import PlanChange
 from shardscope.core.recipe import Method
 from shardscope.frameworks.registry import frameworks as known
-from shardscope.planner.advice.words import named
+from shardscope.planner.advice.words import name_plan
 from shardscope.planner.capacity import fits
-from shardscope.planner.differences import differences
+from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
 from shardscope.planner.search.search import search
 
@@ -31,7 +31,7 @@ KEPT = 2
 MOST_TIMES_THE_NODES = 64
 
 
-def several(plan: Plan) -> PlanChange | None:
+def combine_changes(plan: Plan) -> PlanChange | None:
     """Return the nearest plan that fits, for a plan without a sufficient single change; None if none was
     found.
 
@@ -39,23 +39,23 @@ def several(plan: Plan) -> PlanChange | None:
     over all frameworks. Only then adapters instead of full training, more nodes, and last a smaller model of
     the catalogue.
     """
-    found, stuck = _step_by_step(plan, [plan.recipe.method])
-    found = found or searched(plan) or _step_by_step(plan, METHODS)[0]
-    if found is None:
-        ways = [*stuck, *of_other_frameworks(plan)]
-        found = on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
-    return None if found is None else between(plan, found.plan)
+    change, stuck = _step_by_step(plan, [plan.recipe.method])
+    change = change or search_change(plan) or _step_by_step(plan, METHODS)[0]
+    if change is None:
+        ways = [*stuck, *list_other_frameworks(plan)]
+        change = on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
+    return None if change is None else describe_change(plan, change.plan)
 
 
-def between(before: Plan, after: Plan) -> PlanChange:
+def describe_change(before: Plan, after: Plan) -> PlanChange:
     """Return the differences between two plans as one way, without steps that a later one undid."""
-    told = [
-        f"{named(after, after.recipe)} instead of {named(before, before.recipe)}"
+    changes = [
+        f"{name_plan(after, after.recipe)} instead of {name_plan(before, before.recipe)}"
         if one.field == "framework"
         else str(one)
-        for one in differences(before, after)
+        for one in find_differences(before, after)
     ]
-    return PlanChange(tuple(told), after)
+    return PlanChange(tuple(changes), after)
 
 
 def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None, list[PlanChange]]:
@@ -64,7 +64,12 @@ def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None
     ways = [PlanChange((), plan)]
     most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
-        further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
+        further = [
+            next_way
+            for way in ways
+            for next_way in _list_next_changes(way)
+            if next_way.plan.recipe.method in methods
+        ]
         # "not ... >" keeps plans whose time is NaN (not known).
         enough = [way for way in further if _has_room(way.plan) and not way.seconds_lost > most]
         if enough:
@@ -72,22 +77,22 @@ def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[PlanChange | None
         if not further:
             break
         further = [way for way in further if not _has_room(way.plan)] or further
-        ways = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
+        ways = sorted(_drop_duplicates(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
     return None, ways
 
 
-def _further(way: PlanChange) -> Iterator[PlanChange]:
+def _list_next_changes(way: PlanChange) -> Iterator[PlanChange]:
     for repair in find_steps(way.plan):
         yield PlanChange((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
 
 
-def _apart(ways: list[PlanChange]) -> list[PlanChange]:
+def _drop_duplicates(ways: list[PlanChange]) -> list[PlanChange]:
     """Return the ways without duplicates that lead to the same plan in another order."""
-    found: list[PlanChange] = []
+    distinct: list[PlanChange] = []
     for way in ways:
-        if all(way.plan != other.plan for other in found):
-            found.append(way)
-    return found
+        if all(way.plan != other.plan for other in distinct):
+            distinct.append(way)
+    return distinct
 
 
 def _cheapest_first(plan: Plan, way: PlanChange) -> tuple[bool, bool, float]:
@@ -100,39 +105,39 @@ def _has_room(plan: Plan) -> bool:
     return fits(plan, plan.memory())
 
 
-def searched(
+def search_change(
     plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0
 ) -> PlanChange | None:
     """Return the best plan of a search over the same GPUs with ``headroom_bytes`` free on each GPU; None if
     nothing fits, or a required figure is not known."""
     nouns = plan.architecture, plan.cluster, plan.recipe
     try:
-        found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
+        best = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
     except ValueError:
         return None
-    kept = keep_options(plan, found)
-    free = kept.cluster.usable_bytes_per_gpu - kept.memory().peak_bytes
-    return between(plan, kept if _has_room(kept) and free >= headroom_bytes else found)
+    changed = keep_options(plan, best)
+    free = changed.cluster.usable_bytes_per_gpu - changed.memory().peak_bytes
+    return describe_change(plan, changed if _has_room(changed) and free >= headroom_bytes else best)
 
 
 def keep_options(plan: Plan, found: Plan) -> Plan:
     """Return ``found`` with the options of ``plan`` that a search leaves at the framework's defaults."""
     if type(found.layout) is not type(plan.layout):
         return found
-    own = {
+    options = {
         field.name: getattr(plan.layout, field.name)
         for field in fields(found.layout)
         if field.name not in found.layout.choices and getattr(found.layout, field.name) == field.default
     }
     try:
-        kept = replace(found, layout=replace(found.layout, **{**own, **_derived(found.layout)}))
-        kept.memory()
+        changed = replace(found, layout=replace(found.layout, **{**options, **_reset_derived(found.layout)}))
+        changed.memory()
     except ValueError:
         return found
-    return kept
+    return changed
 
 
-def _derived(layout: Layout) -> dict[str, None]:
+def _reset_derived(layout: Layout) -> dict[str, None]:
     return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
 
 
@@ -142,8 +147,8 @@ def on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool])
     if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks run on this one machine.
         return None
     for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
-        larger = [found for way in ways if (found := _with_nodes(way, 2**power))]
-        for one in [*larger, *(each for way in larger for each in _further(way))]:
+        larger = [grown for way in ways if (grown := _with_nodes(way, 2**power))]
+        for one in [*larger, *(next_way for way in larger for next_way in _list_next_changes(way))]:
             if is_enough(one.plan):
                 return one
     return None
@@ -152,23 +157,25 @@ def on_more_nodes(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool])
 def with_a_smaller_model(ways: Sequence[PlanChange], is_enough: Callable[[Plan], bool]) -> PlanChange | None:
     """Return a way with the largest smaller model of the catalogue that is sufficient, the same family first;
     None if there is none."""
-    own = ways[0].plan.architecture
+    original = ways[0].plan.architecture
     smaller = [
-        model for model in map(models.__getitem__, models) if model.num_parameters < own.num_parameters
+        model for model in map(models.__getitem__, models) if model.num_parameters < original.num_parameters
     ]
-    for model in sorted(smaller, key=lambda one: (one.model_type != own.model_type, -one.num_parameters)):
+    for model in sorted(
+        smaller, key=lambda one: (one.model_type != original.model_type, -one.num_parameters)
+    ):
         for way in ways:
             try:
                 plan = replace(way.plan, architecture=model)
-                found = is_enough(plan)
+                fits_here = is_enough(plan)
             except ValueError:
                 continue
-            if found:
+            if fits_here:
                 return PlanChange((f"A smaller model: {model.name}", *way.changes), plan)
     return None
 
 
-def of_other_frameworks(plan: Plan) -> Iterator[PlanChange]:
+def list_other_frameworks(plan: Plan) -> Iterator[PlanChange]:
     """Yield the default layout of every framework that can run the plan: some need less memory that does not
     shrink."""
     for framework in known.values():
@@ -188,7 +195,7 @@ def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
     if num_nodes > MAX_NODES:
         return None
     cluster = replace(plan.cluster, num_nodes=num_nodes)
-    layout = replace(plan.layout, **_derived(plan.layout))
+    layout = replace(plan.layout, **_reset_derived(plan.layout))
     for batch in (plan.recipe.global_batch_size, plan.recipe.global_batch_size * times):
         recipe = replace(plan.recipe, global_batch_size=batch)
         try:
@@ -196,7 +203,7 @@ def _with_nodes(way: PlanChange, times: int) -> PlanChange | None:
             larger.memory()
         except ValueError:
             continue
-        told = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
-        told += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
-        return PlanChange((*told, *way.changes), larger)
+        changes = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
+        changes += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
+        return PlanChange((*changes, *way.changes), larger)
     return None

@@ -42,16 +42,18 @@ class Candidates:
         """Return the number of plans."""
         return self.table.num_plans
 
-    def plan(self, cluster: Cluster, row: int) -> Plan:
+    def build_plan(self, cluster: Cluster, row: int) -> Plan:
         """Return the plan of a row, created and checked like any other plan."""
         numbers = {name: int(column[row]) for name, column in self.table.columns.items()}
-        own = self.layout.__dataclass_fields__
-        layout = replace(self.layout, **{name: number for name, number in numbers.items() if name in own})
+        layout_fields = self.layout.__dataclass_fields__
+        layout = replace(
+            self.layout, **{name: number for name, number in numbers.items() if name in layout_fields}
+        )
         recipe = replace(self.recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE])
         return Plan(self.table.architecture, cluster, recipe, layout)
 
 
-def candidates_of(
+def list_candidates(
     name: str,
     arch: Architecture,
     cluster: Cluster,
@@ -74,7 +76,7 @@ def candidates_of(
         if recompute is not None and value not in recompute:
             continue
         try:
-            again = _recomputing(recipe, value)
+            again = _with_recompute(recipe, value)
         except ValueError:
             continue
         for grid in grids:
@@ -85,7 +87,7 @@ def candidates_of(
                 grid.check(layout, again)
             except ValueError:
                 continue
-            columns = runnable.rows(grid.columns, again, layout)
+            columns = runnable.select_supported(grid.columns, again, layout)
             if not len(columns[MICRO_BATCH_SIZE]):
                 continue
             if (id(columns),) not in tables:
@@ -107,7 +109,7 @@ def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
     return [replace(grid, columns=columns[id(grid.columns)]) for grid in grids]
 
 
-def _recomputing(recipe: Recipe, recompute: Any) -> Recipe:
+def _with_recompute(recipe: Recipe, recompute: Any) -> Recipe:
     interval = 1 if recompute == "none" else recipe.recompute_interval
     return replace(recipe, recompute=recompute, recompute_interval=interval, micro_batch_size=1)
 
@@ -123,21 +125,21 @@ class _Supported:
         self._above: dict[int, tuple[list[dict[str, int]], NDArray[np.int64]]] = {}
         self._parts: dict[tuple[int, bytes], Columns] = {}
 
-    def rows(self, columns: Columns, recipe: Recipe, layout: Layout) -> Columns:
+    def select_supported(self, columns: Columns, recipe: Recipe, layout: Layout) -> Columns:
         """Return the rows of ``columns`` that are valid plans; the same object if all are."""
         if id(columns) not in self._above:
-            self._above[id(columns)] = _above_one(columns)
+            self._above[id(columns)] = _find_degrees_above_one(columns)
         kinds, kind_of = self._above[id(columns)]
         with without_fix_search():  # the fixes are not used
-            told = np.array([self._runs(recipe, layout, degrees) for degrees in kinds])
-        if told.all():
+            can_run = np.array([self._can_run(recipe, layout, degrees) for degrees in kinds])
+        if can_run.all():
             return columns
-        key = id(columns), told.tobytes()
+        key = id(columns), can_run.tobytes()
         if key not in self._parts:
-            self._parts[key] = select_rows(columns, told[kind_of])
+            self._parts[key] = select_rows(columns, can_run[kind_of])
         return self._parts[key]
 
-    def _runs(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
+    def _can_run(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
         plan: Any = ObjectBatch(
             Plan,
             None,
@@ -154,12 +156,12 @@ class _Supported:
         return True
 
 
-def _above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
+def _find_degrees_above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
     """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
     names: list[str] = [name for name in ("tp", "cp", "ep") if name in columns]
     kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
     for name in names:
         kind_of = 2 * kind_of + (columns[name] > 1)
-    found = find_distinct(kind_of, 2 ** len(names))
-    kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in found.rows]
-    return kinds, found.codes
+    distinct = find_distinct(kind_of, 2 ** len(names))
+    kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in distinct.rows]
+    return kinds, distinct.codes

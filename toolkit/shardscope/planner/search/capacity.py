@@ -34,35 +34,39 @@ class Needs(NamedTuple):
     """Host memory while the model is built."""
 
 
-def needs(
+def compute_needs(
     table: Table,
     cluster: Cluster,
     recipe: Recipe,
     layout: Layout,
-    found: StageBytes,
+    stage_bytes: StageBytes,
     making: NDArray[np.int64],
 ) -> Needs:
     """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
-    peak = table.most(table.rows.spread(found.peak))
+    peak = table.most(table.rows.spread(stage_bytes.peak))
     if recipe.recompute == "offload" and _shares_nodes(table, cluster):
         # The number of micro-batches in flight depends on the stage, and a node has several stages.
         table = table.with_every_stage()
         plans = table.plans(cluster, recipe, layout)
-        found = compute_stage_bytes(plans, find_modules(plans), table.stage(plans, layout))
-    nvme = _on_a_node(table, cluster, table.rows.spread(found.nvme)) if _is_some(found.nvme) else None
+        stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.stage(plans, layout))
+    nvme = (
+        _sum_over_node(table, cluster, table.rows.spread(stage_bytes.nvme))
+        if _is_some(stage_bytes.nvme)
+        else None
+    )
     nothing = np.zeros(table.num_plans, np.int64)
-    if not _is_some(found.host):
+    if not _is_some(stage_bytes.host):
         return Needs(peak, nothing, nothing if nvme is None else nvme, making)
-    host = table.rows.spread(found.host)
+    host = table.rows.spread(stage_bytes.host)
     if recipe.optimizer.startswith("paged"):
         # Only the pages of managed memory that do not fit on the GPU are in host memory.
-        paged = table.most(table.rows.spread(found.host_state))
+        paged = table.most(table.rows.spread(stage_bytes.host_state))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
     if cluster.gpu.memory_is_shared:
         uses = table.most(host) > 0
         host = host + (uses * peak)[table.owners]
-    return Needs(peak, _on_a_node(table, cluster, host), nothing if nvme is None else nvme, making)
+    return Needs(peak, _sum_over_node(table, cluster, host), nothing if nvme is None else nvme, making)
 
 
 def _is_some(num_bytes: Any) -> bool:
@@ -75,13 +79,13 @@ def _shares_nodes(table: Table, cluster: Cluster) -> bool:
     return any(size % cluster.gpus_per_node for size in sizes)
 
 
-def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
+def _sum_over_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bytes on the fullest node. Pipeline stages are the outermost degree, so that consecutive
     ranks share a node."""
     per_node = cluster.gpus_per_node
-    found: NDArray[np.int64] = table.most(by_row) * per_node
-    if not found.any():
-        return found
+    node_bytes: NDArray[np.int64] = table.most(by_row) * per_node
+    if not node_bytes.any():
+        return node_bytes
     for number, shapes in enumerate(table.pipelines):
         per_stage = cluster.num_gpus // len(shapes.kind_of)
         if per_stage % per_node == 0:
@@ -92,24 +96,26 @@ def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDA
         firsts = np.arange(0, cluster.num_gpus, per_node)
         lasts = np.minimum(firsts + per_node, cluster.num_gpus) - 1
         before = np.where(firsts > 0, sums[:, firsts - 1], 0)
-        found[plans] = (sums[:, lasts] - before).max(axis=1)
-    return found
+        node_bytes[plans] = (sums[:, lasts] - before).max(axis=1)
+    return node_bytes
 
 
-def making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
+def compute_making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
     """Return the host memory of a node while all its ranks build or load the model, shape
     ``(num_plans,)``."""
-    found = table.host_memory.get(layout)
-    if found is None:
-        found = table.host_memory[layout] = _making_bytes(table, cluster, recipe, layout)
-    return found
+    host_bytes = table.host_memory.get(layout)
+    if host_bytes is None:
+        host_bytes = table.host_memory[layout] = _compute_making_bytes(table, cluster, recipe, layout)
+    return host_bytes
 
 
-def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
+def _compute_making_bytes(
+    table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
+) -> NDArray[np.int64]:
     model = frameworks[layout.framework].building_model()
     names = [name for name in ("tp", "pp", "ep") if name in table.columns]
 
-    def each(*numbers: int) -> int:
+    def compute_host_bytes(*numbers: int) -> int:
         degrees = dict(zip(names, numbers, strict=False))
         spread = Degrees(data_parallel=1, **degrees)
         plan: Any = ObjectBatch(
@@ -124,6 +130,10 @@ def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
         )
         return model.compute_host_memory(plan).num_bytes
 
-    on_a_rank = map_distinct(each, *(table.number(name) for name in names)) if names else each()
+    on_a_rank = (
+        map_distinct(compute_host_bytes, *(table.number(name) for name in names))
+        if names
+        else compute_host_bytes()
+    )
     on_a_node: NDArray[np.int64] = table.rows.spread(on_a_rank) * cluster.gpus_per_node
     return table.by_plan(table.by_place(on_a_node)[0])

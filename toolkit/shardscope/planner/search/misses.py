@@ -32,44 +32,48 @@ class Miss:
     """Description of the plan and of its missing memory."""
 
 
-def nearest(ranking: Ranking) -> tuple[Miss, ...]:
+def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     """Return the nearest misses, one of each framework first; empty if all plans fit or none was
     evaluated."""
     rows = np.flatnonzero(~ranking.feasible)
     if not len(rows):
         return ()
-    short, seconds, owners = ranking.missing_share[rows], ranking.step_seconds[rows], ranking.owners(rows)
-    names = [found.layout.framework for found in ranking.candidates]
+    short, seconds, owners = (
+        ranking.missing_share[rows],
+        ranking.step_seconds[rows],
+        ranking.find_owners(rows),
+    )
+    names = [candidate.layout.framework for candidate in ranking.candidates]
     # The nearest of each framework first, then the nearest of all.
     firsts = []
     for name in dict.fromkeys(names):
-        places = np.flatnonzero(np.array([name == own for own in names])[owners])
-        if len(places):
-            places = places[short[places] == short[places].min()]
-            firsts.append(int(places[np.argmin(seconds[places])]))
-    firsts.sort(key=lambda place: float(short[place]))
+        positions = np.flatnonzero(np.array([name == framework for framework in names])[owners])
+        if len(positions):
+            positions = positions[short[positions] == short[positions].min()]
+            firsts.append(int(positions[np.argmin(seconds[positions])]))
+    firsts.sort(key=lambda position: float(short[position]))
     last = min(MISSES, len(rows)) - 1
     near = np.flatnonzero(short <= np.partition(short, last)[last])
     near = near[np.lexsort((seconds[near], short[near]))]
     chosen = rows[list(dict.fromkeys([*firsts, *near.tolist()]))[:MISSES]].tolist()
-    return tuple(_miss(ranking, row) for row in chosen)
+    return tuple(_build_miss(ranking, row) for row in chosen)
 
 
-def why_none(ranking: Ranking) -> str:
+def explain_no_plan(ranking: Ranking) -> str:
     """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan."""
     refused: dict[str, list[str]] = {}
     for name, why in ranking.refused.items():
         refused.setdefault(why, []).append(name)
-    told = [miss.words for miss in ranking.misses]
-    told += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
-    other = f" {instead_words(ranking.instead)}" if ranking.instead is not None else ""
+    reasons = [miss.words for miss in ranking.misses]
+    reasons += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
+    other = f" {describe_other_recipe(ranking.instead)}" if ranking.instead is not None else ""
     return (
         f"No plan of {ranking.num_evaluated:,} for {ranking.architecture.name} fits {ranking.cluster}. "
-        f"Nearest misses: {'; '.join(told) or 'none, for no layout runs this recipe here'}.{other}"
+        f"Nearest misses: {'; '.join(reasons) or 'none, for no layout runs this recipe here'}.{other}"
     )
 
 
-def instead_words(instead: Ranking) -> str:
+def describe_other_recipe(instead: Ranking) -> str:
     """Return the text on the nearest other recipe and its best plan or nearest misses."""
     recipe = instead.recipe
     changed = (
@@ -82,21 +86,21 @@ def instead_words(instead: Ranking) -> str:
         return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
     row = int(instead.order[0])
     rate = instead.tokens_per_second_per_gpu[row]
-    return f"With {changed}: {_what(instead, row)}, {rate:,.0f} tokens/s a GPU."
+    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s a GPU."
 
 
-def _miss(ranking: Ranking, row: int) -> Miss:
+def _build_miss(ranking: Ranking, row: int) -> Miss:
     lacks = {name: int(short[row]) for name, short in ranking.lacks.items() if short[row] > 0}
     missing = " and ".join(f"{gib(short)} GiB of {name}" for name, short in lacks.items())
-    words = f"{_what(ranking, row)}: lacks {missing}"
-    return Miss(index=int(row), framework=str(ranking.framework[row]), lacks=lacks, words=words)
+    text = f"{_describe_plan(ranking, row)}: lacks {missing}"
+    return Miss(index=int(row), framework=str(ranking.framework[row]), lacks=lacks, words=text)
 
 
-def _what(ranking: Ranking, row: int) -> str:
+def _describe_plan(ranking: Ranking, row: int) -> str:
     numbers = [
         f"{name.replace('_', ' ')} {int(ranking.column(name)[row])}"
         for name in (*DEGREES, MICRO_BATCH_SIZE)
         if ranking.column(name)[row] > 1
     ]
-    options = ranking.options(np.array([row]))[0]
+    options = ranking.describe_options(np.array([row]))[0]
     return ", ".join([f"{options}, recompute {ranking.recompute[row]}", *numbers])

@@ -14,7 +14,7 @@ from shardscope.core.html_table import html_table
 from shardscope.core.number_format import gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.search.misses import Miss, nearest, why_none
+from shardscope.planner.search.misses import Miss, explain_no_plan, find_nearest_misses
 from shardscope.timing.report import HOUR_SECONDS
 
 if TYPE_CHECKING:
@@ -104,17 +104,17 @@ class Ranking:
     @cached_property
     def framework(self) -> NDArray[np.str_]:
         """Return the registry's framework name of each plan."""
-        names = [found.layout.framework for found in self.candidates]
-        return np.repeat(np.array(names, str), [found.num_plans for found in self.candidates])
+        names = [candidate.layout.framework for candidate in self.candidates]
+        return np.repeat(np.array(names, str), [candidate.num_plans for candidate in self.candidates])
 
     @cached_property
     def feasible(self) -> NDArray[np.bool_]:
         """Return whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its
         nodes."""
-        found = np.ones(self.num_evaluated, bool)
+        fitting = np.ones(self.num_evaluated, bool)
         for short in self.lacks.values():
-            found &= short <= 0
-        return found
+            fitting &= short <= 0
+        return fitting
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
@@ -123,14 +123,18 @@ class Ranking:
         rows = self._by_speed
         if not len(rows):
             return rows
-        told = self.is_room_known[rows]
-        rows = np.concatenate([rows[told], rows[~told]])
+        is_known = self.is_room_known[rows]
+        rows = np.concatenate([rows[is_known], rows[~is_known]])
         # A plan that needs memory of unknown size never comes before one that does not.
-        leading = rows[: int(told.sum()) or len(rows)]
+        leading = rows[: int(is_known.sum()) or len(rows)]
         num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
-        alike = leading[:num]
-        keys = (-self.headroom_bytes[alike], self.column("vpp")[alike], self._num_turned_on(alike))
-        return np.concatenate([alike[np.lexsort(keys)], rows[num:]])
+        equally_fast = leading[:num]
+        keys = (
+            -self.headroom_bytes[equally_fast],
+            self.column("vpp")[equally_fast],
+            self._num_turned_on(equally_fast),
+        )
+        return np.concatenate([equally_fast[np.lexsort(keys)], rows[num:]])
 
     @cached_property
     def is_room_known(self) -> NDArray[np.bool_]:
@@ -139,10 +143,10 @@ class Ranking:
         Building the model is left out: small plans of every framework need host memory before the first step,
         and would all come after those of a framework that does not.
         """
-        found = np.ones(self.num_evaluated, bool)
+        is_known = np.ones(self.num_evaluated, bool)
         for needed in self._open.values():
-            found &= needed == 0
-        return found
+            is_known &= needed == 0
+        return is_known
 
     @property
     def unsaid(self) -> str:
@@ -152,7 +156,7 @@ class Ranking:
         num = int((feasible & ~self.is_room_known).sum())
         if not num:
             return ""
-        told = [
+        amounts = [
             f"{name} ({gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
             for name, needed in self._open.items()
             if (feasible & (needed > 0)).any()
@@ -160,7 +164,7 @@ class Ranking:
         verb = "needs" if num == 1 else "need"
         last = "" if num == self.num_feasible else " They come after the others."
         return (
-            f"{num:,} of the {self.num_feasible:,} plans that fit {verb} {' or '.join(told)}, and the "
+            f"{num:,} of the {self.num_feasible:,} plans that fit {verb} {' or '.join(amounts)}, and the "
             f"cluster does not say how much a node has: whether it is there is for you to say.{last}"
         )
 
@@ -171,7 +175,7 @@ class Ranking:
         Raises ``ValueError`` with the nearest misses if none fits.
         """
         if not len(self.order):
-            raise ValueError(why_none(self))
+            raise ValueError(explain_no_plan(self))
         return self.plan(int(self.order[0]))
 
     def plan(self, index: int) -> Plan:
@@ -179,7 +183,7 @@ class Ranking:
         row."""
         self._check_row(index)
         place = bisect_right(self._starts, index) - 1
-        return self.candidates[place].plan(self.cluster, int(index) - self._starts[place])
+        return self.candidates[place].build_plan(self.cluster, int(index) - self._starts[place])
 
     @property
     def is_feasible(self) -> NDArray[np.bool_]:
@@ -195,7 +199,7 @@ class Ranking:
         """
         self._check_row(index)
         short = [
-            _say_lack(name, int(lack[index]), self.rooms[name])
+            _describe_lack(name, int(lack[index]), self.rooms[name])
             for name, lack in self.lacks.items()
             if lack[index] > 0
         ]
@@ -233,16 +237,16 @@ class Ranking:
     @cached_property
     def misses(self) -> tuple[Miss, ...]:
         """Return the nearest misses, one of each framework first."""
-        return nearest(self)
+        return find_nearest_misses(self)
 
     @cached_property
     def missing_share(self) -> NDArray[np.float64]:
         """Return the largest missing share of any kind of memory, relative to its size; 0 if the plan
         fits."""
-        found = np.zeros(self.num_evaluated)
+        share = np.zeros(self.num_evaluated)
         for name, short in self.lacks.items():
-            found = np.maximum(found, short / max(1, self.rooms[name]))
-        return found
+            share = np.maximum(share, short / max(1, self.rooms[name]))
+        return share
 
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
         """Return a frame with a row for each plan, at most ``limit``: feasible ones as in :attr:`order`, then
@@ -251,12 +255,12 @@ class Ranking:
 
         rows = self.order[:limit]
         if limit is None or len(rows) < limit:
-            others = np.flatnonzero(~self.feasible)
-            others = others[np.lexsort((self.step_seconds[others], self.missing_share[others]))]
-            rows = np.concatenate([rows, others])[:limit]
-        found: dict[str, Any] = {
+            misses = np.flatnonzero(~self.feasible)
+            misses = misses[np.lexsort((self.step_seconds[misses], self.missing_share[misses]))]
+            rows = np.concatenate([rows, misses])[:limit]
+        columns: dict[str, Any] = {
             "framework": self.framework[rows],
-            "layout": self.options(rows),
+            "layout": self.describe_options(rows),
             "recompute": self.recompute[rows],
             MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
             **{name: self.column(name)[rows] for name in DEGREES},
@@ -272,27 +276,29 @@ class Ranking:
             "is_room_known": self.is_room_known[rows],
         }
         if self.cost_per_token is not None:
-            found["cost_per_token"] = self.cost_per_token[rows]
-        return pd.DataFrame(found, index=pd.Index(rows, name="plan"))
+            columns["cost_per_token"] = self.cost_per_token[rows]
+        return pd.DataFrame(columns, index=pd.Index(rows, name="plan"))
 
     def column(self, name: str) -> NDArray[np.int64]:
         """Return ``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
         ``data_parallel``) of each plan; 1 if the framework does not have it."""
-        found = self._columns.get(name)
-        if found is None:
+        values = self._columns.get(name)
+        if values is None:
             parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
-            found = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-            self._columns[name] = found
-        return found
+            values = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            self._columns[name] = values
+        return values
 
     @cached_property
     def recompute(self) -> NDArray[np.str_]:
         """Return the recomputation of each plan."""
-        return self._repeated([found.recipe.recompute for found in self.candidates])
+        return self._repeat_for_plans([candidate.recipe.recompute for candidate in self.candidates])
 
-    def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+    def describe_options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
         """Return the text of the layouts' options besides degrees, for some rows."""
-        return np.array([_options(found.layout) for found in self.candidates], str)[self.owners(rows)]
+        return np.array([_describe_options(candidate.layout) for candidate in self.candidates], str)[
+            self.find_owners(rows)
+        ]
 
     @cached_property
     def _by_speed(self) -> NDArray[np.int64]:
@@ -302,21 +308,21 @@ class Ranking:
         if not len(rows):
             return rows
         seconds = self.step_seconds[rows]
-        alike = np.round(seconds / seconds.min(), 9)
-        return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), alike))]
+        relative_seconds = np.round(seconds / seconds.min(), 9)
+        return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), relative_seconds))]
 
     def num_degrees_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of degrees above 1 of some rows, except ``data_parallel``, which is derived."""
         above = [self.column(name)[rows] > 1 for name in DEGREES if name != "data_parallel"]
-        found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
-        return found
+        num_degrees: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
+        return num_degrees
 
     def _num_turned_on(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of settings to choose and understand: degrees above 1, offload and
         recomputation."""
-        extras = [_num_extras(found) for found in self.candidates]
-        beside: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
-        return self.num_degrees_above_one(rows) + beside
+        extras = [_num_extras(candidate) for candidate in self.candidates]
+        num_extras: NDArray[np.int64] = np.array(extras, np.int64)[self.find_owners(rows)]
+        return self.num_degrees_above_one(rows) + num_extras
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[np.int64]]:
@@ -324,20 +330,20 @@ class Ranking:
 
     @cached_property
     def _starts(self) -> list[int]:
-        sizes = [found.num_plans for found in self.candidates]
+        sizes = [candidate.num_plans for candidate in self.candidates]
         return [0, *np.cumsum(sizes[:-1], dtype=int).tolist()] if sizes else []
 
     @cached_property
     def rooms(self) -> dict[str, int]:
         """Return the available bytes of each kind of memory of known size."""
         cluster = self.cluster
-        found = {
+        sizes = {
             "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
             "host memory": cluster.host_memory_bytes,
             "NVMe": cluster.nvme_bytes,
             "host memory while the model is made": cluster.host_memory_bytes,
         }
-        return {name: room for name, room in found.items() if room is not None}
+        return {name: room for name, room in sizes.items() if room is not None}
 
     @cached_property
     def lacks(self) -> dict[str, NDArray[np.int64]]:
@@ -356,12 +362,12 @@ class Ranking:
         needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
         return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}
 
-    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index in :attr:`candidates` of each row."""
         return np.searchsorted(np.array(self._starts), rows, side="right") - 1
 
-    def _repeated(self, values: list[str]) -> NDArray[np.str_]:
-        return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
+    def _repeat_for_plans(self, values: list[str]) -> NDArray[np.str_]:
+        return np.repeat(np.array(values, str), [candidate.num_plans for candidate in self.candidates])
 
     def _repr_html_(self) -> str:
         """Return the ten best plans as an HTML table."""
@@ -395,7 +401,7 @@ class Ranking:
         )
 
 
-def _say_lack(name: str, num_bytes: int, room_bytes: int) -> str:
+def _describe_lack(name: str, num_bytes: int, room_bytes: int) -> str:
     if name == "GPU memory":
         return f"{gib(num_bytes)} GiB over the GPU's memory"
     of = "on NVMe" if name == "NVMe" else f"of {name}"
@@ -404,7 +410,7 @@ def _say_lack(name: str, num_bytes: int, room_bytes: int) -> str:
     return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
 
 
-def _options(layout: Any) -> str:
+def _describe_options(layout: Any) -> str:
     """Return the text of a layout's options besides degrees."""
     plain = type(layout)()
     changed = [
@@ -415,13 +421,13 @@ def _options(layout: Any) -> str:
     return f"{layout.title}{' (' if changed else ''}{', '.join(changed)}{')' if changed else ''}"
 
 
-def _num_extras(found: Candidates) -> int:
+def _num_extras(candidate: Candidates) -> int:
     """Return the number of offloaded kinds of state, plus one for recomputation."""
-    names = [name for name in found.layout.choices if name.startswith("offload")]
-    moved = sum(getattr(found.layout, name) is not None for name in names)
-    return moved + (found.recipe.recompute != "none")
+    names = [name for name in candidate.layout.choices if name.startswith("offload")]
+    moved = sum(getattr(candidate.layout, name) is not None for name in names)
+    return moved + (candidate.recipe.recompute != "none")
 
 
-def of_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:
+def concatenate_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:
     """Return one kind of memory's bytes, over all plans."""
     return np.concatenate([getattr(one, name) for one in needs]) if needs else np.zeros(0, np.int64)

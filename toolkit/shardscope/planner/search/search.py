@@ -16,9 +16,9 @@ from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations.forward import find_modules
-from shardscope.planner.search.candidates import Candidates, candidates_of
-from shardscope.planner.search.capacity import Needs, making_bytes, needs
-from shardscope.planner.search.ranking import Ranking, of_needs
+from shardscope.planner.search.candidates import Candidates, list_candidates
+from shardscope.planner.search.capacity import Needs, compute_making_bytes, compute_needs
+from shardscope.planner.search.ranking import Ranking, concatenate_needs
 from shardscope.prediction.batch.memory import compute_stage_bytes
 from shardscope.prediction.batch.step import compute_step_seconds
 from shardscope.prediction.support import check_sequence, check_targets
@@ -75,7 +75,7 @@ def search(
     ):
         check_type(field, noun, kind)
     check_integer("headroom_bytes", headroom_bytes, low=0, high=2**50)
-    names = _names(frameworks)
+    names = _check_frameworks(frameworks)
     check_targets(arch, recipe)
     check_sequence(arch, recipe)
     rates = select_rates(cluster)
@@ -83,39 +83,39 @@ def search(
     rates.get_memory_bandwidth()
     check_links(cluster, rates)
     refused: dict[str, str] = {}
-    asked: list[Candidates] = []
+    candidates: list[Candidates] = []
     for name in names:
-        _tell(progress, f"The grid of {known[name].title}", 0.0)
+        _report_progress(progress, f"The grid of {known[name].title}", 0.0)
         try:
-            offered = list(candidates_of(name, arch, cluster, recipe))
+            offered = list(list_candidates(name, arch, cluster, recipe))
         except FieldError as refusal:
             refused[name] = str(refusal)
             continue
         if not offered:
-            refused[name] = _why_none(name, arch, cluster, recipe)
-        asked += offered
-    ranking = rank(
+            refused[name] = _explain_no_candidates(name, arch, cluster, recipe)
+        candidates += offered
+    ranking = rank_candidates(
         arch,
         cluster,
         recipe,
-        asked,
+        candidates,
         refused=refused,
         headroom_bytes=headroom_bytes,
         progress=progress,
         start=start,
     )
-    other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
+    other = None if ranking.num_feasible else _find_other_recipe(recipe, cluster, is_uneven=not candidates)
     if other is None:
         return ranking
     # In a field of its own: the result of the requested recipe is not replaced.
     return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
 
 
-def rank(
+def rank_candidates(
     arch: Architecture,
     cluster: Cluster,
     recipe: Recipe,
-    asked: list[Candidates],
+    candidates: list[Candidates],
     *,
     refused: dict[str, str] | None = None,
     headroom_bytes: int = 0,
@@ -128,39 +128,39 @@ def rank(
     """
     start = time.perf_counter() if start is None else start
     refused = {} if refused is None else refused
-    total, done = sum(one.num_plans for one in asked), 0
-    found: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
-    for place, one in _by_table(asked):
+    total, done = sum(one.num_plans for one in candidates), 0
+    results: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
+    for index, one in _group_by_table(candidates):
         name = one.layout.framework
         done += one.num_plans
         try:
-            found[place] = evaluate(one, cluster)
+            results[index] = evaluate_candidates(one, cluster)
         except FieldError as refusal:
             # A Plan can be created, but there are no formulas for it.
             refused[name] = str(refusal)
             continue
-        _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
-    answered = [asked[place] for place in sorted(found)]
-    memory = [found[place][0] for place in sorted(found)]
-    seconds = [found[place][1] for place in sorted(found)]
-    told = {one.layout.framework for one in answered}
+        _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    evaluated = [candidates[index] for index in sorted(results)]
+    memory = [results[index][0] for index in sorted(results)]
+    seconds = [results[index][1] for index in sorted(results)]
+    evaluated_names = {one.layout.framework for one in evaluated}
     return Ranking(
         architecture=arch,
         cluster=cluster,
         recipe=recipe,
-        peak_bytes=of_needs(memory, "peak"),
-        host_bytes=of_needs(memory, "host"),
-        nvme_bytes=of_needs(memory, "nvme"),
-        making_bytes=of_needs(memory, "making"),
+        peak_bytes=concatenate_needs(memory, "peak"),
+        host_bytes=concatenate_needs(memory, "host"),
+        nvme_bytes=concatenate_needs(memory, "nvme"),
+        making_bytes=concatenate_needs(memory, "making"),
         step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
         headroom_wanted_bytes=headroom_bytes,
-        refused={name: why for name, why in refused.items() if name not in told},
-        candidates=tuple(answered),
+        refused={name: why for name, why in refused.items() if name not in evaluated_names},
+        candidates=tuple(evaluated),
         seconds=time.perf_counter() - start,
     )
 
 
-def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:
+def _find_other_recipe(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:
     """Return the nearest recipe that may have plans if this one has none; None if there is no such recipe."""
     if not is_uneven:
         # The grid has the recipe's loss. The chunked loss has the same loss curve, without whole logits.
@@ -172,42 +172,42 @@ def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None
     return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
 
 
-def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
+def _group_by_table(candidates: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
     """Yield all candidates with their indices, grouped by table, because those of one table share most
     numbers.
 
     Cached values of a table are dropped after its last candidate.
     """
     tables: dict[int, list[int]] = {}
-    for place, one in enumerate(asked):
-        tables.setdefault(id(one.table), []).append(place)
-    for places in tables.values():
+    for index, one in enumerate(candidates):
+        tables.setdefault(id(one.table), []).append(index)
+    for indices in tables.values():
         try:
-            yield from ((place, asked[place]) for place in places)
+            yield from ((index, candidates[index]) for index in indices)
         finally:
-            asked[places[0]].table.rows.clear_results()
+            candidates[indices[0]].table.rows.clear_results()
 
 
-def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
+def evaluate_candidates(candidates: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
     """Return the needs of the candidates' plans and the seconds of their steps, from the formulas of one
     plan.
 
     Raises ``ValueError`` if there are no formulas for them.
     """
-    table, recipe, layout = found.table, found.recipe, found.layout
+    table, recipe, layout = candidates.table, candidates.recipe, candidates.layout
     plans: Any = table.plans(cluster, recipe, layout)
     modules = find_modules(plans)
     stage = table.stage(plans, layout)
-    making = making_bytes(table, cluster, recipe, layout)
-    needed = needs(table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), making)
+    making = compute_making_bytes(table, cluster, recipe, layout)
+    needed = compute_needs(table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):
         # Page transfers depend on the whole report; only DDP supports paging, with a handful of plans.
-        each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]
-        return needed, np.array(each, np.float64)
+        seconds = [candidates.build_plan(cluster, row).step().seconds for row in range(candidates.num_plans)]
+        return needed, np.array(seconds, np.float64)
     return needed, compute_step_seconds(table, plans, stage)
 
 
-def _names(frameworks: Sequence[str] | None) -> list[str]:
+def _check_frameworks(frameworks: Sequence[str] | None) -> list[str]:
     if frameworks is None:
         return list(known)
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable) or not frameworks:
@@ -216,7 +216,7 @@ def _names(frameworks: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(check_choice("frameworks", name, list(known)) for name in frameworks))
 
 
-def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
+def _explain_no_candidates(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
     """Return the error message of the framework's default layout, if it is invalid."""
     try:
         Plan(arch, cluster, recipe, known[name].layout_class())
@@ -225,6 +225,6 @@ def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -
     return "no layout of its grid divides these GPUs and this batch"
 
 
-def _tell(progress: Progress | None, words: str, fraction: float) -> None:
+def _report_progress(progress: Progress | None, message: str, fraction: float) -> None:
     if progress is not None:
-        progress(words, fraction)
+        progress(message, fraction)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import refuse
 from shardscope.core.finding import SEVERITIES, Finding
 from shardscope.planner import checks as preflight
-from shardscope.planner.checks.case import Case, changed_task
+from shardscope.planner.checks.case import Case, replace_task_fields
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
 from shardscope.runs.task_source import read_source
@@ -99,7 +99,7 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
         why=f"{before}: the step's waiting times are only predicted, not measured.",
         number=float(number),
         change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
-        task=changed_task(task, profile=True),
+        task=replace_task_fields(task, profile=True),
     )
 
 

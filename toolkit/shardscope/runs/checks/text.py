@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardscope.core.finding import Finding
-from shardscope.planner.checks.case import Case, changed_plan, changed_task
+from shardscope.planner.checks.case import Case, replace_plan_fields, replace_task_fields
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 
 MAX_EPOCHS = 4
@@ -40,7 +40,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
             f"{windows:,}: in every step ranks read each about {batch / max(1, windows):.2g} times.",
             number=batch / max(1, windows),
             change=f"global_batch_size={largest}" if largest else f"A longer text, or seq_len={shorter}",
-            plan=changed_plan(
+            plan=replace_plan_fields(
                 case.plan, recipe={"global_batch_size": largest} if largest else {"seq_len": shorter}
             ),
         )
@@ -55,7 +55,7 @@ def check_text_length(case: Case) -> Iterator[Finding]:
             "less and less (Muennighoff et al. 2023).",
             number=epochs,
             change=f"num_steps={fewer}, or a longer text",
-            task=changed_task(case.task, num_steps=fewer),
+            task=replace_task_fields(case.task, num_steps=fewer),
         )
 
 

@@ -134,9 +134,9 @@ class Comparison:
 
         Raises ``ValueError`` if a plan cannot be read.
         """
-        from shardscope.planner.differences import differences
+        from shardscope.planner.differences import find_differences
 
-        return [str(difference) for difference in differences(self.runs[0].plan, self.runs[1].plan)]
+        return [str(difference) for difference in find_differences(self.runs[0].plan, self.runs[1].plan)]
 
     @property
     def task_differences(self) -> list[str]:

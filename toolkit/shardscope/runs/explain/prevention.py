@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import gib
-from shardscope.planner.capacity import shortages
+from shardscope.planner.capacity import find_shortages
 from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.planner.repairs.repairs import in_words, repairs
+from shardscope.planner.repairs.repairs import find_repairs, in_words
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -49,9 +49,9 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
     report = plan.memory()
     on_gpu = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
-    short = [place for place in shortages(plan, report) if on_gpu or place.name != "GPU memory"]
+    short = [place for place in find_shortages(plan, report) if on_gpu or place.name != "GPU memory"]
     if short:
-        fixes = in_words(plan, repairs(plan)[:MAX_REPAIRS])
+        fixes = in_words(plan, find_repairs(plan)[:MAX_REPAIRS])
         if not fixes and (fit := make_it_fit(plan)) is not None:
             fixes = [fit.words]
         needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
@@ -88,5 +88,5 @@ def _find_repairs(plan: Plan, num_bytes: int) -> list[str]:
         return []
     smaller_gpu = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
     smaller = replace(plan, cluster=replace(plan.cluster, gpu=smaller_gpu))
-    enough = [repair for repair in repairs(smaller) if repair.bytes_won >= num_bytes]
+    enough = [repair for repair in find_repairs(smaller) if repair.bytes_won >= num_bytes]
     return in_words(smaller, enough[:MAX_REPAIRS])
