@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import check_choice
 from shardscope.core.layout import Layout
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     """The code that requests the ability and its requirements, or the reason why it is not supported."""
     layout: Layout | None = None
     """A layout with the ability; None if there is none."""
-    recipe: Mapping[str, Any] = MappingProxyType({})
+    recipe: Mapping[str, str] = MappingProxyType({})
     """Recipe fields that request the ability, if a recipe and not the layout does."""
 
 
@@ -53,7 +53,7 @@ class Column(NamedTuple):
     """Head of the table's column."""
     words: str
     """One-sentence explanation of the ability."""
-    recipe: Mapping[str, Any] = MappingProxyType({})
+    recipe: Mapping[str, str] = MappingProxyType({})
     """The recipe field that requests the ability; empty if the layout does."""
 
 

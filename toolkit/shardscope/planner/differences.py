@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 
 class Difference(NamedTuple):
@@ -15,8 +16,8 @@ class Difference(NamedTuple):
 
     field: str
     """Field name of the recipe or layout; or ``model``, ``GPUs``, ``framework``."""
-    before: Any
-    after: Any
+    before: object
+    after: object
 
     def __str__(self) -> str:
         return f"{self.field.replace('_', ' ')} {_format_value(self.before)} → {_format_value(self.after)}"
@@ -68,7 +69,7 @@ def _drop_derived(plan: Plan, other: Plan) -> Layout:
     return chosen
 
 
-def _compare_fields(before: Any, after: Any) -> list[Difference]:
+def _compare_fields(before: Recipe | Layout, after: Recipe | Layout) -> list[Difference]:
     pairs = (
         Difference(field.name, getattr(before, field.name), getattr(after, field.name))
         for field in fields(before)
@@ -76,7 +77,7 @@ def _compare_fields(before: Any, after: Any) -> list[Difference]:
     return [pair for pair in pairs if pair.before != pair.after]
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "unset"
     if isinstance(value, bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.number_format import count
@@ -166,7 +166,7 @@ def _try_wider_than_a_node(path: Path) -> Tried | None:
         return None
     for tp in list_divisors(current.plan.world_size):
         if tp > path.bench.cluster.gpus_per_node:
-            fields: dict[str, Any] = {"tp": tp}
+            fields: dict[str, int | None] = {"tp": tp}
             if hasattr(current.plan.layout, "shard"):
                 fields["shard"] = None
             trial = path.bench.try_plan(replace(current.plan.layout, **fields), current.plan.recipe)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import count
@@ -198,7 +198,7 @@ def _describe_trained(plan: Plan) -> str:
     return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
 
 
-def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+def _other_base(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
     """Report a frozen base of the same shape with other weights: another seed, or another folder."""
     was = position.get("frozen_base")
     if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
@@ -217,7 +217,7 @@ def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
     )
 
 
-def _base_of(task: object) -> Mapping[str, Any] | None:
+def _base_of(task: object) -> Mapping[str, object] | None:
     """Return the frozen base of ``task``; None if it is not known, or its files cannot be read."""
     base = getattr(task, "frozen_base", None)
     try:
@@ -227,11 +227,11 @@ def _base_of(task: object) -> Mapping[str, Any] | None:
     return base if isinstance(base, Mapping) else None
 
 
-def _base_words(base: Mapping[str, Any]) -> str:
+def _base_words(base: Mapping[str, object]) -> str:
     return f"drawn from seed {base['seed']}" if "seed" in base else f"of the weights in {base.get('weights')}"
 
 
-def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _base_before(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the suggested fix: the task that resumes from a checkpoint over ``was``."""
     if "seed" in was:
         return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
@@ -241,7 +241,7 @@ def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{'Finetune with ' if 'seed' in now else ''}weights={folder!r}, as before"
 
 
-def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+def _other_order(case: Case, position: Mapping[str, object]) -> Iterator[Finding]:
     """Report another seed: the task's seed determines the order of the text."""
     was, now = position.get("seed"), getattr(case.task, "seed", None)
     if not isinstance(was, int) or not isinstance(now, int) or was == now:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.capacity import fits
@@ -12,8 +12,11 @@ from shardscope.planner.checks.case import predict_memory
 from shardscope.planner.repairs.changes import OFFLOADS
 
 if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
     from shardscope.core.finding import PlanChange
+    from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
+    from shardscope.core.recipe import Recipe
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")
 """Degrees that shard the model or its work, not only its training state."""
@@ -35,10 +38,21 @@ def search_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChang
     return next((change for change in changes if change and is_wanted(change.plan)), None)
 
 
-def replace_parts(plan: Plan, **parts: Any) -> Plan | None:
+def replace_parts(
+    plan: Plan,
+    *,
+    architecture: Architecture | None = None,
+    recipe: Recipe | None = None,
+    layout: Layout | None = None,
+) -> Plan | None:
     """Return ``plan`` with whole parts replaced; None if the plan is invalid, or no longer fits."""
     try:
-        changed = replace(plan, **parts)
+        changed = replace(
+            plan,
+            architecture=architecture or plan.architecture,
+            recipe=recipe or plan.recipe,
+            layout=layout or plan.layout,
+        )
     except ValueError:
         return None
     before, after = predict_memory(plan), predict_memory(changed)

@@ -57,8 +57,8 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="bf16-is-not-there",
         severity="warning",
-        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{rate_text}, with "
-        "a loss scale (Micikevicius et al. 2018, section 3.2).",
+        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{rate_text}, "
+        "with a loss scale (Micikevicius et al. 2018, section 3.2).",
         number=None if peak is None else peak / 1e12,
         change="Mixed precision (fp16)" + _describe_shortage(case, fixed),
         plan=fixed,
@@ -82,8 +82,9 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="reductions-in-half-precision",
         severity="warning" if error >= MUCH_ROUNDED else "hint",
-        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {format_percent(ROUNDOFF[kind])} "
-        f"at each: about {format_percent(error)} of a sum is error (Higham & Mary 2019).",
+        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by "
+        f"{format_percent(ROUNDOFF[kind])} at each: "
+        f"about {format_percent(error)} of a sum is error (Higham & Mary 2019).",
         number=100 * error,
         change=(
             suggestion

@@ -73,8 +73,8 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
         name="width-off-128-bytes",
         severity="hint",
         why=f"The {name} on one rank is {_weight_widths(plan)[name]:,}{also}: no multiple of {ALIGNED} "
-        f"numbers, which are 128 bytes. Products with it took {format_percent(slower)} longer in published runs "
-        "on this generation, and so they do in this prediction.",
+        f"numbers, which are 128 bytes. Products with it took {format_percent(slower)} longer in published "
+        "runs on this generation, and so they do in this prediction.",
         number=100 * slower,
         change=f"tp={fixed.plan.degrees.tp} instead of {plan.degrees.tp}" if fixed else suggestion,
         plan=fixed.plan if fixed else other_model,
@@ -137,8 +137,8 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="vocabulary-padded-much",
         severity="hint",
-        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {format_percent(share)} of "
-        "the embedding, the head and the logits stand for no token.",
+        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {format_percent(share)} "
+        "of the embedding, the head and the logits stand for no token.",
         number=100 * share,
         change=f"tp={fixed.plan.degrees.tp}{slower}" if fixed else f"A vocabulary of {rows:,} tokens",
         plan=fixed.plan if fixed else widen_model(plan, vocab_size=rows),

@@ -60,8 +60,8 @@ def four_cards() -> Claim:
         ),
         verdict="right" if state_bytes <= usable else "wrong",
         why=f"35 + 35 GB are weights and gradients; the optimizer's {state['optimizer']:,.0f} GB make it "
-        f"{state_bytes:,.0f} GB on each GPU, of which a GPU has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} "
-        "GB of weights alone are more than the GPU has.",
+        f"{state_bytes:,.0f} GB on each GPU, of which a GPU has {usable:,.0f} to give. ZeRO-2's "
+        f"{weights:,.0f} GB of weights alone are more than the GPU has.",
     )
 
 

@@ -38,7 +38,7 @@ OFFLOADS = {
 Ladder = list[Change]
 """Changes of one kind, the smallest first: the first one that fits is sufficient."""
 
-RECIPE_WORDS: dict[tuple[str, Any], str] = {
+RECIPE_WORDS: dict[tuple[str, object], str] = {
     ("recompute", "selective"): "Recompute selectively",
     ("recompute", "full"): "Recompute whole layers",
     ("recompute", "offload"): "Offload activations to the host",
@@ -76,7 +76,7 @@ DEGREE_WORDS = {
     "replicate": "Shard over more ranks",
 }
 
-LAYOUT_WORDS: dict[tuple[str, Any], str] = {
+LAYOUT_WORDS: dict[tuple[str, object], str] = {
     ("reshard_after_forward", True): "Reshard after forward",
     ("pipeline_schedule", "1F1B"): "Go backward as soon as a micro-batch can (1F1B), not after all forwards",
     ("offload", "cpu"): "Offload training state to the host",
@@ -123,7 +123,7 @@ def _recipe_ladders(plan: Plan) -> Iterator[Ladder]:
         )
 
 
-def _saves_memory(recipe: Recipe, field: str, value: Any) -> bool:
+def _saves_memory(recipe: Recipe, field: str, value: object) -> bool:
     """Return whether a value saves memory compared with the current one."""
     current = getattr(recipe, field)
     if field == "optimizer":

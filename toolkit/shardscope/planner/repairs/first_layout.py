@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.trials import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates
 from shardscope.planner.search.search import rank_candidates
-from shardscope.planner.verdict import assess_plan
+from shardscope.planner.verdict import State, assess_plan
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
@@ -145,7 +145,7 @@ def _is_as_good(default: Layout, plan: Plan, arch: Architecture, cluster: Cluste
     """Return whether the framework's defaults fit this recipe and are about as fast as ``plan``."""
     try:
         plain = Plan(arch, cluster, recipe, default)
-        order: dict[Any, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
+        order: dict[State, int] = {"fits": 0, "tight": 1, "unknown": 2, "does not fit": 3}
         if order[assess_plan(plain).state] > min(2, order[assess_plan(plan).state]):
             return False
         return plain.step().seconds <= NEAR * plan.step().seconds

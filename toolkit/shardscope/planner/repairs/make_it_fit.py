@@ -20,6 +20,8 @@ from shardscope.planner.search.search import search
 from shardscope.planner.verdict import State, assess_plan
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardscope.core.plan import Plan
     from shardscope.planner.search.ranking import Ranking
 
@@ -145,7 +147,7 @@ def _from_search(plan: Plan, names: Sequence[str]) -> list[Plan]:
     return plans
 
 
-def _list_fastest(ranking: Ranking, rows: np.ndarray, launched: bool) -> list[Plan]:
+def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> list[Plan]:
     """Return the plans of ``rows`` near the fastest; ``launched``: that can be launched, if any can."""
     rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
     launchable: list[Plan] = []

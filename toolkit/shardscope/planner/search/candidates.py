@@ -83,7 +83,7 @@ def list_candidates(
             if not len(grid.columns[MICRO_BATCH_SIZE]):
                 continue
             try:
-                layout: Any = grid.layout.resolve_options(arch, cluster, again)
+                layout = grid.layout.resolve_options(arch, cluster, again)
                 grid.check(layout, again)
             except ValueError:
                 continue

@@ -69,7 +69,7 @@ def compute_needs(
     return Needs(peak, _sum_over_node(table, cluster, host), nothing if nvme is None else nvme, making)
 
 
-def _is_some(num_bytes: Any) -> bool:
+def _is_some(num_bytes: NDArray[np.int64] | int) -> bool:
     return not isinstance(num_bytes, int) or num_bytes > 0
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.search.candidates import Candidates
@@ -258,7 +259,7 @@ class Ranking:
             misses = np.flatnonzero(~self.feasible)
             misses = misses[np.lexsort((self.step_seconds[misses], self.missing_share[misses]))]
             rows = np.concatenate([rows, misses])[:limit]
-        columns: dict[str, Any] = {
+        columns: dict[str, object] = {
             "framework": self.framework[rows],
             "layout": self.describe_options(rows),
             "recompute": self.recompute[rows],
@@ -410,7 +411,7 @@ def _describe_lack(name: str, num_bytes: int, room_bytes: int) -> str:
     return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
 
 
-def _describe_options(layout: Any) -> str:
+def _describe_options(layout: Layout) -> str:
     """Return the text of a layout's options besides degrees."""
     plain = type(layout)()
     changed = [
