@@ -55,7 +55,7 @@ def compute_simplicity_of_rows(
     """Return the simplicity of rows of a search: ``effort`` and ``settings``, each with the shape of
     ``rows``."""
     candidates = ranking.candidates
-    owners = ranking.find_owners(rows)
+    owners = ranking.owners(rows)
     effort = np.array([_get_effort(one.layout.framework, familiar) for one in candidates], np.int64)
     options = np.array(
         [_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in candidates], np.int64

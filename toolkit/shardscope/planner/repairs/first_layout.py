@@ -132,7 +132,7 @@ def _can_be_launched(ranking: Ranking, row: np.int64) -> bool:
 
 def _fewest_settings_first(ranking: Ranking, rows: NDArray[np.int64], default: Layout) -> NDArray[np.int64]:
     changed = np.array([_num_changed(one, default) for one in ranking.candidates])
-    settings = ranking.num_degrees_above_one(rows) + changed[ranking.find_owners(rows)]
+    settings = ranking.num_degrees_above_one(rows) + changed[ranking.owners(rows)]
     return rows[np.argsort(settings, kind="stable")]
 
 

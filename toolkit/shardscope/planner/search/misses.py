@@ -41,7 +41,7 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     short, seconds, owners = (
         ranking.missing_share[rows],
         ranking.step_seconds[rows],
-        ranking.find_owners(rows),
+        ranking.owners(rows),
     )
     names = [candidate.layout.framework for candidate in ranking.candidates]
     # The nearest of each framework first, then the nearest of all.
@@ -102,5 +102,5 @@ def _describe_plan(ranking: Ranking, row: int) -> str:
         for name in (*DEGREES, MICRO_BATCH_SIZE)
         if ranking.column(name)[row] > 1
     ]
-    options = ranking.describe_options(np.array([row]))[0]
+    options = ranking.options(np.array([row]))[0]
     return ", ".join([f"{options}, recompute {ranking.recompute[row]}", *numbers])

@@ -261,7 +261,7 @@ class Ranking:
             rows = np.concatenate([rows, misses])[:limit]
         columns: dict[str, object] = {
             "framework": self.framework[rows],
-            "layout": self.describe_options(rows),
+            "layout": self.options(rows),
             "recompute": self.recompute[rows],
             MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
             **{name: self.column(name)[rows] for name in DEGREES},
@@ -295,10 +295,10 @@ class Ranking:
         """Return the recomputation of each plan."""
         return self._repeat_for_plans([candidate.recipe.recompute for candidate in self.candidates])
 
-    def describe_options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+    def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
         """Return the text of the layouts' options besides degrees, for some rows."""
         return np.array([_describe_options(candidate.layout) for candidate in self.candidates], str)[
-            self.find_owners(rows)
+            self.owners(rows)
         ]
 
     @cached_property
@@ -322,7 +322,7 @@ class Ranking:
         """Return the number of settings to choose and understand: degrees above 1, offload and
         recomputation."""
         extras = [_num_extras(candidate) for candidate in self.candidates]
-        num_extras: NDArray[np.int64] = np.array(extras, np.int64)[self.find_owners(rows)]
+        num_extras: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
         return self.num_degrees_above_one(rows) + num_extras
 
     @cached_property
@@ -363,7 +363,7 @@ class Ranking:
         needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
         return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}
 
-    def find_owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index in :attr:`candidates` of each row."""
         return np.searchsorted(np.array(self._starts), rows, side="right") - 1
 
