@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import CLUSTERS, EVERY_FAMILY
-from tests.needs import examples
+from tests.needs import examples, thorough
 
 import shardscope as ss
 from shardscope.catalog import links
@@ -89,6 +89,7 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
         ), "an alternative does something better that counts"
 
 
+@thorough()
 @pytest.mark.parametrize(
     ("model", "cluster"), [("llama-3.1-8b", "2xrtx-4090-24gb"), ("llama-3.1-405b", f"8x{H100}")]
 )
@@ -146,6 +147,7 @@ def test_experts_go_to_ranks_of_their_own() -> None:
     assert "8 experts" in turn.number
 
 
+@thorough()
 def test_the_largest_experts_on_too_few_nodes_say_how_many_would_do() -> None:
     found = advice("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
     turn = next(turn for turn in found.path if "experts" in turn.question)
@@ -349,6 +351,7 @@ def test_any_model_anywhere_gets_advice(
     assert all(other.layout is not None and words.endswith(".") for other, words in found.alternatives)
 
 
+@thorough()
 @settings(max_examples=examples(20))
 @given(arch=st.sampled_from(EVERY_FAMILY), cluster=st.sampled_from(CLUSTERS))
 def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cluster: ss.Cluster) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+from tests.needs import thorough
+
 from shardscope.records.log_search import MAX_LINE, MAX_MATCHES, LogSearch
 
 
@@ -46,6 +48,7 @@ def test_words_are_no_pattern_and_letters_of_any_script_are_folded(tmp_path: Pat
     assert [n for n, _ in everything(LogSearch(log, "über")).matches] == [4]
 
 
+@thorough()
 def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import in_words
-from tests.needs import few
+from tests.needs import few, thorough
 
 import shardscope as ss
 from shardscope.core.plan import Plan
@@ -91,6 +91,7 @@ def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
     assert all({moment.phase for moment in stage.moments} == set(PHASES) for stage in stages)
 
 
+@thorough()
 def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     arch = replace(ss.Architecture.of_size("1b"), num_hidden_layers=16)
     plan = Plan(arch, EIGHT, ss.Recipe(seq_len=2048, global_batch_size=16), ss.Layout.megatron(tp=2, pp=2))
@@ -102,7 +103,7 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     assert kept[0] == pytest.approx(2 * kept[1], rel=0.1)
 
 
-@pytest.mark.parametrize(("heads", "bytes_a_score"), [(4, 2), (3, 6)])
+@pytest.mark.parametrize(("heads", "bytes_a_score"), few([(4, 2), (3, 6)], [(4, 2)]))
 def test_eager_attention_takes_the_fused_softmax_where_megatron_does(heads: int, bytes_a_score: int) -> None:
     """It keeps half-precision probabilities; torch's, for other shapes, fp32 ones beside them.
 

@@ -207,6 +207,7 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensors_of(plan.memory().components) + artefacts == pytest.approx(46.60 * GIB, rel=0.001)
 
 
+@thorough()
 def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:
     """Of fake tensors torch's own product of routed experts takes bf16 only."""
     large = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(precision="fp32"), ss.Layout.ddp())

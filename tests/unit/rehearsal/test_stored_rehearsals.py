@@ -133,7 +133,7 @@ def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> 
     assert {moment.phase for moment in stage.moments} == set(PHASES)
 
 
-@pytest.mark.parametrize("framework", few(MODULES, ["fsdp2"]))
+@pytest.mark.parametrize("framework", few(MODULES, ["ddp"]))
 def test_a_rehearsal_plays_the_attention_that_the_recipe_names(framework: str) -> None:
     """Scores of every query and key are there with "eager", and the prediction says how many."""
     cluster = plans(framework, SEED, 1)[0].cluster

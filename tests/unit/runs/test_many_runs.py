@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from tests.faults import long_one
+from tests.needs import thorough
 from written_runs import write_run
 
 import shardscope as ss
@@ -73,6 +74,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
+@thorough()
 def test_fault_58_a_list_of_many_runs_holds_a_few_kilobytes_of_each(tmp_path: Path, small: Path) -> None:
     write_copies(tmp_path / "runs", 300)
     num_runs, held, peak = run_alone(LISTED.format(then=""), tmp_path / "runs", small)

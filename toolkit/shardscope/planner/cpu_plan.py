@@ -153,7 +153,7 @@ def _choose_degrees(layout: Layout, num_ranks: int, *names: str) -> dict[str, in
 
 
 def _small_layout(layout: Layout, degrees: dict[str, int]) -> tuple[Layout, list[str]]:
-    """Return the layout with every degree reset to 1 except those in ``kept``, and the list of changes;
+    """Return the layout with every degree reset to 1 except those in ``degrees``, and the list of changes;
     options stay."""
     changes: dict[str, Any] = {}
     texts = []

@@ -35,7 +35,9 @@ def advised(plan: ss.Plan) -> str:
     """The advice's answer about ``plan``."""
     told: list[str] = []
     current = SimpleNamespace(plan=plan)
-    path: Any = SimpleNamespace(current=current, familiar=(), told=lambda *said, **_: told.append(said[2]))
+    path: Any = SimpleNamespace(
+        current=current, familiar=(), record_turn=lambda *turn, **_: told.append(turn[2])
+    )
     ask_one_script(path)
     return told[0]
 

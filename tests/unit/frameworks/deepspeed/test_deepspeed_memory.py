@@ -567,5 +567,5 @@ def test_other_optimizers_losses_and_offloaded_activations(stage: int, recipe: d
 def test_a_chunked_loss_needs_a_head_that_is_not_partitioned() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 
-    with pytest.raises(FieldError, match=r"Recipe\.loss.*gathers a weight when its own module runs"):
+    with pytest.raises(FieldError, match=r"Recipe\.loss.*all-gathers a weight when its module runs"):
         check_plan(zero(3, loss="chunked"))

@@ -106,7 +106,7 @@ def test_the_ring_takes_no_model_with_such_angles() -> None:
             ring.take_over(model)
             assert model.config._attn_implementation == ring.name
             continue
-        with pytest.raises(ValueError, match="largest position that a rank is told"):
+        with pytest.raises(ValueError, match="largest position on a rank"):
             ring.take_over(model)
         assert model.config._attn_implementation == "sdpa"
 

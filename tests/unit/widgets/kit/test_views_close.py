@@ -14,6 +14,7 @@ from fake_runs import FakeRun, record, until
 from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from tests.faults import all_of_them
+from tests.needs import few
 
 import shardscope as ss
 from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio
@@ -55,7 +56,7 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
 """How each is made, and how many `make test` makes: a hundred take a minute."""
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", few(VIEWS, ["memory", "studio"]))
 def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
     make, count = VIEWS[name]
     threads = set(threading.enumerate())  # Those of earlier tests may end meanwhile.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_runs import until
-from tests.needs import few
+from tests.needs import few, thorough
 from tests.weights_folders import write_folder
 
 import shardscope as ss
@@ -208,6 +208,7 @@ def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
     assert picker.value.pp == 2, "what the user set stays"
 
 
+@thorough()
 def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio = Studio()
     studio.cluster.nodes.value = "8"

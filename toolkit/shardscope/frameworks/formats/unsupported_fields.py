@@ -54,7 +54,7 @@ def describe_fields(missing: list[tuple[str, object]], owner: str) -> list[str]:
 
 
 def parse_fields(text: str, name: str) -> dict[str, object]:
-    """Return fields and values that :func:`sentences` wrote into a comment of ``text``, the file ``name``.
+    """Return the fields in a comment of ``text`` by :func:`describe_fields`; ``name`` is the file's.
 
     Raises ``ValueError`` if the comment cannot be parsed after an edit.
     """

@@ -77,8 +77,8 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="recomputation-on",
         severity="warning",
-        why=f"{kind.capitalize()} would take {gib(fixed.memory.peak_bytes)} of "
-        f"{gib(fixed.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        why=f"With {kind}, the peak is {gib(fixed.memory.peak_bytes)} of "
+        f"{gib(fixed.memory.usable_bytes)} GiB and a step is {seconds_words(won)} shorter "
         f"({format_percent(case.gain(fixed))}).",
         number=won,
         change=kind.capitalize(),

@@ -94,9 +94,9 @@ def stages_of_zero() -> Claim:
         ),
         verdict="right" if said_of_parts else "half right" if said_of_all else "wrong",
         why="4x and 8x are the paper's limits of the whole state for many GPUs, 16 / (4 + 12/N) and "
-        "16 / (2 + 14/N) (Rajbhandari et al. 2020, figure 1); what a stage shards falls by N. Of gradients "
-        f"DeepSpeed keeps a little more, {few[2]['gradients']:.2f} GB of {few[0]['gradients']:.1f}: the rank "
-        "that owns a part of the embedding keeps its gradient whole.",
+        "16 / (2 + 14/N) (Rajbhandari et al. 2020, figure 1); what a stage shards falls by N. "
+        f"DeepSpeed keeps slightly more gradients, {few[2]['gradients']:.2f} GB of {few[0]['gradients']:.1f}"
+        ": the rank that owns a part of the embedding keeps its gradient whole.",
     )
 
 

@@ -135,7 +135,8 @@ def check_sampler_over_all_ranks(script: Script) -> Iterator[Finding]:
             continue
         why = (
             f"this sampler divides the data by {plan.world_size} ranks, and the plan has {wanted} "
-            f"data-parallel ones: {plan.world_size // wanted} ranks of one sequence read different ones."
+            f"data-parallel ones: {plan.world_size // wanted} ranks of one replica would read different "
+            "samples."
         )
         change = f"num_replicas={wanted}, rank=the rank among the data-parallel ranks"
         number = plan.world_size / wanted

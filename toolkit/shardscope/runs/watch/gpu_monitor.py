@@ -106,7 +106,7 @@ class GpuSampler:
         except (ImportError, OSError):
             return
         except Exception as error:  # NVMLError, or any error of a replacement for the pynvml package.
-            print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
+            print(f"GPU monitoring stopped: {error}", file=sys.stderr, flush=True)
             return
         try:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in self.gpus]
@@ -115,7 +115,7 @@ class GpuSampler:
                 with contextlib.suppress(OSError):  # A full disk costs a sample.
                     self._store(read_sample(pynvml, handles))
         except pynvml.NVMLError as error:  # For example a GPU that has fallen off the bus.
-            print(f"GPUs are not watched: {error}", file=sys.stderr, flush=True)
+            print(f"GPU monitoring stopped: {error}", file=sys.stderr, flush=True)
         finally:
             pynvml.nvmlShutdown()
 

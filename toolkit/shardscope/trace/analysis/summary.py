@@ -77,7 +77,7 @@ class TraceSummary:
         lines = [*self.sentences, "", "Most self time:"]
         for row in self.operators:
             name, seconds = row["name"][:MAX_NAME_CHARACTERS], seconds_words(row["self_seconds"])
-            lines.append(f"  {name}: {seconds} in {row['slices']:,}")
+            lines.append(f"  {name}: {seconds} in {row['slices']:,} calls")
         return "\n".join(lines if self.operators else self.sentences)
 
     __repr__ = __str__

@@ -67,7 +67,7 @@ class MainWeights:
             if parameter in optimizer.model_param_gbuf_map:
                 shard = optimizer._get_model_param_range_map(parameter)["param"]
                 return flat[shard.start : shard.end]
-        raise RuntimeError("a parameter has main weights in no optimizer of this rank")
+        raise RuntimeError("no optimizer of this rank owns the main weights of this parameter")
 
 
 def get_data_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
