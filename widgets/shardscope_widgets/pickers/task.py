@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ipywidgets as widgets
 import traitlets
@@ -208,8 +208,9 @@ class TaskPicker(Picker):
         text = self.text.value.strip()
         if text:
             fields["text"] = Path(text).expanduser()
-        if self.kind == "finetune" and self._weights is not None and not as_trial:
-            return ss.Finetune(weights=self._weights, **fields)
+        if self.kind == "finetune" and not as_trial:
+            # Without a folder, Finetune raises the error that names the field.
+            return ss.Finetune(weights=cast("Path", self._weights), **fields)
         if fields["learning_rate"] is None:
             fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
         return ss.Pretrain(**fields)

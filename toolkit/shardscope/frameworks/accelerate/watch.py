@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Protocol
+from typing import Protocol, SupportsInt, cast
 
 import accelerate
 import torch
@@ -161,13 +161,14 @@ class Watch:
     def _on_log(
         self, original: Method, accelerator: Accelerator, values: object, *args: object, **kwargs: object
     ) -> object:
-        step = kwargs.get("step", args[0] if args else None)
+        # Trackers take any whole number: an int, a numpy integer, a tensor of one element.
+        step = cast("SupportsInt | None", kwargs.get("step", args[0] if args else None))
         if accelerator.is_main_process and isinstance(values, Mapping):
             metrics = {
                 _rename_reserved(str(name)): value for name, value in values.items() if _is_scalar(value)
             }
             if metrics:
-                self.ctx.log(step=step if isinstance(step, int) else self.num_steps, **metrics)
+                self.ctx.log(step=self.num_steps if step is None else int(step), **metrics)
         return original(accelerator, values, *args, **kwargs)
 
     # ---- Checks and records of the results
