@@ -150,7 +150,7 @@ def test_fault_56_what_a_task_leaves_behind_does_not_keep_its_run(
         assert run.reason.startswith("the task returned on every rank; then ended rank "), run.reason
         last = run.world_size - 1
         assert f"rank {last}, which a thread kept alive" in run.reason
-        assert "in for_ever" in run.logs(last) and "a thread goes on" in run.logs(last)
+        assert "in for_ever" in run.logs(last) and "a thread is still running" in run.logs(last)
         assert run.error is None
     assert ", process " in two.reason
     seconds_until(lambda: not processes_of(tmp_path), 5)
@@ -293,7 +293,7 @@ def test_fault_61_a_second_supervisor_leaves_the_run_alone(plan: Any, tmp_path: 
     run = launch(plan, run_tasks.Log(10_000, 0.1, polite=True), folder=tmp_path)
     seconds_until(lambda: begun(run) and run.status == "running")
     supervisor, history = supervisor_of(run), run.history
-    assert "has a supervisor already, which is at work" in supervise_again(run)
+    assert "already has a running supervisor" in supervise_again(run)
     assert run.status == "running" and run.history == history and supervisor_of(run) == supervisor
     run.stop(checkpoint=True)
     assert run.wait(30) == "stopped"

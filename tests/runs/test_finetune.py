@@ -205,6 +205,7 @@ def test_no_rank_holds_a_base_that_is_not_packed_yet(
         assert 0.3 < held < 0.7
 
 
+@thorough()
 @asks_linux
 def test_no_rank_of_fsdp2_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
