@@ -157,7 +157,7 @@ def test_two_at_once_are_refused(folder: Path) -> None:
     path = file_for("cpu", folder)
     with (
         locked(path.with_name(f"measuring-{path.name}")),
-        pytest.raises(RuntimeError, match="under way already"),
+        pytest.raises(RuntimeError, match="is already running"),
     ):
         ss.calibrate(TWO_RANKS, seconds=5)
 
