@@ -59,7 +59,9 @@ def titles(view: RunView) -> list[str]:
 def levels(view: RunView) -> dict[str, float]:
     """By the title of its chart, where a prediction stands."""
     by_axis = {f"y{number + 1 if number else ''}": title for number, title in enumerate(titles(view))}
-    return {by_axis[shape.yref]: shape.y0 for shape in view.figure.widget.layout.shapes}
+    # Another thread may be drawing: a shape that has no axis yet does not count.
+    shapes = view.figure.widget.layout.shapes
+    return {by_axis[shape.yref]: shape.y0 for shape in shapes if shape.yref is not None}
 
 
 def axis_of(view: RunView, title: str) -> int:
