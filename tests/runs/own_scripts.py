@@ -32,7 +32,7 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            accelerator.log({"mine": sum(losses) / len(losses), "step": steps}, step=steps)
+            accelerator.log({"mine": sum(losses) / len(losses), "step": steps}, step=torch.tensor(steps))
             steps, losses = steps + 1, []
         if steps == args.steps:
             break
