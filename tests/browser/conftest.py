@@ -7,7 +7,9 @@ from typing import Any
 from urllib.parse import urlparse
 
 import pytest
+from playwright.sync_api import expect
 from served import CHROMIUM, Lab, running_chromium, running_lab
+from studio_page import SHOWN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +22,7 @@ def browser() -> Iterator[Any]:
     """The system's Chromium; without one the browser tests are skipped."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here; to run this: apt-get install chromium")
+    expect.set_options(timeout=SHOWN)
     with running_chromium() as chromium:
         yield chromium
 

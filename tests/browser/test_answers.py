@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from playwright.sync_api import expect
 from tests.browser.test_ignored_messages import SHOW
 
 from shardscope_widgets.kit.clickable import Clickable
@@ -40,7 +41,7 @@ def test_what_was_typed_goes_with_its_own_button_and_stays_on_errors(browser: An
             widget._handle_custom_msg(content, [])
         assert heard == [("a", "much"), ("a", "much")] and pressed == ["b"]
         page.evaluate("error => model.set('error', error)", widget.error)
-        assert page.locator("[role=alert]").inner_text() == "much is no number"
+        expect(page.locator("[role=alert]")).to_have_text("much is no number", use_inner_text=True)
         assert page.get_by_label("GiB").input_value() == "much"
         assert page.evaluate("document.activeElement.dataset.answer") == "a", "it keeps the keyboard"
         page.evaluate("model.set('frozen', true)")

@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, SHOWN, open_fold, use_theme
 from test_main_job import RUN_ENDS, STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
@@ -45,7 +46,9 @@ def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_noteb
         nothing_sticks_out(other)
         other.get_by_role("button", name="Stop", exact=True).click()
         other.wait_for_selector(".ss-status[data-status=stopped]", timeout=RUN_ENDS)
-        assert f"Stop was pressed in {OTHER}" in other.locator(".ss-run-top").inner_text()
+        expect(other.locator(".ss-run-top")).to_contain_text(
+            f"Stop was pressed in {OTHER}", use_inner_text=True
+        )
         other.close()
     finally:
         ss.Run.attach(lab.folder / "runs" / name).stop()  # Nobody else would, were the test to fail.
@@ -70,11 +73,11 @@ def it_is_the_same_view(page: Any) -> None:
     """The goal, the note, the plan's predictions: all of it from the folder."""
     bar = page.locator(".ss-run [role=progressbar]")
     assert bar.get_attribute("aria-valuemax") == "4000" and int(bar.get_attribute("aria-valuenow")) >= 3
-    assert "A trial" in page.locator(".ss-run .ss-note").inner_text()
-    assert "to go" in page.locator(".ss-facts").inner_text()
+    expect(page.locator(".ss-run .ss-note")).to_contain_text("A trial", use_inner_text=True)
+    expect(page.locator(".ss-facts")).to_contain_text("to go", use_inner_text=True)
     page.locator(".ss-latest tfoot", has_text="predicted").wait_for()
     page.locator(".ss-parts tbody tr").nth(2).wait_for()
-    assert page.locator(".ss-run .js-plotly-plot").count() == 1
+    expect(page.locator(".ss-run .js-plotly-plot")).to_have_count(1)
     titles = page.locator(".ss-run .annotation-text").all_text_contents()
     assert titles[:2] == ["loss", "tokens/s per rank"] and not any("GPU" in title for title in titles)
 
@@ -83,7 +86,7 @@ def a_log_is_searched_and_keeps_its_place(page: Any) -> None:
     box = page.get_by_placeholder("Search this log")
     box.fill("training")
     page.locator(".ss-log-pane mark", has_text="training").first.wait_for()
-    assert "lines" in page.locator(".ss-log-head").inner_text()
+    expect(page.locator(".ss-log-head")).to_contain_text("lines", use_inner_text=True)
     box.fill("")
     page.locator(".ss-log-pane mark").first.wait_for(state="detached")
     page.locator(".ss-log-head select").select_option(label="rank 1")

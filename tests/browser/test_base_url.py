@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from opened_notebook import SHOWN, STUDIO_CELLS, open_notebook, run_all_cells, write_notebook
+from playwright.sync_api import expect
 from served import running_lab
 from tests.needs import thorough
 
@@ -25,7 +26,7 @@ def test_the_studio_works_under_a_base_url(tmp_path: Path, browser: Any, offline
         page.on("pageerror", lambda error: failed.append(str(error)))
         run_all_cells(page, 1)
         page.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
-        assert "GiB on each GPU" in page.locator(".ss-studio .ss-verdict").inner_text()
+        expect(page.locator(".ss-studio .ss-verdict")).to_contain_text("GiB on each GPU", use_inner_text=True)
         # What JupyterLab itself asks for in vain (a workspace that is new, say) is none of ours.
         assert not [url for url in failed if ours(url) or "/user/ada/" not in url]
         page.close()

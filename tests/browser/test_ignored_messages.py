@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from playwright.sync_api import expect
 from tests.needs import thorough
 
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
@@ -41,7 +42,7 @@ def test_fault_44_what_was_ignored_is_said_on_the_page(browser: Any) -> None:
         for widget, wrong in ((table, {"act": "<b>rm</b>"}), (tabs, {"value": "<b>Nowhere</b>"})):
             state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
             page.evaluate(SHOW, [str(widget._esm), json.loads(json.dumps(state, default=str))])
-            assert page.locator("[role=alert]").count() == 0
+            expect(page.locator("[role=alert]")).to_have_count(0)
             if widget is table:
                 widget._handle_custom_msg(wrong, [])
             else:
@@ -50,7 +51,7 @@ def test_fault_44_what_was_ignored_is_said_on_the_page(browser: Any) -> None:
             alert = page.locator("[role=alert]")
             assert alert.inner_text() == widget.error and "<b>" in widget.error, "as text, never as HTML"
             page.evaluate("model.set('error', '')")
-            assert alert.count() == 0
+            expect(alert).to_have_count(0)
             assert page.locator("button").count() == (1 if widget is table else 2), "the rest is still there"
     finally:
         page.close()

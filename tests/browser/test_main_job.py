@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import NOTEBOOK, SCREENSHOTS, SHOWN, chart, fill, open_fold, screenshot, show, use_theme
 
@@ -38,7 +39,9 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
     screenshot(page, "run_under_way")
     page.get_by_role("button", name="Stop", exact=True).click()
     page.wait_for_selector(".ss-status[data-status=stopped]")
-    assert f"Stop was pressed in {NOTEBOOK}" in page.locator(".ss-run-top").inner_text()
+    expect(page.locator(".ss-run-top")).to_contain_text(
+        f"Stop was pressed in {NOTEBOOK}", use_inner_text=True
+    )
     assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
 
     start_a_run(page, steps=24)
@@ -76,7 +79,7 @@ def run_all_cells(page: Any, lab: Lab) -> None:
         "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
         ".every(prompt => /\\d/.test(prompt.textContent))"
     )
-    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    expect(page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
     page.locator(".jp-Notebook .jp-Cell").first.scroll_into_view_if_needed()
     page.locator(".ss-studio").scroll_into_view_if_needed()
 
@@ -88,7 +91,7 @@ def change_the_model_and_see_chart_and_sentence_follow(page: Any) -> None:
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     page.wait_for_function(PARAMETERS_DIFFER, arg=json.dumps(bars["parameters"]))
     after = chart(page)
-    assert "Does not fit: needs" in page.locator(".ss-verdict").inner_text()
+    expect(page.locator(".ss-verdict")).to_contain_text("Does not fit: needs", use_inner_text=True)
     assert after["parameters"][0] > 8 * bars["parameters"][0]
     fill(page, "Model", "llama-3.1-8b")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
@@ -120,12 +123,14 @@ def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     chips = page.locator(".ss-memory .ss-chip")
     chips.first.wait_for()
-    assert "tokens/s" not in page.locator(".ss-head").inner_text(), "no rate of a plan that cannot run"
+    expect(page.locator(".ss-head"), "no rate of a plan that cannot run").not_to_contain_text(
+        "tokens/s", use_inner_text=True
+    )
     screenshot(page, "does_not_fit")
     page.get_by_role("button", name="Make it fit").first.click()
     page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
     notice = page.locator(".ss-notice")
-    assert "Made it fit" in notice.inner_text()
+    expect(notice).to_contain_text("Made it fit", use_inner_text=True)
     notice.get_by_role("button", name="Undo").click()
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     fill(page, "Batch", "1")
@@ -140,7 +145,7 @@ def the_box_of_models_offers_all_of_them(page: Any) -> None:
     assert page.locator(".ss-side datalist option").count() > 60
     box.press("Tab")
     assert box.input_value() == "llama-3.1-8b"
-    assert page.locator(".ss-side .ss-error [role=alert]").count() == 0
+    expect(page.locator(".ss-side .ss-error [role=alert]")).to_have_count(0)
     fill(page, "Model", "qwen3-8b")
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Qwen3 8B')")
     fill(page, "Model", "llama-3.1-8b")
@@ -151,7 +156,7 @@ def a_rehearsal_stands_beside_the_prediction(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
     view.get_by_role("button", name="Check memory without GPUs").click()
     view.get_by_role("progressbar").or_(view.locator(".progress-bar")).first.wait_for()
-    assert view.get_by_role("button", name="Cancel").is_visible()
+    expect(view.get_by_role("button", name="Cancel")).to_be_visible()
     rows = "document.querySelector('.ss-memory .js-plotly-plot').data[0].y.join()"
     page.wait_for_function(f"() => {rows}.startsWith('predicted,rehearsed')", timeout=RUN_ENDS)
 
@@ -161,7 +166,7 @@ def one_step_over_time_is_a_click_away(page: Any) -> None:
     view.get_by_role("button", name="Over one step").click()
     view.locator(".scatterlayer .fills path").first.wait_for(state="attached")
     view.locator(".barlayer path").first.wait_for(state="detached")
-    assert "79.1 GiB usable" in view.locator(".infolayer").text_content()
+    expect(view.locator(".infolayer")).to_contain_text("79.1 GiB usable")
     view.get_by_role("button", name="At the peak").click()
     view.locator(".barlayer path").first.wait_for(state="attached")
 
@@ -170,11 +175,11 @@ def start_a_run(page: Any, steps: int) -> None:
     """Press the main button, which is in sight wherever the Studio is scrolled."""
     fill(page, "Steps", str(steps))
     button = page.locator(".ss-head .ss-main-button")
-    assert button.inner_text() == "Try a tiny model on 2 CPU ranks"
+    expect(button).to_have_text("Try a tiny model on 2 CPU ranks", use_inner_text=True)
     page.wait_for_function("() => !document.querySelector('.ss-head .ss-main-button').disabled")
     button.click()
     page.wait_for_selector(".ss-status[data-status=starting], .ss-status[data-status=running]")
-    assert "A trial" in page.locator(".ss-run .ss-note").inner_text()
+    expect(page.locator(".ss-run .ss-note")).to_contain_text("A trial", use_inner_text=True)
 
 
 def wait_for_step(page: Any) -> None:

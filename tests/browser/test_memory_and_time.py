@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
+from playwright.sync_api import expect
 from served import Lab
 from tests.needs import thorough
 
@@ -70,7 +71,7 @@ def set_width(page: Any, view: str, width: int) -> None:
 def the_whole_memory_tab_is_on_one_screen(page: Any) -> None:
     """Chart, nine components and their total, and changes that win room, beside 640 pixels of questions."""
     set_width(page, ".ss-memory", 740)
-    assert page.locator(".ss-memory .ss-opens").count() == 10
+    expect(page.locator(".ss-memory .ss-opens")).to_have_count(10)
     assert page.locator(".ss-memory .ss-chip").count() >= 1
     assert page.locator(".ss-memory").bounding_box()["height"] <= 530
     for chip in page.locator(".ss-memory .ss-chip").all():
@@ -105,7 +106,7 @@ def a_row_opens_by_keyboard(page: Any) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.locator(".ss-memory [data-why='optimizer']").wait_for()
-    assert name.get_attribute("aria-expanded") == "false"
+    expect(name).to_have_attribute("aria-expanded", "false")
 
 
 def a_plan_is_pinned_and_unpinned_by_mouse(page: Any) -> None:

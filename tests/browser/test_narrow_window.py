@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, choose, fill, open_fold, open_studio
 from tests.needs import thorough
@@ -31,7 +32,7 @@ def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[
 
 
 def test_questions_stand_beside_the_answers_beside_the_file_browser(page: Any) -> None:
-    assert page.locator(".jp-FileBrowser").is_visible()
+    expect(page.locator(".jp-FileBrowser")).to_be_visible()
     studio = page.locator(".ss-studio").bounding_box()
     side, main = (page.locator(f".ss-{name}").bounding_box() for name in ("side", "main"))
     assert main["x"] >= side["x"] + side["width"] - 1, "the questions do not push the answers out of sight"

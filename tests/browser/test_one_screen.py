@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import TimeoutError
+from playwright.sync_api import TimeoutError, expect
 from served import Lab
 from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
 from tests.needs import few, thorough
@@ -97,7 +97,7 @@ def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> N
     assert is_in_sight(page, ".ss-verdict") and is_in_sight(page, ".ss-head button.ss-main-button")
     # No rate and no price of a plan that cannot run, and a way out beside the sentence.
     assert "tokens/s" not in head.inner_text() or "–" in page.locator(".ss-rates").inner_text()
-    assert page.get_by_role("button", name="Make it fit").first.is_visible()
+    expect(page.get_by_role("button", name="Make it fit").first).to_be_visible()
 
 
 def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
@@ -123,7 +123,7 @@ def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..
         bring_into_sight(page)
         page.locator(".ss-studio").screenshot(path=str(shot(f"studio_{size}_{theme.lower()}")))
         assert sticking_out(page) == []
-        assert page.locator(".ss-verdict").is_visible()
+        expect(page.locator(".ss-verdict")).to_be_visible()
         assert is_in_sight(page, ".ss-head button.ss-main-button")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, open_studio, show, use_theme
 from test_one_screen import SIZES, bring_into_sight, is_in_sight, sticking_out
@@ -81,7 +82,7 @@ def test_every_tab_is_pictured_as_others_see_it(look: str, page: Any) -> None:
             picture(page, f"1440x900_{look}", tab)
         # The verdict is told apart by a sign, not by its colour alone.
         sign = SIGNS[page.locator(".ss-verdict").get_attribute("data-state")]
-        assert page.locator(".ss-verdict i").inner_text() == sign
+        expect(page.locator(".ss-verdict i")).to_have_text(sign, use_inner_text=True)
     finally:
         page.emulate_media(forced_colors="none", color_scheme="light")
         session.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})

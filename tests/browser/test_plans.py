@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
 from tests.needs import thorough
@@ -97,14 +98,14 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
 
 def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -> None:
     mode(page, "Advice")
-    assert page.locator(".ss-advised").count() == 1
-    assert page.locator(".ss-plans .ss-act.ss-first:visible").count() == 1, "one button to press first"
-    assert page.locator(".ss-plans .ss-work button:visible").count() == 0, "nothing is to be asked again"
+    expect(page.locator(".ss-advised")).to_have_count(1)
+    expect(page.locator(".ss-plans .ss-act.ss-first:visible"), "one button to press first").to_have_count(1)
+    expect(page.locator(".ss-plans .ss-work button:visible"), "nothing is to be asked again").to_have_count(0)
     for width in WIDTHS[:2]:
         resize(page, width)
         assert page.evaluate(BOTTOM, ".ss-advised") < VISIBLE_PIXELS / 2
         assert page.evaluate(BOTTOM, ".ss-offers li") < VISIBLE_PIXELS
-    assert not page.locator(".ss-path").is_visible()
+    expect(page.locator(".ss-path")).not_to_be_visible()
     page.locator("summary", has_text=re.compile(r"Why\? \d+ questions")).click()
     page.locator(".ss-path li.ss-taken").first.wait_for()
     page.locator("summary", has_text="Why?").click()
@@ -120,7 +121,7 @@ def test_views_beside_each_other_keep_their_styles(page: Any) -> None:
 def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
     mode(page, "Advice")
     group = page.get_by_role("group", name="Frameworks your team knows")
-    assert group.get_by_role("button").count() == 5
+    expect(group.get_by_role("button")).to_have_count(5)
     assert page.evaluate(TAB_STOPS) == ["ddp"]
     group.get_by_role("button", name="DDP").focus()
     page.keyboard.press("ArrowRight")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import TimeoutError
+from playwright.sync_api import TimeoutError, expect
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
 from tests.needs import needs, thorough
@@ -137,7 +137,7 @@ def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browse
     page.locator(".ss-runs-bar button", has_text="Resume").click()
     page.wait_for_selector(".ss-run-name:has-text('to-resume-2')")
     page.wait_for_selector(".ss-run .ss-status[data-status=finished]", timeout=120_000)
-    assert "600 of 600" in page.locator(".ss-facts").inner_text()
+    expect(page.locator(".ss-facts")).to_contain_text("600 of 600", use_inner_text=True)
     back(page)
     page.locator(".ss-runs tr", has_text="continues to-resume").wait_for()
     first, second = (ss.Run.attach(lab.folder / "runs" / name) for name in ("to-resume", "to-resume-2"))
@@ -188,7 +188,7 @@ def the_axis_of_the_loss_follows_the_run(page: Any) -> None:
 
 def lines_and_words_stay_apart(page: Any) -> None:
     page.wait_for_selector(".ss-run .js-line", state="attached")
-    assert page.locator(".ss-latest tfoot", has_text="predicted").count() == 1
+    expect(page.locator(".ss-latest tfoot", has_text="predicted")).to_have_count(1)
     for width in WIDTHS:
         use_width(page, width)
         # The width is reported once an edge rests, and the charts are placed anew by the kernel.
@@ -224,7 +224,7 @@ def two_runs_are_compared(page: Any) -> None:
         page.wait_for_selector(f".ss-pick[aria-checked=true][aria-label^='Select {name} ']")
     page.get_by_role("button", name="Compare", exact=True).click()
     page.wait_for_selector(".ss-compare .main-svg")
-    assert "learning rate" in page.locator(".ss-compared").inner_text()
+    expect(page.locator(".ss-compared")).to_contain_text("learning rate", use_inner_text=True)
     it_is_tidy(page, "comparison")
     back(page)
 

@@ -20,6 +20,7 @@ from opened_notebook import (
     run_all_cells,
     write_notebook,
 )
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import screenshot, use_theme
 from tests.needs import thorough
@@ -118,7 +119,7 @@ def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: A
     text = page.locator(".jp-Notebook").inner_text()
     assert "with DDP" in text and "Does not fit: needs" in text
     assert not [words for words in MODEL_NOT_FOUND if words in text]
-    assert page.locator("tr", has_text="optimizer").first.is_visible()
+    expect(page.locator("tr", has_text="optimizer").first).to_be_visible()
     page.close()
 
 

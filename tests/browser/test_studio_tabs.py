@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import NOTEBOOK, SCREENSHOTS, fill, open_fold, show, use_theme
 from tests.needs import thorough
@@ -84,12 +85,16 @@ def the_head_and_the_time_follow_the_model(page: Any) -> None:
     )
     assert page.locator(".ss-step .ss-parts").last.inner_text() != table
     page.locator(".ss-step [data-opens=matrices] .ss-name").click()
-    assert "TFLOP" in page.locator(".ss-step [data-why=matrices]").inner_text()
-    assert "tokens/s" not in page.locator(".ss-head").inner_text(), "no rate of a plan that does not fit"
+    expect(page.locator(".ss-step [data-why=matrices]")).to_contain_text("TFLOP", use_inner_text=True)
+    expect(page.locator(".ss-head"), "no rate of a plan that does not fit").not_to_contain_text(
+        "tokens/s", use_inner_text=True
+    )
     fill(page, "Model", "llama-3.1-8b")
     page.wait_for_selector(".ss-verdict[data-state=fits]")
     page.locator(".ss-step [data-opens='MFU, %'] .ss-name").click()
-    assert "causal attention, no recomputation" in page.locator(".ss-step").inner_text()
+    expect(page.locator(".ss-step")).to_contain_text(
+        "causal attention, no recomputation", use_inner_text=True
+    )
 
 
 def a_budget_is_typed(page: Any) -> None:
@@ -98,7 +103,7 @@ def a_budget_is_typed(page: Any) -> None:
     box.fill("15T")
     box.press("Enter")
     page.wait_for_function("before => document.querySelector('.ss-budget').innerText !== before", arg=before)
-    assert "years" in page.locator(".ss-budget").inner_text()
+    expect(page.locator(".ss-budget")).to_contain_text("years", use_inner_text=True)
     box.fill("many")
     box.press("Enter")
     page.locator(".ss-step .ss-error [role=alert]").wait_for()
@@ -130,9 +135,9 @@ def checks_are_counted_and_one_is_fixed(page: Any) -> None:
     # The number of the plan before stands there until the new one is checked.
     page.wait_for_function(COUNTED_AND_STILL)
     found = int(count.inner_text())
-    assert page.locator(".ss-findings li").count() == found
-    assert "danger" in page.locator(".ss-findings li").first.inner_text()
-    assert count.get_attribute("class") == "ss-is-danger"
+    expect(page.locator(".ss-findings li")).to_have_count(found)
+    expect(page.locator(".ss-findings li").first).to_contain_text("danger", use_inner_text=True)
+    expect(count).to_have_attribute("class", "ss-is-danger")
     page.locator(".ss-findings button").first.click()
     page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
     page.wait_for_function(
@@ -150,7 +155,7 @@ def advice_is_applied(page: Any) -> None:
             "title => [...document.querySelectorAll('summary')].filter(e => e.innerText == title).length < 2",
             arg=title,
         )
-        assert not page.locator(rows).first.is_visible()
+        expect(page.locator(rows).first).not_to_be_visible()
         page.locator("summary", has_text=title).click()
         page.locator(rows).first.wait_for()
         page.locator("summary", has_text=title).click()
@@ -167,7 +172,7 @@ def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
     again = page.get_by_role("button", name="Update the advice")
     fill(page, "Sequence", "2048")
     page.locator(".ss-advice.ss-old .ss-frozen").wait_for()
-    assert "before an input changed" in page.locator(".ss-plans").inner_text()
+    expect(page.locator(".ss-plans")).to_contain_text("before an input changed", use_inner_text=True)
     again.wait_for()
     fill(page, "Sequence", "4096")
     page.locator(".ss-advice.ss-old").wait_for(state="detached")
@@ -218,7 +223,7 @@ def a_row_of_the_search_is_applied(page: Any) -> None:
     peak = row.locator("td").nth(5).inner_text()
     row.click()
     page.wait_for_function("before => document.querySelector('.ss-head').innerText !== before", arg=head)
-    assert f"Fits: {peak} of" in page.locator(".ss-verdict").inner_text()
+    expect(page.locator(".ss-verdict")).to_contain_text(f"Fits: {peak} of", use_inner_text=True)
     page.locator(".ss-ranked tr.ss-current", has_text="this plan").wait_for()
     page.locator(".ss-pager button", has_text="More").press("Enter")
     page.locator(".ss-pager", has_text="13 to 24").wait_for()

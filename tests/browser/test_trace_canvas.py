@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from shardscope.trace import Trace
 from shardscope_widgets.trace import TraceView
@@ -256,7 +257,7 @@ def test_hover_and_click_say_what_a_slice_is(opened: Any, view: TraceView) -> No
         page.wait_for_selector(".ss-trace-details.ss-on")
         settled(page)
         assert view.selected is not None and view.selected["name"] == name
-        assert f"rank {view.selected['rank']}" in page.locator(".ss-trace-details").text_content()
+        expect(page.locator(".ss-trace-details")).to_contain_text(f"rank {view.selected['rank']}")
 
 
 def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: TraceView) -> None:
@@ -275,7 +276,7 @@ def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: Trace
         settled(page)
         first = dict(view.selected or {})
         assert "addmm" in first["name"].lower()
-        assert page.locator(".ss-trace-count").text_content() == f"match 1 of {view.num_matches}"
+        expect(page.locator(".ss-trace-count")).to_have_text(f"match 1 of {view.num_matches}")
         page.keyboard.press("Enter")
         settled(page)
         assert view.selected is not None and view.selected["start_seconds"] >= first["start_seconds"]
@@ -293,11 +294,11 @@ def test_fault_46_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, v
         first.focus()
         page.keyboard.press("Enter")
         settled(page)
-        assert first.get_attribute("aria-expanded") == "false"
+        expect(first).to_have_attribute("aria-expanded", "false")
         assert second.bounding_box()["y"] - first.bounding_box()["y"] < before / 3
         page.keyboard.press("Enter")
         settled(page)
-        assert first.get_attribute("aria-expanded") == "true"
+        expect(first).to_have_attribute("aria-expanded", "true")
         assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
 
 
@@ -341,14 +342,14 @@ def test_fault_38_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> Non
         page.mouse.click(*place_of(page, view, 0))
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
-        assert name in page.locator(".ss-trace-tip").text_content()
+        expect(page.locator(".ss-trace-tip")).to_contain_text(name)
         assert page.evaluate("window.hacked") is None
 
 
 def test_an_empty_trace_says_so(opened: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     with opened(TraceView(tmp_path)) as page:
-        assert "recorded nothing" in page.locator(".ss-trace-empty").text_content()
+        expect(page.locator(".ss-trace-empty")).to_contain_text("recorded nothing")
 
 
 def test_fault_44_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
@@ -380,7 +381,7 @@ def test_gpu_streams_are_in_sight_and_python_stacks_one_line(opened: Any) -> Non
     frames = next(track for track in view.trace.tracks if track.kind == "python")
     with opened(view) as page:
         line = page.locator(".ss-trace-stack")
-        assert line.text_content() == f"Python stacks, {frames.num_rows} rows: show"
+        expect(line).to_have_text(f"Python stacks, {frames.num_rows} rows: show")
         drawn = int(page.locator("canvas").get_attribute("data-slices"))
         assert drawn == len(view.trace) - frames.num_slices  # everything else is in sight without scrolling
         texts = names_drawn(page)

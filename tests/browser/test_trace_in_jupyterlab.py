@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from opened_notebook import menu, open_notebook, write_notebook
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import use_theme
 from tests.faults import all_of_them
@@ -263,4 +264,4 @@ def test_keys_are_named_only_while_they_work(page: Any) -> None:
     page.keyboard.press("0")
     page.wait_for_timeout(300)
     assert page.evaluate(span) == pytest.approx(before)
-    assert page.locator(".jp-Dialog").count() == 0
+    expect(page.locator(".jp-Dialog")).to_have_count(0)
