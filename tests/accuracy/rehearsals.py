@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.accuracy.kinds import tensor_bytes
 from tests.accuracy.rows import ROOT
-from tests.accuracy.scoring import gib, percentile
+from tests.accuracy.scoring import format_gib, percentile
 
 import shardscope as ss
 
@@ -133,7 +133,7 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         lines.append(
             f"| {row.name} | {plan.architecture.name}, {plan.layout.description} on {plan.world_size}, "
             f"{plan.recipe.method}, {plan.recipe.precision}, recompute {plan.recipe.recompute} | "
-            f"{gib(sum(row.stored.values()))} | {gib(sum(row.predicted.values()))} | "
+            f"{format_gib(sum(row.stored.values()))} | {format_gib(sum(row.predicted.values()))} | "
             f"{100 * row.error:+.1f} % | {_where(row)} |"
         )
     lines += ["", *(f"- refused today: {name}" for name in refused)]

@@ -173,6 +173,6 @@ def overall_line(score: MemoryScore) -> str:
     return f"overall memory: {sources} sources, {len(score.scored)} of {score.num_rows} rows, {words}"
 
 
-def gib(num_bytes: float) -> str:
+def format_gib(num_bytes: float) -> str:
     """``num_bytes`` in GiB with two decimals."""
     return f"{num_bytes / GIB:.2f}"

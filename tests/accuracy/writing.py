@@ -15,7 +15,7 @@ from tests.accuracy.scoring import (
     MemoryScore,
     Scored,
     absolute,
-    gib,
+    format_gib,
     is_described,
     overall_line,
     percentile,
@@ -159,10 +159,11 @@ def _worst(score: MemoryScore) -> str:
     ]
     for rows in sorted(score.groups.values(), key=lambda rows: -absolute(rows)[-1]):
         for row in sorted(rows, key=lambda row: -abs(row.error))[:5]:
-            band = f"{gib(row.predicted.low)} to {gib(row.predicted.high)}"
+            band = f"{format_gib(row.predicted.low)} to {format_gib(row.predicted.high)}"
             lines.append(
-                f"| {row.mapped.row.get('id')} | {_what(row)} | {gib(row.measured)} | "
-                f"{gib(row.predicted.point)} | {band if row.predicted.low < row.predicted.high else ''} | "
+                f"| {row.mapped.row.get('id')} | {_what(row)} | {format_gib(row.measured)} | "
+                f"{format_gib(row.predicted.point)} | "
+                f"{band if row.predicted.low < row.predicted.high else ''} | "
                 f"{100 * row.error:+.1f} % | {100 * row.by_product.error:+.1f} % | {_largest(row)} | "
                 f"{reason(row)} |"
             )
@@ -180,7 +181,7 @@ def _what(row: Scored) -> str:
 
 def _largest(row: Scored) -> str:
     found = sorted(row.predicted.components.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name} {gib(value)}" for name, value in found if value)
+    return ", ".join(f"{name} {format_gib(value)}" for name, value in found if value)
 
 
 def _fits(score: MemoryScore) -> str:
@@ -199,8 +200,8 @@ def _fits(score: MemoryScore) -> str:
             reports["described"] = (predicted(fit.mapped)[0], fit.predicted)
         row, ran = fit.mapped.row, "yes" if fit.ran else "no"
         lines += [
-            f"| {row.get('id')} | {source(row)} | {ran} | {by} | {gib(report.peak_bytes)} | "
-            f"{gib(report.usable_bytes)} |"
+            f"| {row.get('id')} | {source(row)} | {ran} | {by} | {format_gib(report.peak_bytes)} | "
+            f"{format_gib(report.usable_bytes)} |"
             for by, (report, said) in reports.items()
             if said != fit.ran
         ]

@@ -10,7 +10,7 @@ import pytest
 from test_one_gpu import NOT_TENSORS, record
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_a_model_of_real_size_takes_what_was_predicted(
     plan = ss.Plan(ss.models[model], one_gpu, ss.Recipe(global_batch_size=batch, **recipe), layout)
     report = plan.memory()
     if not report.fits:
-        pytest.skip(f"needs {gib(report.peak_bytes)} GiB: run it on a GPU that has them")
+        pytest.skip(f"needs {format_gib(report.peak_bytes)} GiB: run it on a GPU that has them")
     run = ss.launch(plan, ss.Pretrain(num_steps=NUM_STEPS, learning_rate=1e-4), folder=tmp_path)
     try:
         status = run.wait(timeout=400)

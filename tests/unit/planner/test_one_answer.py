@@ -10,14 +10,14 @@ import pytest
 from tests.needs import few
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
 from shardscope.planner.advice.simplicity import compute_simplicity
 from shardscope.planner.advice.trials import PAYS
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 from shardscope_widgets.memory.repairs import describe_cost
 
 H100 = "h100-sxm-80gb"
@@ -44,15 +44,15 @@ def is_comparable(plan: ss.Plan, other: ss.Plan) -> bool:
 def check_numbers(found: Advice) -> None:
     """Every number of the words is the plan's own."""
     assert found.plan is not None
-    assert gib(found.plan.memory().peak_bytes) in found.why
+    assert format_gib(found.plan.memory().peak_bytes) in found.why
     advised = found.plan
     for plan, words in found.alternatives:
-        assert gib(plan.memory().peak_bytes) in words, words
+        assert format_gib(plan.memory().peak_bytes) in words, words
         try:
             seconds, others = plan.step().seconds, advised.step().seconds
         except ValueError:
             continue
-        assert f"{seconds_words(seconds)} a step" in words
+        assert f"{format_seconds(seconds)} a step" in words
         told = re.search(r"(\d+) % (faster|slower)", words)
         if told and is_comparable(plan, advised):
             ratio = others / seconds if told[2] == "faster" else seconds / others
@@ -60,7 +60,7 @@ def check_numbers(found: Advice) -> None:
         more = re.search(r"([\d.,]+) GiB (more|less) on each", words)
         if more:
             difference = plan.memory().peak_bytes - advised.memory().peak_bytes
-            assert gib(abs(difference)) == more[1] and (difference > 0) == (more[2] == "more")
+            assert format_gib(abs(difference)) == more[1] and (difference > 0) == (more[2] == "more")
         counts = "larger than our usual prediction error" in words
         if is_comparable(plan, advised):
             assert counts == (PAYS * seconds < others)
@@ -170,7 +170,7 @@ def test_the_memory_view_offers_nothing_faster_than_the_advice_does(
         return
     words = dict(found.alternatives)
     for one, gain in faster:
-        assert gain in words[one.plan] and gib(one.bytes_won) in words[one.plan]
+        assert gain in words[one.plan] and format_gib(one.bytes_won) in words[one.plan]
 
 
 def test_a_current_that_is_no_plan_is_refused() -> None:

@@ -11,7 +11,7 @@ from planning import plans
 from tests.needs import examples
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.precision import widths
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.capacity import fits, list_places
@@ -280,7 +280,7 @@ def test_updates_that_round_away() -> None:
     wide = one(full, "updates-round-away")
     assert wide.plan is not None and fits(full, full.memory())
     short = wide.plan.memory().peak_bytes - wide.plan.memory().usable_bytes
-    assert short > 0 and f"which lacks {gib(short)} GiB of GPU memory" in wide.change
+    assert short > 0 and f"which lacks {format_gib(short)} GiB of GPU memory" in wide.change
 
 
 # -------------------------------------------------------------------------------------------- widths

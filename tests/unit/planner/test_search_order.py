@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.plan import Plan
 from shardscope.planner.search.ranking import AS_FAST, Ranking
 
@@ -89,7 +89,7 @@ def test_plans_whose_room_is_not_known_come_last(unsized: Ranking) -> None:
 def test_how_many_they_are_and_why_is_said(unsized: Ranking) -> None:
     hosted = unsized.feasible & (unsized.host_bytes > 0)
     assert f"{hosted.sum():,} of the {unsized.num_feasible:,} plans" in unsized.unsaid
-    assert f"{gib(int(unsized.host_bytes[hosted].min()))} GiB" in unsized.unsaid
+    assert f"{format_gib(int(unsized.host_bytes[hosted].min()))} GiB" in unsized.unsaid
     assert "after the others" in unsized.unsaid
     assert unsized.unsaid in repr(unsized)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.planner.search.ranking import Ranking
 from shardscope.planner.verdict import assess_plan
@@ -33,7 +33,7 @@ def test_what_is_feasible_lacks_no_memory_and_what_is_not_says_which(ranking: Ra
         assert verdict.state == "does not fit"
         for place in verdict.shortages:
             if place.name == "GPU memory":
-                assert f"{gib(place.short_bytes)} GiB over the GPU's memory" in ranking.why_not(row)
+                assert f"{format_gib(place.short_bytes)} GiB over the GPU's memory" in ranking.why_not(row)
 
 
 def test_host_memory_that_is_short_is_said_with_both_numbers(ranking: Ranking) -> None:
@@ -41,7 +41,7 @@ def test_host_memory_that_is_short_is_said_with_both_numbers(ranking: Ranking) -
     rows = some(np.flatnonzero(on_the_gpu & ~ranking.is_feasible & (ranking.host_bytes > 410 * 2**30)))
     assert rows, "else this tests nothing"
     for row in rows:
-        needed = gib(int(ranking.host_bytes[row]))
+        needed = format_gib(int(ranking.host_bytes[row]))
         assert f"{needed} GiB of host memory" in ranking.why_not(row) and "400" in ranking.why_not(row)
         assert "over the GPU's memory" not in ranking.why_not(row)
 

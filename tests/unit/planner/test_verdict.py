@@ -9,7 +9,7 @@ from planning import plans
 from tests.needs import examples
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.capacity import list_places
 from shardscope.planner.verdict import assess_plan
 
@@ -29,7 +29,7 @@ def test_a_plan_with_room_fits_and_says_how_much_it_needs() -> None:
     plan = plan_of()
     verdict = assess_plan(plan)
     assert verdict.state == "fits" == plan.memory().verdict
-    assert gib(plan.memory().peak_bytes) in verdict.reason and not verdict.shortages
+    assert format_gib(plan.memory().peak_bytes) in verdict.reason and not verdict.shortages
     assert verdict.runs
 
 
@@ -39,7 +39,7 @@ def test_a_plan_over_four_fifths_of_its_gpu_is_tight_and_says_why() -> None:
     assert report.fits and report.is_tight
     verdict = assess_plan(plan)
     assert verdict.state == "tight" == report.verdict
-    assert "80 %" in verdict.reason and gib(report.peak_bytes) in verdict.reason
+    assert "80 %" in verdict.reason and format_gib(report.peak_bytes) in verdict.reason
     assert verdict.runs
 
 
@@ -49,14 +49,14 @@ def test_a_band_whose_top_is_over_the_limit_is_tight() -> None:
     above = replace(report, find_band=lambda: (report.low_bytes, report.usable_bytes + 2**30))
     verdict = assess_plan(plan, above)
     assert verdict.state == "tight" == above.verdict
-    assert gib(report.usable_bytes + 2**30) in verdict.reason
+    assert format_gib(report.usable_bytes + 2**30) in verdict.reason
 
 
 def test_every_kind_of_memory_that_is_short_is_named() -> None:
     over = assess_plan(plan_of(model="llama-3.1-405b"))
     assert over.state == "does not fit" and not over.runs
     assert [place.name for place in over.shortages] == ["GPU memory"]
-    assert gib(over.shortages[0].needed_bytes) in over.reason and "each GPU" in over.reason
+    assert format_gib(over.shortages[0].needed_bytes) in over.reason and "each GPU" in over.reason
     offloaded = plan_of(ss.Layout.zero(3, offload_optimizer="cpu"))
     small = replace(offloaded, cluster=replace(offloaded.cluster, host_memory_bytes=2**36))
     host = assess_plan(small)

@@ -16,7 +16,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.prediction.pipeline import compute_bubbles
 from shardscope.timing.pipeline import compute_bubble_seconds
-from shardscope.timing.report import PARTS, StepReport, seconds_words
+from shardscope.timing.report import PARTS, StepReport, format_seconds
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 COMMUNICATION = (
@@ -151,7 +151,7 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
     ],
 )
 def test_seconds_have_three_digits(seconds: float, words: str) -> None:
-    assert seconds_words(seconds) == words
+    assert format_seconds(seconds) == words
 
 
 # ------------------------------------------------------------------------------------------------- laws

@@ -143,7 +143,7 @@ class Layout(Serializable):
         """Return all degrees on this cluster. Raises ``ValueError`` for an invalid combination."""
         raise TypeError(f"{type(self).__name__} has no framework: use Layout.ddp(), .fsdp2(), ...")
 
-    def spread(self, left: int) -> Degrees:
+    def fill_degrees(self, left: int) -> Degrees:
         """Return all degrees, where ``left`` ranks remain for those not given.
 
         Arithmetic that broadcasts: a search over many layouts passes an array of ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def gib(num_bytes: float) -> str:
+def format_gib(num_bytes: float) -> str:
     """Return ``num_bytes`` in GiB without the unit: three significant digits, at most two decimals."""
     value = num_bytes / 2**30
     if value >= 99.95:
@@ -17,12 +17,12 @@ def gib(num_bytes: float) -> str:
     return f"{value:.2g}"
 
 
-def kib(num_bytes: float) -> str:
+def format_kib(num_bytes: float) -> str:
     """Return ``num_bytes`` in KiB without the unit, with one decimal."""
     return f"{num_bytes / 2**10:,.1f}"
 
 
-def count(number: float, noun: str) -> str:
+def format_count(number: float, noun: str) -> str:
     """Return a count with its noun: ``3 layers``, ``1 layer``, ``4,096 tokens``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
@@ -35,5 +35,7 @@ def format_sum(parts: Iterable[tuple[int, str]]) -> str:
     told = [(num_bytes, what) for num_bytes, what in parts if num_bytes]
     if len(told) < 2:
         return "".join(what for _, what in told)
-    signed = (f"{'-' if num_bytes < 0 else '+'} {gib(abs(num_bytes))} GiB {what}" for num_bytes, what in told)
+    signed = (
+        f"{'-' if num_bytes < 0 else '+'} {format_gib(abs(num_bytes))} GiB {what}" for num_bytes, what in told
+    )
     return " ".join(signed).removeprefix("+ ")

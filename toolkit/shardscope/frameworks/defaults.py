@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.precision import FP32, widths
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def tie_degrees(plan: Plan, names: Iterable[str]) -> dict[str, Tie]:
     return {
         name: Tie(
             value=number,
-            text=count(number, DEGREE_NAMES[name]),
+            text=format_count(number, DEGREE_NAMES[name]),
             layout={} if name == "data_parallel" else {name: number},
             num_ranks=number,
         )

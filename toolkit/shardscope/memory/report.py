@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice
-from shardscope.core.number_format import format_sum, gib
+from shardscope.core.number_format import format_gib, format_sum
 from shardscope.core.ops import where
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
@@ -223,7 +223,7 @@ class MemoryReport:
         if term is None or term.num_bytes == 0:
             reason = f": {term.explain()}" if term is not None else ""
             return f"{name}, 0 GiB at the peak ({self.peak_phase}){reason}"
-        return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
+        return f"{name}, {format_gib(term.num_bytes)} GiB = {term.explain()}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return bytes at each stage's peak: a row per stage, a column per component, and the total."""
@@ -239,13 +239,14 @@ class MemoryReport:
         """Return the components at the peak as a plain HTML table, without scripts."""
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
-            f"<td style='text-align:right'>{gib(value)}</td>"
+            f"<td style='text-align:right'>{format_gib(value)}</td>"
             f"<td style='text-align:right'>{100 * value / max(1, self.peak_bytes):.0f} %</td></tr>"
             for name, value in self.components.items()
         )
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"<table><caption>{self.tier} peak: {gib(self.peak_bytes)} of {gib(self.usable_bytes)} GiB, "
+            f"<table><caption>{self.tier} peak: {format_gib(self.peak_bytes)} of "
+            f"{format_gib(self.usable_bytes)} GiB, "
             f"{verdict}</caption><thead><tr><th>component</th><th>GiB</th><th>share</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
@@ -256,8 +257,8 @@ class MemoryReport:
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"<MemoryReport {self.tier}: peak {gib(self.peak_bytes)} of {gib(self.usable_bytes)} GiB in "
-            f"{self.peak_phase}, {verdict}>"
+            f"<MemoryReport {self.tier}: peak {format_gib(self.peak_bytes)} of "
+            f"{format_gib(self.usable_bytes)} GiB in {self.peak_phase}, {verdict}>"
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.catalog import gpus
 from shardscope.core.cluster import Cluster
 from shardscope.core.layout import find_largest_divisor
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.plan import Plan
 from shardscope.families.registry import family_of
 from shardscope.frameworks.registry import why_not_trained
@@ -69,7 +69,7 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
     device = "GPU" if plan.on_gpu else "CPU rank"
     sizes = (
         f"{small.architecture.num_parameters:,} instead of {plan.architecture.num_parameters:,} parameters",
-        f"{num_ranks} CPU ranks instead of {count(plan.world_size, device)}",
+        f"{num_ranks} CPU ranks instead of {format_count(plan.world_size, device)}",
         f"{recipe.seq_len:,} instead of {plan.recipe.seq_len:,} tokens a sequence",
     )
     return Rehearsal(small, (*sizes, *changes))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.capacity import Place, list_places
 
@@ -63,18 +63,19 @@ def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
         return Verdict(state="unknown", reason=f"{reason} {tight}".strip(), unknown=unknown)
     if is_tight:
         return Verdict(state="tight", reason=tight)
-    peak = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    peak = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     return Verdict(state="fits", reason=f"Needs {peak} on each {unit}.")
 
 
 def say_shortage(place: Place, unit: str = "GPU") -> str:
     """Return the required and available amounts:
     ``1,240 GiB of host memory on each node, which has 1,000``."""
-    room = "" if place.room_bytes is None else gib(place.room_bytes)
-    needed = gib(place.needed_bytes)
+    room = "" if place.room_bytes is None else format_gib(place.room_bytes)
+    needed = format_gib(place.needed_bytes)
     if needed == room:  # The difference is smaller than the displayed precision.
         return (
-            f"{gib(place.short_bytes)} GiB more than the {room} GiB that {_describe_owner(place, unit)} has"
+            f"{format_gib(place.short_bytes)} GiB more than the {room} GiB that "
+            f"{_describe_owner(place, unit)} has"
         )
     return f"{_describe_amount(place, unit)}, which has {room}"
 
@@ -82,7 +83,7 @@ def say_shortage(place: Place, unit: str = "GPU") -> str:
 def _describe_amount(place: Place, unit: str) -> str:
     of = {"GPU memory": "", "NVMe": " on NVMe"}.get(place.name, " of host memory")
     while_made = " while the model is made" if place.name == WHILE_MADE else ""
-    return f"{gib(place.needed_bytes)} GiB{of}{while_made} on {_describe_owner(place, unit)}"
+    return f"{format_gib(place.needed_bytes)} GiB{of}{while_made} on {_describe_owner(place, unit)}"
 
 
 def _describe_owner(place: Place, unit: str) -> str:
@@ -90,16 +91,16 @@ def _describe_owner(place: Place, unit: str) -> str:
 
 
 def _why_tight(report: MemoryReport, unit: str) -> str:
-    usable = gib(report.usable_bytes)
+    usable = format_gib(report.usable_bytes)
     if report.is_tight:
         share = f"{100 * report.peak_bytes / report.usable_bytes:.0f} %"
         return (
-            f"May run out of memory: it needs {gib(report.peak_bytes)} of {usable} GiB on each {unit} "
+            f"May run out of memory: it needs {format_gib(report.peak_bytes)} of {usable} GiB on each {unit} "
             f"({share}), and some runs that need over {TIGHT_PERCENT} % do."
         )
     return (
-        f"May run out of memory: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB on each "
-        f"{unit}, which has {usable}."
+        f"May run out of memory: likely {format_gib(report.low_bytes)} to {format_gib(report.high_bytes)} "
+        f"GiB on each {unit}, which has {usable}."
     )
 
 

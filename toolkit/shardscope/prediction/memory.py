@@ -10,7 +10,7 @@ from functools import partial
 from operator import ge
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.ops import map_distinct, maximum
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.stage_activations import TransformersActivations
@@ -297,9 +297,9 @@ def _estimate_communication(vendor: str, *group_sizes: int) -> int:
 
 def _explain_fragmentation(step_bytes: int) -> str:
     return (
-        f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(step_bytes)} GiB allocated and freed by then; "
-        f"the band's upper end has {overheads.FRAGMENTATION_HIGH_PERCENT} % of all that a step allocates and "
-        "frees (assumption, PyTorch caching allocator; docs/accuracy.md)"
+        f"{overheads.FRAGMENTATION_PERCENT} % of the {format_gib(step_bytes)} GiB allocated and freed by "
+        f"then; the band's upper end has {overheads.FRAGMENTATION_HIGH_PERCENT} % of all that a step "
+        "allocates and frees (assumption, PyTorch caching allocator; docs/accuracy.md)"
     )
 
 
@@ -310,7 +310,7 @@ def _explain_communication(group_sizes: tuple[int, ...], vendor: str) -> str:
     sizes = ", ".join(str(size) for size in groups)
     world = " and one of all" if overheads.has_world_group(group_sizes) else ""
     buffers = _COMMUNICATOR_BUFFERS.get(vendor, "without buffers of their own")
-    return f"{count(len(groups), 'communicator')} of {sizes} ranks{world}, {buffers}"
+    return f"{format_count(len(groups), 'communicator')} of {sizes} ranks{world}, {buffers}"
 
 
 _COMMUNICATOR_BUFFERS = {

@@ -12,7 +12,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.pipeline import NAMES, Schedule, compute_bubble_seconds, find_schedule
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 from shardscope.timing.stages import StageSeconds, compute_stage_seconds, prepare_layers
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def explain_schedule(plan: Plan) -> str:
         return ""
     upstream = frameworks[plan.layout.framework].timing_model().SCHEDULES[own]
     others = [
-        f"{NAMES[name]} {seconds_words(waits)}"
+        f"{NAMES[name]} {format_seconds(waits)}"
         for name, waits in compute_bubbles(plan).items()
         if name != own
     ]

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice, check_number
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,9 +66,9 @@ class Communication(NamedTuple):
 
         For example ``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``.
         """
-        hidden = f", {seconds_words(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
-        called, moved = self.collective.replace("_", "-"), f"{gib(self.num_bytes)} GiB"
-        took = f"{seconds_words(self.seconds)}{hidden}"
+        hidden = f", {format_seconds(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
+        called, moved = self.collective.replace("_", "-"), f"{format_gib(self.num_bytes)} GiB"
+        took = f"{format_seconds(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
 
     def add(self, other: Communication) -> Communication:
@@ -224,12 +224,12 @@ class StepReport:
         """
         part: Part = check_choice("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
-        overlapped = f", {seconds_words(hidden)} more overlapped with arithmetic" if hidden else ""
+        overlapped = f", {format_seconds(hidden)} more overlapped with arithmetic" if hidden else ""
         words = f" = {self.words(part)}" if self.words else ""
         calls = "".join(f"; {one.describe()}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)
-        staged = f"; staged in its own memory: {seconds_words(copies)}" if copies else ""
-        return f"{name}, {seconds_words(exposed)}{overlapped}{words}{calls}{staged}"
+        staged = f"; staged in its own memory: {format_seconds(copies)}" if copies else ""
+        return f"{name}, {format_seconds(exposed)}{overlapped}{words}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per part: exposed and hidden seconds, and the share of the step."""
@@ -250,8 +250,8 @@ class StepReport:
         """Return the parts as a plain HTML table, without scripts."""
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
-            f"<td style='text-align:right'>{seconds_words(self.parts[name])}</td>"
-            f"<td style='text-align:right'>{seconds_words(self.hidden[name])}</td>"
+            f"<td style='text-align:right'>{format_seconds(self.parts[name])}</td>"
+            f"<td style='text-align:right'>{format_seconds(self.hidden[name])}</td>"
             f"<td style='text-align:right'>{100 * self.parts[name] / self.seconds:.0f} %</td></tr>"
             for name in PARTS
         )
@@ -277,7 +277,7 @@ class StepReport:
     def _summary(self) -> str:
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
         return (
-            f"{self.tier} step: {seconds_words(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
+            f"{self.tier} step: {format_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
             f"tokens/s a GPU, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
         )
 
@@ -288,7 +288,7 @@ class StepReport:
         return check_number("num_tokens", num_tokens, low=1, high=1e18)
 
 
-def seconds_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds with three significant digits: ``12.3 s``, ``45.6 ms``, ``7.9 µs``."""
     if not seconds:
         return "0 s"

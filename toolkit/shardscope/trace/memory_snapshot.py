@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from shardscope.core.html_table import html_table
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.trace.files import read_bytes, refuse_file
 
 BEFORE = "allocated before the history begins"
@@ -78,14 +78,21 @@ class MemorySnapshot:
         return sum(segment.allocated_bytes for segment in self.segments)
 
     def _repr_html_(self) -> str:
-        rows = [(live.frame, gib(live.num_bytes), live.num_allocations) for live in self.at_peak]
-        caption = f"{gib(self.peak_bytes)} GiB alive at the peak, of {gib(self.reserved_bytes)} GiB reserved"
+        rows = [(live.frame, format_gib(live.num_bytes), live.num_allocations) for live in self.at_peak]
+        caption = (
+            f"{format_gib(self.peak_bytes)} GiB alive at the peak, of "
+            f"{format_gib(self.reserved_bytes)} GiB reserved"
+        )
         return html_table(("allocated at", "GiB", "allocations"), rows, caption)
 
     def __str__(self) -> str:
-        lines = [f"{gib(self.peak_bytes)} GiB alive at the peak, of {gib(self.reserved_bytes)} GiB reserved:"]
+        lines = [
+            f"{format_gib(self.peak_bytes)} GiB alive at the peak, of {format_gib(self.reserved_bytes)} "
+            "GiB reserved:"
+        ]
         lines += [
-            f"  {gib(live.num_bytes)} GiB in {live.num_allocations:,}: {live.frame}" for live in self.at_peak
+            f"  {format_gib(live.num_bytes)} GiB in {live.num_allocations:,}: {live.frame}"
+            for live in self.at_peak
         ]
         return "\n".join(lines)
 

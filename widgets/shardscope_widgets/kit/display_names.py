@@ -6,7 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 
 if TYPE_CHECKING:
     import shardscope as ss
@@ -54,14 +54,14 @@ def _format_word(part: str) -> str:
 def describe_devices(cluster: ss.Cluster) -> str:
     """Return ``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...`` or ``2 CPU ranks``."""
     if cluster.gpu.name == "cpu":
-        return count(cluster.num_gpus, "CPU rank")
+        return format_count(cluster.num_gpus, "CPU rank")
     one_node = f"{cluster.gpus_per_node} × {format_name(cluster.gpu.name)}"
     return one_node if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of {one_node}"
 
 
 def count_devices(cluster: ss.Cluster) -> str:
     """Return ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks``."""
-    return count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
+    return format_count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
 
 
 def describe_plan(plan: ss.Plan) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
@@ -265,8 +265,8 @@ def _build_total_label(row: Bar, widest: float) -> dict[str, object]:
             "font": SMALL,
             "opacity": 0.75,
         }
-    text = f"<b>{gib(row.total)} GiB</b>"
-    hint = "" if row.band is None else f"likely {gib(row.band[0])} to {gib(row.band[1])} GiB"
+    text = f"<b>{format_gib(row.total)} GiB</b>"
+    hint = "" if row.band is None else f"likely {format_gib(row.band[0])} to {format_gib(row.band[1])} GiB"
     return {
         **note,
         "x": 1,
@@ -287,7 +287,7 @@ def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, object]:
     return {
         "x": capacity, "xref": "x", "xanchor": "left" if is_left else "right", "xshift": -2 if is_left else 2,
         "y": len(rows) - 0.5, "yref": "y", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
-        "text": f"{gib(capacity * GIB)} GiB usable{where}", "opacity": 0.75,
+        "text": f"{format_gib(capacity * GIB)} GiB usable{where}", "opacity": 0.75,
     }  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def _build_timeline_layout(
     # Room for the peak's label above the highest line.
     top = highest * inner_pixels / (inner_pixels - 18)
     pixels = inner_pixels / top
-    labels = [(capacity, f"{gib(capacity * GIB)} GiB usable", "")]
+    labels = [(capacity, f"{format_gib(capacity * GIB)} GiB usable", "")]
     for overlay in overlays:
         sign = DASH_SIGNS[TIMELINES.index(overlay.name)]
         label = (
@@ -407,7 +407,7 @@ def _build_peak_label(report: MemoryReport, pixels: float) -> dict[str, object]:
     return {
         "x": peak.fraction, "xref": "x2", "xanchor": "right" if is_late else "left",
         "xshift": -4 if is_late else 4, "y": height, "yref": "y2", "yanchor": "bottom", "yshift": shift,
-        "text": f"peak {gib(peak.total)} GiB", "showarrow": False, "font": SMALL,
+        "text": f"peak {format_gib(peak.total)} GiB", "showarrow": False, "font": SMALL,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.capacity import find_shortages, fits
 from shardscope.planner.repairs.make_it_fit import Fit
@@ -160,7 +160,7 @@ def describe_repair(plan: ss.Plan, repair: Repair) -> str:
     where = "" if not shortage or shortage[0].name == "GPU memory" else f" of {shortage[0].name} on a node"
     cost = describe_cost(repair.seconds_lost, predict_seconds(plan))
     change = SHORT_CHANGES.get(repair.change, repair.change)
-    return f"{change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
+    return f"{change}: −{format_gib(repair.bytes_won)} GiB{where}, {cost}"
 
 
 def describe_cost(seconds_lost: float, seconds: float) -> str:
@@ -180,7 +180,7 @@ def describe_cost(seconds_lost: float, seconds: float) -> str:
 def describe_fit(plan: ss.Plan, fit: Fit) -> str:
     """Return ``Tensor parallel 8, recompute full: fits, 61.2 of 79.1 GiB, about 1.4x slower``."""
     report = fit.plan.memory()
-    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    room = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     cost = describe_cost(fit.seconds_lost, predict_seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
     changes = ", ".join(fit.changes)

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport, StageMemory
 from shardscope.planner.capacity import list_other_memory
 from shardscope_widgets.kit.pins import PinName, name_pins
@@ -139,7 +139,7 @@ def _build_bar(
         term = terms.get(name)  # type: ignore[call-overload]
         if term is None:
             return ""
-        heading = f"<b>{name.replace('_', ' ')}: {gib(term.num_bytes)} GiB</b>, {escape(title)}"
+        heading = f"<b>{name.replace('_', ' ')}: {format_gib(term.num_bytes)} GiB</b>, {escape(title)}"
         return "<br>".join([heading, *wrap(escape(term.explain()), TOOLTIP_CHARACTERS)])
 
     has_band = band is not None and band[0] < band[1]
@@ -152,8 +152,8 @@ def _build_offload_bars(shown: ShownMemory) -> list[Bar]:
     for place in list_other_memory(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
         share = (place.room_bytes or 0) // shown.plan.cluster.gpus_per_node
-        words = f"<b>{label}: {gib(place.rank_bytes)} GiB a rank</b><br>" + (
-            f"of its {gib(share)} GiB share of the node's" if share else "the node's size is not known"
+        words = f"<b>{label}: {format_gib(place.rank_bytes)} GiB a rank</b><br>" + (
+            f"of its {format_gib(share)} GiB share of the node's" if share else "the node's size is not known"
         )
         explain: Callable[[str], str] = lambda name, words=words: words  # type: ignore[misc] # noqa: E731
         sizes = {component: place.rank_bytes}

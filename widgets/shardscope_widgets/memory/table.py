@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.planner.capacity import list_other_memory
 from shardscope_widgets.kit.display_names import count_devices
@@ -30,7 +30,8 @@ def write_caption(shown: ShownMemory, mode: Mode = "peak") -> str:
     parts = [
         _describe_ranks(shown, mode),
         f"peak {_describe_phase(report)}",
-        f"{gib(report.usable_bytes)} GiB usable of {_round_gib(plan.cluster.gpu.memory_bytes / sharers)}",
+        f"{format_gib(report.usable_bytes)} GiB usable of "
+        f"{_round_gib(plan.cluster.gpu.memory_bytes / sharers)}",
         f"likely {_round_gib(report.low_bytes)} to {_round_gib(report.high_bytes)} GiB",
         *_describe_outside_memory(shown),
     ]
@@ -64,20 +65,22 @@ def _describe_phase(report: MemoryReport) -> str:
 def _round_gib(num_bytes: float) -> str:
     """Return GiB without decimals that would overstate the precision: ``52``, ``7.4``, ``80.0``."""
     value = num_bytes / 2**30
-    return gib(num_bytes) if value < 9.5 or value == round(value) else f"{value:,.0f}"
+    return format_gib(num_bytes) if value < 9.5 or value == round(value) else f"{value:,.0f}"
 
 
 def _describe_outside_memory(shown: ShownMemory) -> list[str]:
     """Return the memory that the plan uses outside the GPU, and the node's capacity of it."""
     parts = []
     for place in list_other_memory(shown.plan, shown.report):
-        needed = gib(place.needed_bytes)
+        needed = format_gib(place.needed_bytes)
         amount = (
             f"{needed} GiB on each node (how much it has is not known)"
             if place.room_bytes is None
-            else f"{needed} of {gib(place.room_bytes)} GiB on each node"
+            else f"{needed} of {format_gib(place.room_bytes)} GiB on each node"
         )
-        per_rank = f", {gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
+        per_rank = (
+            f", {format_gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
+        )
         parts.append(f"{place.name}: {amount}{per_rank}")
     return parts
 
@@ -130,7 +133,7 @@ def _build_total_row(shown: ShownMemory) -> PartRow:
         ]
     lines = [
         f"The sum at the peak, {_describe_phase(report)}. Library buffers and the allocator may take less or "
-        f"more: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB.",
+        f"more: likely {format_gib(report.low_bytes)} to {format_gib(report.high_bytes)} GiB.",
         getattr(shown.reports.get("measured"), "sentence", ""),
     ]
     why = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
@@ -174,7 +177,7 @@ def _format_total_cell(report: MemoryReport | None) -> str:
 
 
 def _format_amount(num_bytes: float) -> str:
-    return gib(num_bytes) if num_bytes else "0"
+    return format_gib(num_bytes) if num_bytes else "0"
 
 
 def render_swatch(name: str) -> str:

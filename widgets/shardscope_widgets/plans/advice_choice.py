@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.advice.advice import Advice
 from shardscope.planner.advice.words import name_plan
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import does_the_same
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit.numbers import format_short
 
 MAX_ALTERNATIVES = 2
@@ -71,12 +71,12 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
 def describe_figures(plan: ss.Plan) -> str:
     """Return ``54.0 of 79.1 GiB, 4.13 s a step, 7.93k tokens/s per GPU``."""
     report = plan.memory()
-    memory = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     if _predict_seconds(plan) is None:
         return memory
     step = plan.step()
     rate = format_short(step.tokens_per_second_per_gpu)
-    return f"{memory}, {seconds_words(step.seconds)} a step, {rate} tokens/s per GPU"
+    return f"{memory}, {format_seconds(step.seconds)} a step, {rate} tokens/s per GPU"
 
 
 def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:
@@ -84,7 +84,9 @@ def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:
     if not fits(current, current.memory()):
         return "The plan on screen does not fit."
     more = plan.memory().peak_bytes - current.memory().peak_bytes
-    sentence = "the same memory" if more == 0 else f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
+    sentence = (
+        "the same memory" if more == 0 else f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
+    )
     mine, its = _predict_seconds(plan), _predict_seconds(current)
     if mine is not None and its is not None:
         sentence += f", {_describe_speedup(its / mine)}"

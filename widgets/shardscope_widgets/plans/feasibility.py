@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
@@ -41,7 +41,7 @@ def why_not_launched(ranking: Ranking, index: int) -> str:
 def why_unknown(ranking: Ranking, index: int) -> str:
     """Return the memory that plan ``index`` needs and whose capacity is unknown; "" if there is none."""
     needs = [
-        f"{gib(int(needed[index]))} GiB of {name}"
+        f"{format_gib(int(needed[index]))} GiB of {name}"
         for name, needed in (("host memory", ranking.host_bytes), ("NVMe", ranking.nvme_bytes))
         if name not in ranking.rooms and needed[index] > 0
     ]

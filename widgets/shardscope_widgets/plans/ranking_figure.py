@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.plans.feasibility import Feasibility, judge_plan
@@ -197,7 +197,7 @@ def _write_tooltip(ranking: Ranking, index: int, feasibility: Feasibility) -> st
     lines = [
         *_wrap_lines(describe_layout(plan.layout), bold=True),
         f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}",
-        f"{gib(int(ranking.peak_bytes[index]))} GiB, {rate} tokens/s per GPU",
+        f"{format_gib(int(ranking.peak_bytes[index]))} GiB, {rate} tokens/s per GPU",
     ]
     for reason in feasibility.reasons:
         lines += _wrap_lines(reason)

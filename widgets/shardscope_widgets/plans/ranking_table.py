@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.search.misses import describe_other_recipe
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
@@ -96,8 +96,8 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
         f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"
-        f"<td>{scale.format(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
-        f"<td>{gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
+        f"<td>{scale.format(float(ranking.step_seconds[index]))}</td><td>{format_gib(int(ranking.peak_bytes[index]))}</td>"
+        f"<td>{format_gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
     )
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from html import escape
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.runs.watch.free_memory import FreeMemory, read_free_memory
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.debounce import Debounced
@@ -68,7 +68,7 @@ def _render_list(memories: list[FreeMemory], when: str) -> str:
 
 def _render_row(memory: FreeMemory) -> str:
     used = 1 - memory.free_bytes / memory.total_bytes if memory.total_bytes else 0.0
-    amount = f"{gib(memory.free_bytes)} of {gib(memory.total_bytes)} GiB"
+    amount = f"{format_gib(memory.free_bytes)} of {format_gib(memory.total_bytes)} GiB"
     users, share = "; ".join(memory.users), f"{100 * used:.0f} % in use"
     return (
         f"<div class='ss-place'><span>{escape(memory.name)}</span><span>{amount}</span>"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.capacity import find_shortages
@@ -195,12 +195,12 @@ def _offer_trial(plan: ss.Plan, warning: str, task: TaskPicker) -> LaunchOffer:
 def _describe_shortage(plan: ss.Plan, report: MemoryReport) -> str:
     """Return which memory is too small in any case; for the GPU, the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
-        have, least = gib(report.usable_bytes), gib(report.low_bytes)
+        have, least = format_gib(report.usable_bytes), format_gib(report.low_bytes)
         return f"This machine has {have} GiB, and at least {least} are needed."
     for shortage in find_shortages(plan, report):
         if shortage.name != "GPU memory":
             return (
-                f"A node has {gib(shortage.room_bytes or 0)} GiB of {shortage.name}, and "
-                f"{gib(shortage.needed_bytes)} are needed."
+                f"A node has {format_gib(shortage.room_bytes or 0)} GiB of {shortage.name}, and "
+                f"{format_gib(shortage.needed_bytes)} are needed."
             )
     return ""

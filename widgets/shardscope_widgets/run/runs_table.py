@@ -8,7 +8,7 @@ from datetime import datetime
 from html import escape
 from math import isfinite
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.display_names import describe_devices, format_name
 from shardscope_widgets.run.run_html import format_seconds, render_status_sign
@@ -89,8 +89,8 @@ def format_steps(done: int | None, total: int | None) -> str:
     if done is None and total is None:
         return "no step"
     if total is None:
-        return count(done or 0, "step")
-    return f"{done or 0:,} of {count(total, 'step')}"
+        return format_count(done or 0, "step")
+    return f"{done or 0:,} of {format_count(total, 'step')}"
 
 
 def make_printable(name: str) -> str:

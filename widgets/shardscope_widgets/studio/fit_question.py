@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.advice.words import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
@@ -15,7 +15,7 @@ RESULT_FIELDS = ("method", "precision", "optimizer", "quantization", "seq_len", 
 def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     """Return the notice and its button label, or None if ``fit`` needs no confirmation."""
     fitting_plan = fit.plan
-    room = f"{gib(fitting_plan.memory().peak_bytes)} GiB"
+    room = f"{format_gib(fitting_plan.memory().peak_bytes)} GiB"
     same_nouns = (plan.architecture, plan.cluster) == (fitting_plan.architecture, fitting_plan.cluster)
     if not same_nouns or any(
         getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS

@@ -6,7 +6,7 @@ import re
 from html import escape
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit.display_names import describe_devices, format_name
@@ -48,12 +48,14 @@ def write_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
     if plan.degrees.pp > 1:
         where = f"on the fullest {unit}, stage {report.worst_stage.stage}"
-    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB {where}"
+    room = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB {where}"
     if verdict.state == "does not fit":
         return f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:].rstrip('.')}"
     if verdict.state == "tight":
         return f"Tight: {room}; may run out of memory"
     if verdict.state == "unknown":
-        needs = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in verdict.unknown)
+        needs = " and ".join(
+            f"{format_gib(place.needed_bytes)} GiB of {place.name}" for place in verdict.unknown
+        )
         return f"Fits if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {needs}"
     return f"Fits: {room}"

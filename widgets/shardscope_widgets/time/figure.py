@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from shardscope.timing.report import PARTS, StepReport, seconds_words
+from shardscope.timing.report import PARTS, StepReport, format_seconds
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import wrap_label
@@ -192,5 +192,5 @@ def _write_measured_tooltip(shown: ShownStep) -> str:
     measured = shown.measured
     if measured is None:
         return ""
-    tooltip = f"measured: {seconds_words(measured.seconds)}, the median of {measured.num_steps:,} steps"
-    return tooltip + (f"<br>predicted: {seconds_words(shown.report.seconds)}" if shown.report else "")
+    tooltip = f"measured: {format_seconds(measured.seconds)}, the median of {measured.num_steps:,} steps"
+    return tooltip + (f"<br>predicted: {format_seconds(shown.report.seconds)}" if shown.report else "")

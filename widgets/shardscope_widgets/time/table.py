@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.timing.report import PARTS, StepReport
 from shardscope_widgets.kit.display_names import count_devices, format_name
 from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, format_three_digits
@@ -226,7 +226,7 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
         _render_collective(
             call.part,
             call.collective.replace("_", "-"),
-            (f"{call.ranks:,}", format_name(call.link), gib(call.num_bytes)),
+            (f"{call.ranks:,}", format_name(call.link), format_gib(call.num_bytes)),
             (scale.format(call.seconds), scale.format(call.exposed_seconds)),
         )
         for call in report.sent

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.capacity import fits
 from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.make_it_fit import make_it_fit
@@ -343,7 +343,7 @@ def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
     view = MemoryView(plan)
     assert 1 <= len(offered(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
     for chip, changed in zip(offered(view), changes_of(view), strict=True):
-        assert f"−{gib(plan.memory().peak_bytes - changed.memory().peak_bytes)} GiB" in chip
+        assert f"−{format_gib(plan.memory().peak_bytes - changed.memory().peak_bytes)} GiB" in chip
         assert re.search(r"\d %|as fast", chip)
         assert changed.layout == plan.layout
         for field in ("method", "precision", "optimizer", "seq_len", "global_batch_size"):

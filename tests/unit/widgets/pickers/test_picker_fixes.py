@@ -14,7 +14,7 @@ from tests.needs import few, thorough
 from tests.weights_folders import write_folder
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope_widgets import Studio
@@ -284,7 +284,7 @@ def test_both_buttons_ask_before_they_change_the_framework_and_can_be_undone() -
         assert label.startswith("Use DeepSpeed ZeRO-3")
         studio.notice.press_button(label)
         assert studio.plan.layout.framework == "deepspeed"
-        assert gib(studio.plan.memory().peak_bytes) in label
+        assert format_gib(studio.plan.memory().peak_bytes) in label
         assert "Made it fit" in studio.notice.value
         studio.notice.press_button("Undo")
         assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe

@@ -11,7 +11,7 @@ import pytest
 from fake_runs import until
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.abilities import COLUMNS, compute_abilities
 from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView
@@ -119,7 +119,7 @@ def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
     more = advised.memory().peak_bytes - current.memory().peak_bytes
     faster = current.step().seconds / advised.step().seconds - 1
     assert more > 0 and faster > 0
-    assert f"{gib(more)} GiB more" in told and f"{100 * faster:.0f} % faster" in told
+    assert f"{format_gib(more)} GiB more" in told and f"{100 * faster:.0f} % faster" in told
 
 
 def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:

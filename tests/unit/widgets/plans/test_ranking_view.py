@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.kit.numbers import format_short
@@ -188,7 +188,7 @@ def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
         plan, told = found.plan(mark.row), words(mark.tooltip)
         assert describe_layout(plan.layout) in told
         assert f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}" in told
-        assert f"{gib(plan.memory().peak_bytes)} GiB" in told
+        assert f"{format_gib(plan.memory().peak_bytes)} GiB" in told
         assert f"{format_short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in told
         assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a chart of 390 pixels has room for it"
 
@@ -292,7 +292,7 @@ def test_the_best_come_first_with_their_numbers(found: Any) -> None:
     best, first = found.best, words(view.table.value.partition("<tbody>")[2].partition("</tr>")[0])
     assert describe_layout(best.layout) in first
     assert format_short(best.step().tokens_per_second_per_gpu) in first
-    assert gib(best.memory().peak_bytes) in first
+    assert format_gib(best.memory().peak_bytes) in first
     assert f"{found.num_evaluated:,} plans evaluated" in words(view.caption.value)
 
 

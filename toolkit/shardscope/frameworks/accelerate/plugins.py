@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.accelerate import limits
 from shardscope.frameworks.accelerate.plugin_fields import TITLE
 from shardscope.frameworks.deepspeed.files.config import deepspeed_config
@@ -93,7 +93,7 @@ class DdpPlugin(Plugin):
         num_ranks = dist.get_world_size(model.process_group)
         if num_ranks != plan.world_size:
             raise make_contradiction(f"DDP over {plan.world_size} ranks", f"DDP over {num_ranks}")
-        return f"DDP: {kind} over {count(num_ranks, 'rank')}", {
+        return f"DDP: {kind} over {format_count(num_ranks, 'rank')}", {
             "module": kind,
             "data_parallel": num_ranks,
             "bucket_cap_bytes": int(model.bucket_bytes_cap),
@@ -156,7 +156,7 @@ class Fsdp2Plugin(Plugin):
         parameters = dict(model.named_parameters())
         unsharded = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
         if unsharded:
-            num_unsharded = count(len(unsharded), "parameter")
+            num_unsharded = format_count(len(unsharded), "parameter")
             raise make_contradiction(
                 "FSDP2", f"a model with {num_unsharded} that are not sharded ({', '.join(unsharded[:3])})"
             )
@@ -191,7 +191,7 @@ class Fsdp2Plugin(Plugin):
         first = next(iter(parameters.values()))
         sentence = (
             f"FSDP2: all {len(parameters)} parameter tensors are DTensors, sharded over "
-            f"{count(num_shards, 'rank')}"
+            f"{format_count(num_shards, 'rank')}"
         )
         return sentence, {
             "module": type(model).__name__,

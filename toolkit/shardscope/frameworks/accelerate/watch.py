@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.accelerate import script_differences
 from shardscope.frameworks.accelerate.plugin_fields import TITLE
 from shardscope.frameworks.accelerate.plugins import get_plugin, make_contradiction
@@ -103,7 +103,7 @@ class Watch:
         self.plugin.configure(self.plan, accelerator)
         self._check_state(accelerator)
         kind = accelerator.distributed_type.name
-        num_ranks = count(accelerator.num_processes, "rank")
+        num_ranks = format_count(accelerator.num_processes, "rank")
         self._start_record(f"{kind} over {num_ranks}; no model was prepared for training", {})
 
     def _on_prepare(

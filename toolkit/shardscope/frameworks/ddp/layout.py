@@ -35,9 +35,9 @@ class DdpLayout(Layout):
 
     def compute_degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Return the degrees: all ranks are data parallel, with a replica each."""
-        return self.spread(cluster.num_gpus)
+        return self.fill_degrees(cluster.num_gpus)
 
-    def spread(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: Any) -> Degrees:
         """Return the degrees with a replica on each of the ``left`` ranks."""
         return Degrees(data_parallel=left, replicate=left)
 

@@ -254,9 +254,9 @@ class ZeroLayout(Layout):
             )
         if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
             self._check_buffers(architecture, recipe, data_parallel)
-        return self.spread(data_parallel)
+        return self.fill_degrees(data_parallel)
 
-    def spread(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: Any) -> Degrees:
         """Return the degrees with ``left`` data-parallel ranks, over which the stage partitions its state."""
         sharded = self.stage > 0
         return Degrees(

@@ -160,9 +160,9 @@ class Fsdp2Layout(Layout):
                 f"True, False or a divisor of the {shard * self.cp} sharding ranks",
                 {"reshard_after_forward": True},
             )
-        return self.spread(shard)
+        return self.fill_degrees(shard)
 
-    def spread(self, left: Any) -> Degrees:
+    def fill_degrees(self, left: Any) -> Degrees:
         """Return the degrees with sharding over the ``left`` ranks that the other degrees do not use."""
         return Degrees(
             data_parallel=left * self.replicate,

@@ -212,14 +212,14 @@ class MegatronLayout(Layout):
         self._check_expert_tp(architecture)
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
         self.check_sequence(architecture, recipe)
-        degrees = self.spread(data_parallel)
+        degrees = self.fill_degrees(data_parallel)
         self.stage_layers(architecture, degrees)
         self.check_micro_batches(recipe, degrees)
         if recipe.precision == "fp8-mixed":
             self.check_fp8(architecture, cluster, recipe)
         return degrees
 
-    def spread(self, left: int) -> Degrees:
+    def fill_degrees(self, left: int) -> Degrees:
         """Return the degrees with ``left`` data-parallel ranks, which shard a distributed optimizer."""
         return Degrees(
             data_parallel=left,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.precision import FP32
 from shardscope.families.registry import family_of
@@ -115,10 +115,10 @@ def compute_logits_terms(
         if not is_last:
             return "only the last pipeline stage has the head"
         if loss != "full":
-            return f"{count(tokens, 'token')}, {rows:,} vocabulary · {_LOSS_SOURCES[loss]}"
+            return f"{format_count(tokens, 'token')}, {rows:,} vocabulary · {_LOSS_SOURCES[loss]}"
         return (
-            f"{count(tokens, 'token')} × {rows:,} vocabulary × {num_bytes // (tokens * rows)} bytes {when} "
-            f"· {modules.kernels} loss: logits, fp32 copies, gradient"
+            f"{format_count(tokens, 'token')} × {rows:,} vocabulary × {num_bytes // (tokens * rows)} bytes "
+            f"{when} · {modules.kernels} loss: logits, fp32 copies, gradient"
         )
 
     return (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import count, gib, kib
+from shardscope.core.number_format import format_count, format_gib, format_kib
 from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, maximum, minimum, where
 from shardscope.families.parameter_names import attention_inputs
 from shardscope.families.registry import family_of
@@ -110,8 +110,10 @@ class TransformersActivations:
         num_bytes = self.saved_by_layers + edges + casts + self._compute_output()
 
         def explain() -> str:
-            copies = f"{gib(casts)} GiB half-precision copies of weights (autocast) + " if casts else ""
-            return f"{copies}{gib(edges)} GiB before and after the layers + {self.explain_layers()}"
+            copies = (
+                f"{format_gib(casts)} GiB half-precision copies of weights (autocast) + " if casts else ""
+            )
+            return f"{copies}{format_gib(edges)} GiB before and after the layers + {self.explain_layers()}"
 
         return Term(num_bytes, explain)
 
@@ -138,7 +140,8 @@ class TransformersActivations:
     def explain_layers(self) -> str:
         """Return the formula and source of the layers' saved activations."""
         parts = " + ".join(
-            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_explain_layer(kind)})"
+            f"{format_count(kind.num_layers, 'layer')} × {format_count(self.tokens, 'token')} × "
+            f"({_explain_layer(kind)})"
             for kind in self.kinds
             if kind.num_layers
         )
@@ -299,13 +302,13 @@ def _explain_layer(kind: LayersOfKind) -> str:
     layer = kind.activations
     if kind.recompute == "none":
         return (
-            f"{kib(layer.norms)} KiB norms and residuals + {kib(layer.attention)} KiB attention "
-            f"+ {kib(layer.mlp)} KiB MLP"
+            f"{format_kib(layer.norms)} KiB norms and residuals + {format_kib(layer.attention)} KiB "
+            f"attention + {format_kib(layer.mlp)} KiB MLP"
         )
     if kind.recompute == "offload":
-        return f"{kib(layer.offloaded)} KiB in host memory"
+        return f"{format_kib(layer.offloaded)} KiB in host memory"
     kept = "layer input" if kind.recompute == "full" else "matrix products and attention"
-    return f"{kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"
+    return f"{format_kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"
 
 
 # ---- The layers one by one, in forward order ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.precision import FP32, widths
 from shardscope.memory.report import Term, zero_term
 from shardscope.memory.state.lora import count_layer_adapters
@@ -39,7 +39,10 @@ def compute_fp32_model(plan: Plan, num_parameters: int, where: str) -> Term:
     if not plan.on_gpu:
         return zero_term("CPU ranks train the model where they made it")
     made = num_parameters + _count_adapters(plan)
-    return Term(FP32 * made, lambda: f"{count(made, 'parameter')} × 4 bytes = {gib(FP32 * made)} GiB {where}")
+    return Term(
+        FP32 * made,
+        lambda: f"{format_count(made, 'parameter')} × 4 bytes = {format_gib(FP32 * made)} GiB {where}",
+    )
 
 
 def compute_quantized_model(plan: Plan, where: str) -> Term:
@@ -58,8 +61,8 @@ def compute_quantized_model(plan: Plan, where: str) -> Term:
     return Term(
         base + adapters + one,
         lambda: (
-            f"{gib(base)} GiB of frozen weights as they are packed + {gib(adapters)} GiB adapters + "
-            f"{gib(one)} GiB while the largest matrix is packed, {where}"
+            f"{format_gib(base)} GiB of frozen weights as they are packed + {format_gib(adapters)} GiB "
+            f"adapters + {format_gib(one)} GiB while the largest matrix is packed, {where}"
         ),
     )
 

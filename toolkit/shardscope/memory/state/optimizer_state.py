@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.report import Term, zero_term
@@ -108,13 +108,15 @@ def compute_optimizer_bytes(
 
     def words() -> str:
         moved = (
-            f"; {gib(paged)} GiB more in managed memory, on the host when the GPU is full" if paged else ""
+            f"; {format_gib(paged)} GiB more in managed memory, on the host when the GPU is full"
+            if paged
+            else ""
         )
-        return f"{count(trained, 'trained number')} tensor by tensor · {WORDS[name]}{moved}"
+        return f"{format_count(trained, 'trained number')} tensor by tensor · {WORDS[name]}{moved}"
 
     return OptimizerBytes(
         Term(state, words),
-        Term(working, lambda: f"{gib(working)} GiB while the largest tensor is updated"),
+        Term(working, lambda: f"{format_gib(working)} GiB while the largest tensor is updated"),
         paged,
     )
 
@@ -133,7 +135,7 @@ def _compute_elementwise_working(plan: Plan, part: _RankPart, width: int, *, are
         # All matrices' square roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another
         # group.
         roots = _sum_tensors(plan, part, _OptimizerKind("matrices", width, "")).state
-        return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
+        return Term(roots, lambda: f"{format_gib(roots)} GiB roots of second moments, all at once (foreach)")
     largest = _sum_tensors(plan, part, _OptimizerKind(name, width, "")).working
     at_once = name == "sgd" and are_plain and plan.on_gpu
     if at_once:
@@ -141,8 +143,8 @@ def _compute_elementwise_working(plan: Plan, part: _RankPart, width: int, *, are
 
     def words() -> str:
         if at_once:
-            return f"{gib(largest)} GiB gradients with weight decay, all at once"
-        return f"{gib(largest)} GiB gradient of the largest tensor, decayed"
+            return f"{format_gib(largest)} GiB gradients with weight decay, all at once"
+        return f"{format_gib(largest)} GiB gradient of the largest tensor, decayed"
 
     return Term(largest, words)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import words
 from shardscope.planner.advice.simplicity import compute_simplicity, compute_simplicity_of_rows, is_dominating
 from shardscope.planner.advice.trials import PAYS, SAFE, WORTH_A_SETTING, Bench, Tried, is_faster
 from shardscope.planner.search.search import search
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,9 +99,11 @@ def describe_gain(name: str, tried: Tried, advised: Tried) -> str:
     more = tried.report.peak_bytes - advised.report.peak_bytes
     unit = words.name_device(tried.plan.cluster)
     memory = (
-        f"{gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}" if more else "as much memory"
+        f"{format_gib(abs(more))} GiB {'more' if more > 0 else 'less'} on each {unit}"
+        if more
+        else "as much memory"
     )
-    pace = f"{seconds_words(tried.seconds or 0.0)} a step, {gib(tried.report.peak_bytes)} GiB"
+    pace = f"{format_seconds(tried.seconds or 0.0)} a step, {format_gib(tried.report.peak_bytes)} GiB"
     return f"{name}: {gain}, {memory} ({pace})."
 
 

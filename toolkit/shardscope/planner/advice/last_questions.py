@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
@@ -111,7 +111,7 @@ def ask_dominating_plan(path: Path) -> None:
     if current is None or first is None or current is first:
         return
     path.keeps_on_screen = False
-    less = gib(first.report.peak_bytes - current.report.peak_bytes)
+    less = format_gib(first.report.peak_bytes - current.report.peak_bytes)
     path.record_turn(
         OUTDOES,
         "Is a plan that is as simple faster, and needs less memory?",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.path import describe_figures
 from shardscope.planner.advice.trials import compute_state_bytes, is_state_too_large
@@ -20,7 +20,7 @@ def ask_what_trains(path: Path) -> None:
     """Ask whether all weights or only adapters train, which decides the training state."""
     arch, recipe = path.bench.architecture, path.bench.recipe
     state = compute_state_bytes(path.bench)
-    state_text = "" if state is None else f", {gib(state)} GiB of training state in all"
+    state_text = "" if state is None else f", {format_gib(state)} GiB of training state in all"
     if recipe.has_adapters:
         base = recipe.base_quantization or recipe.precision.removesuffix("-mixed")
         answer = f"Adapters of rank {recipe.adapter_rank} only: fine-tuning."
@@ -96,7 +96,7 @@ def ask_sharded_optimizer(path: Path) -> None:
 
 
 def _count_ranks(path: Path) -> str:
-    return count(path.bench.cluster.num_gpus, words.name_device(path.bench.cluster))
+    return format_count(path.bench.cluster.num_gpus, words.name_device(path.bench.cluster))
 
 
 def ask_full_sharding(path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Layout, list_divisors
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.planner.advice import layout_ladder, words
 from shardscope.planner.advice.memory_questions import LARGE_FROM
 from shardscope.planner.advice.path import describe_figures
@@ -37,7 +37,7 @@ def ask_megatron(path: Path) -> None:
     has_experts = arch.num_moe_layers > 0
     is_offloaded = path.current is not None and has_offload(path.current.plan.layout)
     knows, is_split = Layout.megatron().framework in path.familiar, path.rung == "split"
-    gpus = count(cluster.num_gpus, words.name_device(cluster))
+    gpus = format_count(cluster.num_gpus, words.name_device(cluster))
     size = f"{words.format_count(arch.num_parameters)} parameters, {gpus}"
     question = "Clearly over 70B, or hundreds of GPUs?"
     why = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
-from shardscope.timing.report import seconds_words
+from shardscope.core.number_format import format_gib
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -69,8 +69,8 @@ def describe_needs(tried: Tried) -> str:
             if place.name == "GPU memory"
             else f"of {place.name} a node"
         )
-        room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
-        amounts.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
+        room = "" if place.room_bytes is None else f" of {format_gib(place.room_bytes)}"
+        amounts.append(f"{format_gib(place.needed_bytes)}{room} GiB {where}")
     return f"needs {join_list(amounts)}"
 
 
@@ -79,7 +79,7 @@ def describe_unknown_memory(tried: Tried) -> str:
     from shardscope.planner.capacity import list_places
 
     amounts = [
-        f"{gib(place.needed_bytes)} GiB of {place.name}"
+        f"{format_gib(place.needed_bytes)} GiB of {place.name}"
         for place in list_places(tried.plan, tried.report)
         if place.room_bytes is None and place.name != WHILE_MADE
     ]
@@ -97,7 +97,7 @@ def describe_shortage(tried: Tried) -> str:
     for place in tried.short:
         if place.name == WHILE_MADE and len(tried.short) > 1:
             continue  # Shortages in the step itself come first.
-        missing = gib(place.short_bytes)
+        missing = format_gib(place.short_bytes)
         if place.name == "GPU memory":
             amounts.append(f"{missing} GiB too little on each {name_device(tried.plan.cluster)}")
         else:
@@ -115,7 +115,7 @@ def describe_speed(report: StepReport | None) -> str:
     """Return ``2.94 s a step, 11,136 tokens/s a GPU``, or a text that the time is not known."""
     if report is None:
         return "time not known"
-    return f"{seconds_words(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
+    return f"{format_seconds(report.seconds)} a step, {report.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
 
 
 def compare_speed(tried: Tried, other: Tried) -> str:

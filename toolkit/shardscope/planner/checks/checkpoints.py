@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.defaults import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
@@ -133,7 +133,7 @@ def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | Non
     if type(before.layout) is not type(now.layout):
         return None, f"{before.layout.title} with {fields_text}, as before"
     # Fields alone are not sufficient: the number of ranks differs.
-    ranks = count(before.world_size, "rank")
+    ranks = format_count(before.world_size, "rank")
     return None, f"{', '.join(filter(None, (ranks, fields_text)))}, as before"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.capacity import Place, fits, list_places
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
@@ -71,7 +71,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="card-nearly-full",
         severity="warning",
-        why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
+        why=f"The worst rank needs {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB, "
         f"{format_percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some "
         "run out of it.",
         number=100 * share,
@@ -115,8 +115,8 @@ def _report_shortage(case: Case, place: Place) -> Finding:
     return Finding(
         name=f"out-of-{NAMES[place.name]}",
         severity="danger",
-        why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
-        f"{gib(place.short_bytes)} GiB too little.",
+        why=f"{whose} needs {format_gib(place.needed_bytes)} GiB of {place.name}, and has "
+        f"{format_gib(place.room_bytes)}: {format_gib(place.short_bytes)} GiB too little.",
         number=place.short_bytes / 2**30,
         change=best.change if best else "No single change is enough; several may be",
         plan=best.plan if best else None,
@@ -144,7 +144,8 @@ def _report_unknown(plan: Plan, place: Place) -> Finding:
     return Finding(
         name=f"{NAMES[place.name]}-not-known",
         severity="hint" if place.name.endswith("is made") else "warning",
-        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and how much it has is not known.",
+        why=f"A node needs {format_gib(place.needed_bytes)} GiB of {place.name}, and how much it has is "
+        "not known.",
         number=place.needed_bytes / 2**30,
         change=f"Say how much: Cluster.{field}",
         question=Question(plan=plan, field=field),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.finding import Finding
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.capacity import find_shortages
 from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fields
@@ -103,7 +103,9 @@ def _describe_shortage(case: Case, fixed: Plan | None) -> str:
     memory = None if fixed is None else predict_memory(fixed)
     if fixed is None or memory is None or not case.has_room:
         return ""
-    lacks = [f"{gib(place.short_bytes)} GiB of {place.name}" for place in find_shortages(fixed, memory)]
+    lacks = [
+        f"{format_gib(place.short_bytes)} GiB of {place.name}" for place in find_shortages(fixed, memory)
+    ]
     return f", which lacks {' and '.join(lacks)}" if lacks else ""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, Variant, evaluate_variants, find_fastest
 from shardscope.planner.checks.words import format_percent
 from shardscope.prediction.support import list_supported
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 
 WORDS = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
 
@@ -36,8 +36,8 @@ def recomputation_off(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="recomputation-off",
         severity="danger",
-        why=f"The worst rank is {gib(short)} GiB short while all activations are kept; {kind} saves "
-        f"{gib(won)} GiB{_describe_cost(case, fixed)} (Chen et al. 2016).",
+        why=f"The worst rank is {format_gib(short)} GiB short while all activations are kept; {kind} saves "
+        f"{format_gib(won)} GiB{_describe_cost(case, fixed)} (Chen et al. 2016).",
         number=won / 2**30,
         change=kind.capitalize(),
         plan=fixed.plan,
@@ -77,8 +77,8 @@ def recomputation_on(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="recomputation-on",
         severity="warning",
-        why=f"With {kind}, the peak is {gib(fixed.memory.peak_bytes)} of "
-        f"{gib(fixed.memory.usable_bytes)} GiB and a step is {seconds_words(won)} shorter "
+        why=f"With {kind}, the peak is {format_gib(fixed.memory.peak_bytes)} of "
+        f"{format_gib(fixed.memory.usable_bytes)} GiB and a step is {format_seconds(won)} shorter "
         f"({format_percent(case.gain(fixed))}).",
         number=won,
         change=kind.capitalize(),

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.checks.case import NOTICEABLE, Case, evaluate_variants, find_fastest
 from shardscope.planner.checks.words import format_bandwidth, format_percent
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 
 FIELD = "reshard_after_forward"
 
@@ -28,9 +28,9 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="gathers-again-though-room",
         severity="hint",
-        why=f"Keeping gathered parameters from forward to backward would take {gib(fixed.memory.peak_bytes)} "
-        f"of {gib(fixed.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
-        f"({format_percent(case.gain(fixed))}).",
+        why="Keeping gathered parameters from forward to backward would take "
+        f"{format_gib(fixed.memory.peak_bytes)} of {format_gib(fixed.memory.usable_bytes)} GiB, and a step "
+        f"{format_seconds(won)} less ({format_percent(case.gain(fixed))}).",
         number=won,
         change="reshard_after_forward=False (what FSDP1 and ZeRO call SHARD_GRAD_OP and stage 2)",
         plan=fixed.plan,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import html_table
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.capacity import Place, find_shortages, fits, list_places
 from shardscope.planner.repairs.changes import Change, Ladder, list_ladders
 from shardscope.timing.paging import count_travelling_bytes
@@ -129,7 +129,7 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
     seconds = predict_seconds(plan)
     return [
-        f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
+        f"{repair.change}: saves {format_gib(repair.bytes_won)} GiB{of}, "
         f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
         for repair in repairs
     ]

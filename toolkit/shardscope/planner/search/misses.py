@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def describe_other_recipe(instead: Ranking) -> str:
 
 def _build_miss(ranking: Ranking, row: int) -> Miss:
     lacks = {name: int(short[row]) for name, short in ranking.lacks.items() if short[row] > 0}
-    missing = " and ".join(f"{gib(short)} GiB of {name}" for name, short in lacks.items())
+    missing = " and ".join(f"{format_gib(short)} GiB of {name}" for name, short in lacks.items())
     text = f"{_describe_plan(ranking, row)}: lacks {missing}"
     return Miss(index=int(row), framework=str(ranking.framework[row]), lacks=lacks, words=text)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardscope.core.html_table import html_table
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.frameworks.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.search.misses import Miss, explain_no_plan, find_nearest_misses
@@ -158,7 +158,7 @@ class Ranking:
         if not num:
             return ""
         amounts = [
-            f"{name} ({gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
+            f"{name} ({format_gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
             for name, needed in self._open.items()
             if (feasible & (needed > 0)).any()
         ]
@@ -404,11 +404,17 @@ class Ranking:
 
 def _describe_lack(name: str, num_bytes: int, room_bytes: int) -> str:
     if name == "GPU memory":
-        return f"{gib(num_bytes)} GiB over the GPU's memory"
+        return f"{format_gib(num_bytes)} GiB over the GPU's memory"
     of = "on NVMe" if name == "NVMe" else f"of {name}"
-    if gib(room_bytes + num_bytes) == gib(room_bytes):  # Equal at the displayed precision.
-        return f"needs {gib(num_bytes)} GiB {of} more than the {gib(room_bytes)} GiB that each node has"
-    return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
+    if format_gib(room_bytes + num_bytes) == format_gib(room_bytes):  # Equal at the displayed precision.
+        return (
+            f"needs {format_gib(num_bytes)} GiB {of} more than the {format_gib(room_bytes)} GiB that "
+            "each node has"
+        )
+    return (
+        f"needs {format_gib(room_bytes + num_bytes)} GiB {of} on each node, which has "
+        f"{format_gib(room_bytes)}"
+    )
 
 
 def _describe_options(layout: Layout) -> str:

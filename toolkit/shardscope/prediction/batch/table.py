@@ -129,7 +129,9 @@ class Table:
         """Return all plans as one object with a plan's attributes, for the formulas of one plan."""
         numbers = self._numbers
         varied = ObjectBatch(type(layout), layout, **{name: numbers[name] for name in self._fields})
-        degrees = ObjectBatch(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
+        degrees = ObjectBatch(
+            Degrees, varied.fill_degrees(numbers["left"]), data_parallel=numbers[DATA_PARALLEL]
+        )
         return ObjectBatch(
             Plan,
             None,

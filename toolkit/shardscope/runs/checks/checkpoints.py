@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardscope.core.finding import Finding
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.precision import FP32
 from shardscope.runs.checks.script import Script, find_line, flag_line, is_constant, read_keywords
 
@@ -50,7 +50,7 @@ def _describe_full_state(script: Script, line: int, option: str, on_rank_0: str,
             script.plan.architecture.num_parameters * bytes_per_parameter,
             script.plan.cluster.host_memory_bytes,
         )
-        size = f"{gib(num_bytes)} GiB"
+        size = f"{format_gib(num_bytes)} GiB"
     number = None if num_bytes is None else num_bytes / 2**30
     if not on_one:
         why = f"{option} without {on_rank_0} all-gathers {size} on every rank."

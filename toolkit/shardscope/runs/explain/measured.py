@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.errors import FieldError, Value, check_choice, refuse
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.memory.report import (
     COMPONENTS,
     PHASES,
@@ -154,7 +154,7 @@ class MeasuredMemory(MemoryReport):
         term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
         if term is None:
             return f"{name} was not measured separately: {self.missing or 'no rank recorded it'}"
-        return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
+        return f"{name}, {format_gib(term.num_bytes)} GiB = {term.explain()}"
 
 
 def sum_tensor_bytes(components: Mapping[str, int]) -> int:
@@ -252,14 +252,19 @@ def _read_other_terms(record: Mapping[str, object], counted: int, peak: int | No
         rest = max(0, peak - counted)
         terms[OTHER] = Term(
             rest,
-            lambda: f"{gib(peak)} GiB allocated (torch.cuda), less {gib(counted)} GiB of counted tensors",
+            lambda: (
+                f"{format_gib(peak)} GiB allocated (torch.cuda), less {format_gib(counted)} GiB of counted "
+                "tensors"
+            ),
         )
         highest = max(_read_numbers(record.get("allocated_peaks")).values(), default=peak)
         if isinstance(reserved := record.get("reserved"), int):
             gaps = max(0, reserved - highest)
             terms["fragmentation"] = Term(
                 gaps,
-                lambda: f"{gib(reserved)} GiB peak reserved, less {gib(highest)} GiB peak allocated",
+                lambda: (
+                    f"{format_gib(reserved)} GiB peak reserved, less {format_gib(highest)} GiB peak allocated"
+                ),
             )
         if isinstance(outside := record.get("outside_allocator"), int):
             terms["runtime"] = Term(
@@ -298,4 +303,4 @@ def _read_numbers(mapping: object) -> dict[str, int]:
 
 def _format_amount(num_bytes: float) -> str:
     """Format bytes as GiB, or as MiB for the tiny models of rehearsals."""
-    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{gib(num_bytes)} GiB"
+    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{format_gib(num_bytes)} GiB"

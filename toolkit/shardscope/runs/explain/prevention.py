@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.planner.capacity import find_shortages
 from shardscope.planner.repairs.make_it_fit import make_it_fit
 from shardscope.planner.repairs.repairs import find_repairs, in_words
@@ -22,20 +22,20 @@ def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
     """Format the known numbers: ``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``."""
     parts = []
     if shortage.asked_bytes is not None:
-        parts.append(f"asked for {gib(shortage.asked_bytes)} GiB")
+        parts.append(f"asked for {format_gib(shortage.asked_bytes)} GiB")
     if shortage.free_bytes is not None:
-        of = "" if shortage.total_bytes is None else f" of {gib(shortage.total_bytes)}"
-        parts.append(f"{gib(shortage.free_bytes)} free{of}")
+        of = "" if shortage.total_bytes is None else f" of {format_gib(shortage.total_bytes)}"
+        parts.append(f"{format_gib(shortage.free_bytes)} free{of}")
     numbers = ", ".join(parts)
     if plan is None:
         return numbers
     report = plan.memory()
     if shortage.place == "GPU memory":
-        predicted = f"predicted peak {gib(report.peak_bytes)}"
+        predicted = f"predicted peak {format_gib(report.peak_bytes)}"
     elif plan.cluster.gpu.memory_is_shared:
-        predicted = f"predicted {gib(report.peak_bytes)} for each of {plan.world_size} ranks"
+        predicted = f"predicted {format_gib(report.peak_bytes)} for each of {plan.world_size} ranks"
     else:
-        predicted = f"predicted {gib(report.host_bytes)} of host memory for a rank"
+        predicted = f"predicted {format_gib(report.host_bytes)} of host memory for a rank"
     return f"{numbers}; {predicted}" if numbers else predicted
 
 
@@ -54,7 +54,7 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
         fixes = in_words(plan, find_repairs(plan)[:MAX_REPAIRS])
         if not fixes and (fit := make_it_fit(plan)) is not None:
             fixes = [fit.words]
-        needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
+        needed, room = format_gib(short[0].needed_bytes), format_gib(short[0].room_bytes or 0)
         capacity = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
         cause = f"the plan was predicted not to fit ({needed} of {capacity}). "
         return f"{NEXT_TIME}{cause}{'; or '.join(fixes)}." if fixes else ""
@@ -62,12 +62,13 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
         return ""
     # Second case: other processes held GPU memory that the plan needs.
     if shortage.place == "GPU memory" and shortage.others_bytes:
-        others = gib(shortage.others_bytes)
+        others = format_gib(shortage.others_bytes)
         if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
             return (
                 f"{NEXT_TIME}other processes held {others} GiB of the GPU, and with the predicted "
-                f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
-                "End them (nvidia-smi names them), or choose another GPU with CUDA_VISIBLE_DEVICES."
+                f"{format_gib(report.peak_bytes)} that is more than its {format_gib(report.usable_bytes)} "
+                "usable GiB. End them (nvidia-smi names them), or choose another GPU with "
+                "CUDA_VISIBLE_DEVICES."
             )
     # Third case: the plan was predicted to fit and did not, so save at least the missing bytes.
     fixes = _find_repairs(plan, _find_missing_bytes(shortage))

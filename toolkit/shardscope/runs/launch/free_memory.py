@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool,
     if gpu.free_bytes >= stage.peak_bytes:
         return ""
     whose = "the plan's" if len(report.by_stage) == 1 else f"pipeline stage {stage.stage}'s"
-    free = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB free"
-    peak = gib(stage.peak_bytes)
+    free = f"{format_gib(gpu.free_bytes)} of {format_gib(gpu.total_bytes)} GiB free"
+    peak = format_gib(stage.peak_bytes)
     if needs_peak:
         is_worst = stage.peak_bytes == report.peak_bytes
-        least = f" (low estimate: {gib(report.low_bytes)})" if is_worst else ""
+        least = f" (low estimate: {format_gib(report.low_bytes)})" if is_worst else ""
         fix = "; ".join(filter(None, (_suggest_fix(gpu, plan), other_runs)))
         raise TooLittleFreeError(
             f"launch.plan on GPU {gpu.index}",
@@ -73,18 +73,18 @@ def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
     free_bytes, total_bytes = read_free_host_memory()
     if free_bytes >= needed:
         return ""
-    free = f"{gib(free_bytes)} of {gib(total_bytes)} GiB free"
-    ranks = count(plan.world_size, "CPU rank")
+    free = f"{format_gib(free_bytes)} of {format_gib(total_bytes)} GiB free"
+    ranks = format_count(plan.world_size, "CPU rank")
     if needs_peak:
         repairs = plan.repairs()
         fix = repairs[0].change if repairs else "end other processes, or use fewer ranks"
         raise TooLittleFreeError(
             "launch.plan on this host",
             free,
-            f"at least {gib(needed)} GiB free, the predicted peak of {ranks}",
+            f"at least {format_gib(needed)} GiB free, the predicted peak of {ranks}",
             f"{fix}; or force=True to launch anyway",
         )
-    return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
+    return f"this host has {free}, and the predicted peak of {ranks} is {format_gib(needed)} GiB"
 
 
 def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuState]) -> str:
@@ -112,7 +112,7 @@ def _describe_users(gpu: GpuState) -> str:
     if not gpu.processes:
         return ""
     descriptions = [
-        f"process {pid}" if num_bytes is None else f"process {pid} with {gib(num_bytes)} GiB"
+        f"process {pid}" if num_bytes is None else f"process {pid} with {format_gib(num_bytes)} GiB"
         for pid, num_bytes in gpu.processes[:MAX_NAMED_PROCESSES]
     ]
     more = len(gpu.processes) - len(descriptions)

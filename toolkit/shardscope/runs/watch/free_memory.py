@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.machine.detection import read_gpu_states
 from shardscope.records.files import read_json
 from shardscope.records.folder import FINAL, RunFolder
@@ -53,7 +53,8 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
 def _describe_gpu(gpu: GpuState, ranks: dict[int, str]) -> FreeMemory:
     users = sorted(gpu.processes, key=lambda user: -(user[1] or 0))
     descriptions = tuple(
-        f"{ranks.get(pid) or _describe_process(pid)}{'' if num_bytes is None else f', {gib(num_bytes)} GiB'}"
+        (ranks.get(pid) or _describe_process(pid))
+        + ("" if num_bytes is None else f", {format_gib(num_bytes)} GiB")
         for pid, num_bytes in users
     )
     return FreeMemory(

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.machine.host import find_memory_limit
 from shardscope.records.files import read_json
 from shardscope.records.folder import RunFolder
@@ -53,7 +53,7 @@ class HostMemoryMonitor:
         seen = None if rank is None else self.seen.get(rank)
         clauses = [describe_kill_sender(self._oom_kills(), is_full=seen is not None and seen.is_full)]
         if seen is not None:
-            used, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
+            used, free, total = map(format_gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
             clauses.append(f"it last used {used} GiB, with {free} of {total} GiB free")
         return "; ".join(clauses)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.core.html_table import html_table
-from shardscope.timing.report import seconds_words
+from shardscope.timing.report import format_seconds
 from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
 from shardscope.trace.table import Table
@@ -76,7 +76,7 @@ class TraceSummary:
     def __str__(self) -> str:
         lines = [*self.sentences, "", "Most self time:"]
         for row in self.operators:
-            name, seconds = row["name"][:MAX_NAME_CHARACTERS], seconds_words(row["self_seconds"])
+            name, seconds = row["name"][:MAX_NAME_CHARACTERS], format_seconds(row["self_seconds"])
             lines.append(f"  {name}: {seconds} in {row['slices']:,} calls")
         return "\n".join(lines if self.operators else self.sentences)
 
@@ -90,8 +90,8 @@ class TraceSummary:
             (
                 row["name"][:MAX_NAME_CHARACTERS],
                 row["slices"],
-                seconds_words(row["self_seconds"]),
-                seconds_words(row["total_seconds"]),
+                format_seconds(row["self_seconds"]),
+                format_seconds(row["total_seconds"]),
             )
             for row in self.operators
         ]
@@ -125,7 +125,7 @@ def _format_seconds(row: RankTimes, key: TimeColumn) -> str | None:
     seconds, span = row[key], row["span_seconds"]
     if seconds is None:
         return None
-    text = seconds_words(seconds)
+    text = format_seconds(seconds)
     if key != "span_seconds" and span:
         text += f" ({100 * seconds / span:.0f} %)"
     return text.replace(" ", NO_BREAK)
@@ -211,7 +211,7 @@ _GPU_SHARES: tuple[tuple[str, TimeColumn], ...] = (
 
 def _write_sentences(trace: Trace, ranks: Table[RankTimes], operators: Table[NameTotals]) -> list[str]:
     num_ranks = "1 rank" if len(ranks) == 1 else f"{len(ranks):,} ranks"
-    sentences = [f"{num_ranks}, {len(trace):,} slices in {seconds_words(trace.duration_seconds)}."]
+    sentences = [f"{num_ranks}, {len(trace):,} slices in {format_seconds(trace.duration_seconds)}."]
     on_gpu = [row for row in ranks if row["idle_seconds"] is not None and row["span_seconds"]]
     if on_gpu:
         for title, key in _GPU_SHARES:
@@ -225,5 +225,5 @@ def _write_sentences(trace: Trace, ranks: Table[RankTimes], operators: Table[Nam
     if operators:
         first = operators[0]
         name = first["name"][:MAX_NAME_CHARACTERS]
-        sentences.append(f"Most self time: {name}, {seconds_words(first['self_seconds'])}.")
+        sentences.append(f"Most self time: {name}, {format_seconds(first['self_seconds'])}.")
     return sentences

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.memory.state.lora import find_adapter_targets
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def add_adapters(
 
 def describe_adapters(built: Mapping[str, Any]) -> str:
     """Describe the adapters and the result of :func:`shardscope.training.model.quantized.check_base`."""
-    number = count(built["num_trained_parameters"], "adapter weight")
+    number = format_count(built["num_trained_parameters"], "adapter weight")
     if "base_quantization" not in built:
         return f"{number} over a frozen base"
     kind = {"nf4": "NF4", "int8": "int8"}[built["base_quantization"]]
     double = " with double quantisation" if built["base_double_quantization"] else ""
-    return f"{number} over a base in {kind}{double} ({count(built['num_quantized_linears'], 'Linear')})"
+    return (
+        f"{number} over a base in {kind}{double} ({format_count(built['num_quantized_linears'], 'Linear')})"
+    )

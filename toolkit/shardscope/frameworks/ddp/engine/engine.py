@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
@@ -72,8 +72,8 @@ class DdpEngine(TorchEngine):
     def describe_built(self, found: Mapping[str, Any], where: str) -> str:
         size = sum(found["bucket_bytes"]) / 2**20
         return (
-            f"{DdpLayout.title}: {found['module']} over {count(found['data_parallel'], 'rank')} {where}, "
-            f"{count(found['num_buckets'], 'gradient bucket')} of {size:.1f} MiB"
+            f"{DdpLayout.title}: {found['module']} over {format_count(found['data_parallel'], 'rank')} "
+            f"{where}, {format_count(found['num_buckets'], 'gradient bucket')} of {size:.1f} MiB"
             + (" in all" if found["num_buckets"] > 1 else "")
         )
 

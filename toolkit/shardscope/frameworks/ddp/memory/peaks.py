@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.memory.activations.head import resolve_loss
@@ -241,6 +241,6 @@ class _StepPeaks:
 def explain_accumulated(num_bytes: int) -> str:
     """Return the explanation of gradients that ``no_sync`` sums outside of the buckets."""
     return (
-        f"{gib(num_bytes)} GiB sums of earlier micro-batches in separate tensors: no_sync leaves gradients "
-        "out of the buckets"
+        f"{format_gib(num_bytes)} GiB sums of earlier micro-batches in separate tensors: no_sync leaves "
+        "gradients out of the buckets"
     )

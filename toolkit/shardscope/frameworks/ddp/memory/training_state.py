@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count, gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.precision import FP32, base_width, widths
 from shardscope.frameworks.ddp.memory.peaks import NOTHING_GATHERED, explain_accumulated, find_peaks
 from shardscope.memory.report import Term
@@ -53,7 +53,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         if is_quantized:
             kind, source = ("int8", "2022") if int8 else ("NF4", "2023")
             return (
-                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
+                f"{format_gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
                 f"{frozen_width} bytes + {stage.adapters:,} of adapters × {trained_width} bytes (Dettmers et "
                 f"al. {source}, bitsandbytes)"
             )
@@ -63,7 +63,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
                 f"{trained_width} bytes · unsharded on every rank (Li et al. 2020); frozen weights have no "
                 "fp32 original"
             )
-        weights = count(stage.base, "parameter")
+        weights = format_count(stage.base, "parameter")
         return f"{weights} × {width.original} bytes · unsharded on every rank (Li et al. 2020)"
 
     return TrainingState(
@@ -71,8 +71,8 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
         gradients=Term(
             trained,
             lambda: (
-                f"{count(stage.trainable, 'gradient')} × {trained_width} bytes · views of the reduction "
-                "buckets (gradient_as_bucket_view=True)"
+                f"{format_count(stage.trainable, 'gradient')} × {trained_width} bytes · views of the "
+                "reduction buckets (gradient_as_bucket_view=True)"
             ),
         ),
         optimizer=optimizer.state,
@@ -89,4 +89,4 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 def _compute_unreduced_gradients(trained: int) -> Term:
     """Return the buckets and the gradients that ``no_sync`` keeps separate until the last backward. Bytes."""
-    return Term(2 * trained, lambda: f"{gib(trained)} GiB buckets + {explain_accumulated(trained)}")
+    return Term(2 * trained, lambda: f"{format_gib(trained)} GiB buckets + {explain_accumulated(trained)}")

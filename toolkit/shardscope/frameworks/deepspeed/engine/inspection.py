@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.deepspeed.layout import QUANTIZED, casts_gradients, get_layout, get_reduction_width
 from shardscope.training.accounting.tensors import tensor_bytes
@@ -184,7 +184,7 @@ def describe_built(record: Mapping[str, object], where: str) -> str:
         record[field] for field in ("stage", "data_parallel", "zero_hpz_partition_size")
     )
     assert isinstance(stage, int) and isinstance(data_parallel, int) and isinstance(hpz, int)
-    ranks = count(data_parallel, "rank")
+    ranks = format_count(data_parallel, "rank")
     of_stage = " of its stage" if "pipeline_stage" in record else ""
     state = f"{PARTITIONED[stage]} over {ranks}" if stage else f"{PARTITIONED[0]}{of_stage}, {ranks}"
     options = [
@@ -196,7 +196,7 @@ def describe_built(record: Mapping[str, object], where: str) -> str:
         if device
     ]
     if hpz > 1:
-        group = count(hpz, "rank")
+        group = format_count(hpz, "rank")
         options.append(f"a secondary partition of the weights over {group} (hpZ)")
     if record["sums_in_fp32"]:
         options.append("gradients summed in fp32")

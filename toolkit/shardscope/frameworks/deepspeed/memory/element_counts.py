@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import map_distinct, maximum
 from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout
@@ -135,7 +135,7 @@ class RankCounts(NamedTuple):
         """Return the term of the trained weights' bytes with the frozen weights added."""
         frozen = self.frozen_bytes
         return Term(
-            num_bytes + frozen, lambda: explain() + (f" + {gib(frozen)} GiB frozen" if frozen else "")
+            num_bytes + frozen, lambda: explain() + (f" + {format_gib(frozen)} GiB frozen" if frozen else "")
         )
 
     @staticmethod

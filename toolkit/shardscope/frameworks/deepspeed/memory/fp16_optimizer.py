@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
@@ -72,7 +72,9 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         ),
         optimizer_working=Term(
             update,
-            lambda: f"{gib(update)} GiB fp32 gradients (FP16_Optimizer.step: separate, then flattened)",
+            lambda: (
+                f"{format_gib(update)} GiB fp32 gradients (FP16_Optimizer.step: separate, then flattened)"
+            ),
         ),
         initialisation={
             # FP16_Optimizer runs a step with zero gradients before the first real one.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, largest_tensor
@@ -86,8 +86,8 @@ def _offload_optimizer(
             gradients = gradients_reduced = Term(
                 device_bytes,
                 lambda: (
-                    f"{gib(device_bytes)} GiB of fp32 gradients that are not swapped: under a mebibyte, or "
-                    "not a multiple of a kibibyte (runtime/swap_tensor/optimizer_utils.py)"
+                    f"{format_gib(device_bytes)} GiB of fp32 gradients that are not swapped: under a "
+                    "mebibyte, or not a multiple of a kibibyte (runtime/swap_tensor/optimizer_utils.py)"
                 ),
             )
     else:
@@ -97,7 +97,9 @@ def _offload_optimizer(
         accumulated = half * counts.own_gradients * accumulates * (layout.stage == 2)
         host_bytes = host_bytes + half * (counts.partition + counts.largest_trained) + accumulated
         staging = half * counts.largest_trained
-        gather_rest = Term(staging, lambda: f"{gib(staging)} GiB for one gradient on its way to the host")
+        gather_rest = Term(
+            staging, lambda: f"{format_gib(staging)} GiB for one gradient on its way to the host"
+        )
         stays_on_device = is_reduced_late(layout.stage, bool(layout.overlap_comm), accumulates)
     location = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
     initialisation = {
@@ -157,7 +159,8 @@ def _keep_optimizer_on_cpu_rank(plan: Plan, state: TrainingState, rank: RankCoun
         optimizer=Term(
             optimizer_bytes,
             lambda: (
-                f"{gib(optimizer_bytes)} GiB in the rank's own memory: what offload_optimizer keeps on a host"
+                f"{format_gib(optimizer_bytes)} GiB in the rank's own memory: what offload_optimizer keeps "
+                "on a host"
             ),
         ),
         optimizer_working=working,
@@ -173,7 +176,7 @@ def _remove_gradient_buffer(peak: PeakCandidate, buffer_bytes: int) -> PeakCandi
     unswapped = maximum(0, peak.gradients - buffer_bytes)
 
     def find_terms() -> PeakTerms:
-        explanation = f"{gib(unswapped)} GiB of fp32 gradients that are not swapped, reduced so far"
+        explanation = f"{format_gib(unswapped)} GiB of fp32 gradients that are not swapped, reduced so far"
         return peak.find_terms()._replace(gradients=Term(unswapped, lambda: explanation))
 
     return replace(peak, gradients=unswapped, find_terms=find_terms)
@@ -195,7 +198,8 @@ def _add_staging(peak: PeakCandidate, staging: int, stays_on_device: bool, gradi
 
 def _add_staging_term(term: Term, staging: int) -> Term:
     return Term(
-        term.num_bytes + staging, lambda: f"{term.explain()} + {gib(staging)} GiB for a gradient to the host"
+        term.num_bytes + staging,
+        lambda: f"{term.explain()} + {format_gib(staging)} GiB for a gradient to the host",
     )
 
 

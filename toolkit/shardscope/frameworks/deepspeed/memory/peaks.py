@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import mlp_inputs, names_of
@@ -284,7 +284,9 @@ class _BackwardPeaks:
     def _find_head_peaks(self) -> list[PeakCandidate]:
         """Return the candidates at the loss, the head and the final norm: all saved tensors exist."""
         counts, buffers, sizes = self.counts, self.buffers, self.sizes
-        head_logits = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
+        head_logits = Term(
+            sizes.logits, lambda: f"{format_gib(sizes.logits)} GiB, the gradient of the logits"
+        )
 
         def explain_loss() -> PeakTerms:
             return PeakTerms(

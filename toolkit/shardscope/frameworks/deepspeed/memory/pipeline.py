@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import group_equal, minimum
 from shardscope.core.precision import widths
 from shardscope.memory.activations.stage_activations import count_in_flight
@@ -45,7 +45,7 @@ def add_pipeline_buffers(
     in_step = num_sides * hidden + num_in_flight * num_sides * hidden + (num_outputs - 1) * output_graph
 
     def explain(num_bytes: int) -> str:
-        return f"{gib(num_bytes)} GiB that stages send, and outputs that stay referenced"
+        return f"{format_gib(num_bytes)} GiB that stages send, and outputs that stay referenced"
 
     find_stage_peaks = state.find_backward_peaks
     assert find_stage_peaks is not None
@@ -54,7 +54,8 @@ def add_pipeline_buffers(
         # The last stage's output stays alive during the loss's backward.
         peaks = [_add_buffers(peak, in_step + logits, explain) for peak in find_stage_peaks(backward)]
         reduction = Term(
-            at_rest + reduction_bytes, lambda: f"{gib(reduction_bytes)} GiB in buckets + {explain(at_rest)}"
+            at_rest + reduction_bytes,
+            lambda: f"{format_gib(reduction_bytes)} GiB in buckets + {explain(at_rest)}",
         )
         no_activations = zero_term("activations: all are freed")
         return [*peaks, PeakCandidate.from_terms(0.985, no_activations, reduction, state.gradients)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.ops import all_true, ceil_div, where
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout
@@ -116,8 +116,8 @@ def find_logits(step: TransformersActivations) -> tuple[Term, Term]:
         return Term(
             step.stage.is_last * step.tokens * vocab * bytes_per_logit,
             lambda: (
-                f"{count(step.tokens, 'token')} × {vocab:,} of the vocabulary × {bytes_per_logit} bytes · "
-                "DeepSpeed's vocabulary-parallel cross entropy"
+                f"{format_count(step.tokens, 'token')} × {vocab:,} of the vocabulary × {bytes_per_logit} "
+                "bytes · DeepSpeed's vocabulary-parallel cross entropy"
             ),
         )
 

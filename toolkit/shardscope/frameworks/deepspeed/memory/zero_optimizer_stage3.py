@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
@@ -64,10 +64,10 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
 
     def staging(elements: int, when: str, secondary_elements: int = secondary.in_step) -> Term:
         def explain() -> str:
-            hpz = f" + at most {gib(half * secondary_elements)} GiB of secondary partitions (hpZ)"
+            hpz = f" + at most {format_gib(half * secondary_elements)} GiB of secondary partitions (hpZ)"
             return (
-                f"{gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + {elements:,} "
-                f"elements × {half} bytes all-gathered {when} "
+                f"{format_gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + "
+                f"{elements:,} elements × {half} bytes all-gathered {when} "
                 f"(stage3_max_reuse_distance={layout.stage3_max_reuse_distance:,}, "
                 f"stage3_prefetch_bucket_size={layout.prefetched_elements:,})"
                 f"{hpz if layout.zero_hpz_partition_size > 1 else ''}"
@@ -113,8 +113,8 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         optimizer_working=Term(
             update,
             lambda: (
-                f"{gib(update)} GiB gradients of a sub-group of {counts.update_group:,} (sub_group_size), "
-                "flat and fp32, or the norm's fp64 copy of the largest partition"
+                f"{format_gib(update)} GiB gradients of a sub-group of {counts.update_group:,} "
+                "(sub_group_size), flat and fp32, or the norm's fp64 copy of the largest partition"
             ),
         ),
         initialisation={

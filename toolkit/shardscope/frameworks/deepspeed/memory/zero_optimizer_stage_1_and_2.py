@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout, get_reduction_width
@@ -127,7 +127,9 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         ),
         gather_forward=choose_term(
             always_has_bucket,
-            Term(bucket, lambda: f"{gib(bucket)} GiB (reduce_bucket_size={layout.reduce_bucket_size:,})"),
+            Term(
+                bucket, lambda: f"{format_gib(bucket)} GiB (reduce_bucket_size={layout.reduce_bucket_size:,})"
+            ),
             NOT_PARTITIONED,
         ),
         find_backward_peaks=lambda backward: find_backward_peaks(
@@ -136,8 +138,8 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         optimizer_working=Term(
             update,
             lambda: (
-                f"{gib(update)} GiB: fp32 gradients of the partition in addition to the {half}-byte ones, or "
-                "the norm's fp64 copy of the largest slice"
+                f"{format_gib(update)} GiB: fp32 gradients of the partition in addition to the {half}-byte "
+                "ones, or the norm's fp64 copy of the largest slice"
             ),
         ),
         initialisation={

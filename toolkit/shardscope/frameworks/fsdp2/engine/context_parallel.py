@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.engine.ring import Ring
 from shardscope.training.accounting.memory_watch import MemoryWatch
@@ -83,7 +83,8 @@ class ContextParallelEngine(Fsdp2Engine):
     def describe_built(self, found: Mapping[str, Any], where: str) -> str:
         described = super().describe_built(found, where)
         return (
-            f"{described}; each sequence in parts on {count(found['cp'], 'rank')}, attention in torch's ring"
+            f"{described}; each sequence in parts on {format_count(found['cp'], 'rank')}, attention in "
+            "torch's ring"
         )
 
     # ---- a step

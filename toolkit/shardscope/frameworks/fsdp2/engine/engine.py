@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.core.ops import ceil_div
 from shardscope.frameworks.fsdp2.engine import inspection
 from shardscope.frameworks.fsdp2.engine.tensor_parallel import parallelize
@@ -195,7 +195,7 @@ class Fsdp2Engine(TorchEngine):
             cut = f", {record['num_tensors_cut_by_tp']} of them cut over {record['tp']} tensor-parallel ranks"
         return (
             f"{Fsdp2Layout.title}: all {record['num_sharded_tensors']} parameter tensors are DTensors, "
-            f"sharded over {count(self.num_shards, 'rank')}{copies} {where}{home}{cut}"
+            f"sharded over {format_count(self.num_shards, 'rank')}{copies} {where}{home}{cut}"
         )
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import maximum, pick_largest_row, where
 from shardscope.core.precision import widths
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -42,14 +42,16 @@ def compute_gathered_at_loss(
 
     def explain() -> str:
         parts = [
-            f"{gib(groups.root)} GiB root group (embedding, final norm, head)",
-            f"{gib(last_output)} GiB last all-gather",
+            f"{format_gib(groups.root)} GiB root group (embedding, final norm, head)",
+            f"{format_gib(last_output)} GiB last all-gather",
         ]
         if kept:
             reshard = get_layout(plan).reshard_after_forward
-            parts.append(f"{gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})")
+            parts.append(
+                f"{format_gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})"
+            )
         if previous_input:
-            parts.append(f"{gib(previous_input)} GiB reduce-scatter input of the previous micro-batch")
+            parts.append(f"{format_gib(previous_input)} GiB reduce-scatter input of the previous micro-batch")
         return " + ".join(parts) + ("" if pipeline is None else pipeline.explain())
 
     in_pipeline = 0 if pipeline is None else pipeline.allocated

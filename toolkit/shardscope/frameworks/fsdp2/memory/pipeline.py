@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, group_equal, is_array, maximum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.fsdp2.memory import explanations
@@ -70,22 +70,22 @@ class PipelineBuffers(NamedTuple):
         output = self.logits
         return Term(
             logits.num_bytes + output,
-            lambda: f"{logits.explain()} + {gib(output)} GiB the stage's own output",
+            lambda: f"{logits.explain()} + {format_gib(output)} GiB the stage's own output",
         )
 
     def build_output(self, copies: int) -> Term:
         """Return the bytes of the last stage's output; with ``copies=2`` its gradient is included."""
         output = copies * self.logits
         text = "the stage's output, its gradient" if copies > 1 else "the output of the last forward"
-        return Term(output, lambda: f"{gib(output)} GiB {text}")
+        return Term(output, lambda: f"{format_gib(output)} GiB {text}")
 
     def explain(self) -> str:
         """Return the explanation of ``allocated``, as a suffix; empty if it is 0."""
         if not self.allocated:
             return ""
         return (
-            f" + {gib(self.unreduced)} GiB unsharded gradients until the schedule ends + "
-            f"{gib(self.received)} GiB receive buffers"
+            f" + {format_gib(self.unreduced)} GiB unsharded gradients until the schedule ends + "
+            f"{format_gib(self.received)} GiB receive buffers"
         )
 
 
@@ -125,7 +125,7 @@ def build_receive_buffers(buffers: PipelineBuffers, plan: Plan) -> Term:
     return Term(
         buffers.received,
         lambda: (
-            f"{gib(buffers.received)} GiB receive buffers for the tensors of other stages, of all "
+            f"{format_gib(buffers.received)} GiB receive buffers for the tensors of other stages, of all "
             f"{plan.num_micro_batches:,} micro-batches of a step (torch.distributed.pipelining)"
         ),
     )
@@ -134,7 +134,7 @@ def build_receive_buffers(buffers: PipelineBuffers, plan: Plan) -> Term:
 def build_accumulated_gradients(plan: Plan, trained: int) -> Term:
     """Return the gradient shards of earlier micro-batches; 0 with pp > 1, which reduces after the last."""
     shards = (plan.degrees.pp == 1) * trained
-    return Term(shards, lambda: f"{gib(shards)} GiB reduced after earlier micro-batches")
+    return Term(shards, lambda: f"{format_gib(shards)} GiB reduced after earlier micro-batches")
 
 
 class PipelinePeaks(StepPeaks):

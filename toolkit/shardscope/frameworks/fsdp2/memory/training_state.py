@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true, group_equal, maximum
 from shardscope.core.precision import base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -83,10 +83,10 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     def explain_parameters() -> str:
         if recipe.base_quantization is not None:
             return (
-                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as numbers of "
-                f"{frozen_width} bytes / {ranks} ranks, of which {gib(scales)} GiB scales, unsharded on each "
-                f"+ {stage.adapters:,} of adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, "
-                "bitsandbytes)"
+                f"{format_gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as "
+                f"numbers of {frozen_width} bytes / {ranks} ranks, of which {format_gib(scales)} GiB scales, "
+                f"unsharded on each + {stage.adapters:,} of adapters × {width.original} bytes / {ranks} "
+                "(Dettmers et al. 2023, bitsandbytes)"
             )
         if recipe.has_adapters:
             return (
@@ -151,13 +151,16 @@ def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
         return Term(
             shards + matrix,
             lambda: (
-                f"{gib(shards)} GiB shards + {gib(matrix)} GiB the largest unsharded matrix, built on meta"
+                f"{format_gib(shards)} GiB shards + {format_gib(matrix)} GiB the largest unsharded matrix, "
+                "built on meta"
             ),
         )
     group = width * maximum(stage.largest_layer, stage.edges)
     return Term(
         shards + group,
-        lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still unsharded",
+        lambda: (
+            f"{format_gib(shards)} GiB shards + {format_gib(group)} GiB the largest group, still unsharded"
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardscope.core.number_format import count
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.megatron.engine.context_parallel import check_attention
 from shardscope.frameworks.megatron.engine.model import choose_attention, flatten_optimizers
 from shardscope.frameworks.megatron.layout import get_layout
@@ -171,6 +171,6 @@ def describe_built(record: Mapping[str, object], where: str) -> str:
     context = f", sharded sequences{attention}" if record["context_parallel"] != 1 else ""
     state = "its state sharded" if record["distributed_optimizer"] else "its state replicated on each rank"
     return (
-        f"Megatron-core: {record['module']} in {count(num_chunks, 'chunk')} a rank, {ranks}{sequence} "
+        f"Megatron-core: {record['module']} in {format_count(num_chunks, 'chunk')} a rank, {ranks}{sequence} "
         f"{where}, {record['optimizer']}, {state}{context}"
     )

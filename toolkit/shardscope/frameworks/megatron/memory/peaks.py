@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.number_format import count, kib
+from shardscope.core.number_format import format_count, format_kib
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, where
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.megatron.core_config import compute_padded_vocab_size
@@ -156,7 +156,8 @@ class _StageStep:
         """Explain the activations of all micro-batches in flight."""
         in_flight, recompute = self.in_flight, self.plan.recipe.recompute
         parts = " + ".join(
-            f"{count(layers, 'layer')} in flight × {count(self.tokens, 'token')} × {kib(layer.saved)} KiB"
+            f"{format_count(layers, 'layer')} in flight × {format_count(self.tokens, 'token')} × "
+            f"{format_kib(layer.saved)} KiB"
             for is_moe, layer in self.kinds
             if (layers := in_flight.moe if is_moe else in_flight.dense)
         )
@@ -236,7 +237,7 @@ class _StageStep:
             if self._overwrites_logits():
                 tensors = "Transformer Engine's, whose gradient overwrites the logits"
             return (
-                f"{count(tokens, 'token')} × {rows:,} rows of the padded vocabulary × "
+                f"{format_count(tokens, 'token')} × {rows:,} rows of the padded vocabulary × "
                 f"{num_bytes // rows} bytes · vocab-parallel cross entropy: {tensors}"
             )
 

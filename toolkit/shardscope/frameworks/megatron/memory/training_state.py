@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from math import lcm
 from typing import TYPE_CHECKING
 
-from shardscope.core.number_format import gib
+from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, pick_largest_row, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, compute_padded_vocab_size
@@ -140,7 +140,7 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
             else "which need no transposes"
         )
         return (
-            f"{weights_text} + {gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, "
+            f"{weights_text} + {format_gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, "
             f"{layouts}: {SOURCE}"
         )
 
