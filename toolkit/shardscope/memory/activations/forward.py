@@ -20,13 +20,16 @@ from shardscope.memory.activations.modules.attention import (
     find_fused_attention,
     find_window_layers,
     is_eager,
+    list_kernel_tensors,
+    list_latent_tensors,
+    list_query_key_norms,
     passes_mask,
 )
 from shardscope.memory.activations.modules.compiled import (
     compute_compiled_recomputation,
     list_compiled_tensors,
 )
-from shardscope.memory.activations.modules.decoder import list_decoder_tensors
+from shardscope.memory.activations.modules.experts import list_expert_tensors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
 from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
@@ -229,12 +232,71 @@ def list_saved_tensors(architecture: Architecture, moe: bool, modules: Modules) 
     elif architecture.norm == "layernorm":
         tensors = list_layernorm_tensors(architecture, modules)
     else:
-        tensors = list_decoder_tensors(architecture, moe, modules)
+        tensors = _list_rmsnorm_tensors(architecture, moe, modules)
     return (
         *tensors,
         *_list_adapter_tensors(architecture, moe, modules),
         *_list_wide_branches(architecture, modules),
     )
+
+
+def _list_rmsnorm_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[SavedTensor]:
+    """Return every tensor that an RMSNorm layer of transformers saves: Llama, Qwen, Gemma, DeepSeek, ..."""
+    c, hidden = modules.compute, arch.hidden_size
+    attention_readers, mlp_readers = list_stream_readers(arch)
+    tensors = [
+        SavedTensor("norms", _compute_norms(arch, modules), "sequence"),
+        SavedTensor("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
+        *list_kernel_tensors(arch, modules),
+        *list_query_key_norms(arch, modules),
+        *list_latent_tensors(arch, modules),
+    ]
+    if moe:
+        return tensors + list_expert_tensors(arch, modules)
+    tensors.append(SavedTensor("norms", modules.stream_copies(*mlp_readers) * hidden * c, "whole"))
+    tensors.append(SavedTensor("mlp", count_mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
+    return tensors
+
+
+def _compute_norms(arch: Architecture, modules: Modules) -> int:
+    """Return bytes saved by RMSNorms: fp32 input, 1/rms and, for the weight's gradient, normalized input."""
+    hidden, count = arch.hidden_size, arch.norms_per_layer
+    saved = count * (hidden * FP32 + FP32)
+    if not modules.trained:
+        return saved
+    if family_of(arch).scales_before_cast:
+        return saved + count * hidden * FP32
+    # Norms after a projection (GLM-4) cast back to its output's dtype.
+    behind = count - 2 if count > 2 else 0
+    return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
+
+
+def count_mlp_copies(arch: Architecture, modules: Modules) -> int:
+    """Return how many intermediate-size tensors the MLP saves.
+
+    Gate, silu(gate) and up, or the activation's input; and the product.
+    """
+    return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
+
+
+def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
+    """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
+    if not arch.gated_mlp:
+        product = modules.inner_copies(names_of(arch).down)
+        activation = family_of(arch).activation
+        if activation == "gelu_new":
+            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
+            return (6 if modules.autocast and modules.on_gpu else 3) - product
+        # One kernel: the gradients of its output and input. The squared ReLU has two more.
+        return (4 if activation == "relu2" else 2) - product
+    if modules.kernels == "liger":
+        # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
+        return 1
+    if modules.kernels == "compiled":
+        # One kernel computes both branches' gradients, and one of them overwrites its branch: buffers donated
+        # to a compiled backward are reused (torch/_inductor/ir.py, DonatedBuffer).
+        return 1 if modules.inner_copies("down_proj") else 2
+    return 2 if modules.inner_copies("down_proj") else 3
 
 
 def _list_wide_branches(arch: Architecture, modules: Modules) -> list[SavedTensor]:

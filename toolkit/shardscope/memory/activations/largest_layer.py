@@ -15,15 +15,14 @@ from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import names_of
 from shardscope.families.registry import family_of
 from shardscope.memory.activations.float8 import compute_layer_working
+from shardscope.memory.activations.forward import count_inner_gradients, count_mlp_copies
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     get_attention_widths,
     has_one_key_head,
     is_eager,
 )
-from shardscope.memory.activations.modules.decoder import count_mlp_copies
 from shardscope.memory.activations.modules.experts import list_expert_tensors
-from shardscope.memory.activations.modules.layer_peaks import count_inner_gradients
 from shardscope.memory.activations.modules.saved import list_stream_readers
 from shardscope.memory.state.stages import count_layers_by_kind
 

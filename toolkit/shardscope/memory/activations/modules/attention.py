@@ -1,4 +1,4 @@
-"""Tensors saved by attention kernels: fused (flash, memory-efficient), masked, eager, SDPA's math backend."""
+"""Tensors saved by attention: its kernels (fused, masked, eager, SDPA's math backend), norms and latents."""
 
 from __future__ import annotations
 
@@ -225,3 +225,33 @@ def has_no_fused_kernel(arch: Architecture, modules: Modules) -> bool:
     grouped = arch.latent_attention is None and arch.num_key_value_heads < arch.num_attention_heads
     needs_flash = modules.compute == FP32 or modules.fused_attention != "flash"
     return grouped and needs_flash and not passes_mask(arch, modules)
+
+
+# ---- Norms and projections of queries, keys and values
+
+
+def list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
+    """Return the tensors saved by query and key norms, if the family has them."""
+    if not arch.qk_norm:
+        return []
+    width, heads = get_attention_widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    normed = FP32 if family_of(arch).scales_before_cast else modules.compute
+    saved = (width.query + width.key) * (FP32 + normed * modules.trained)
+    norms = 2 if family_of(arch).qk_norm_over_all_heads else heads
+    return [SavedTensor("attention", saved + FP32 * norms, "tp")]
+
+
+def list_latent_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
+    """Return DeepSeek's compressed query and key-value: each normalized, then projected up."""
+    if arch.latent_attention is None:
+        return []
+    c, saved = modules.compute, 0
+    ranks = (
+        (arch.latent_attention.q_lora_rank, "q_b_proj"),
+        (arch.latent_attention.kv_lora_rank, "kv_b_proj"),
+    )
+    for rank, projection in ranks:
+        if rank:
+            normed = c * modules.trained + c * modules.inner_copies(projection)
+            saved += rank * (FP32 + normed) + FP32
+    return [SavedTensor("attention", saved, "sequence")]

@@ -16,9 +16,10 @@ from shardscope.memory.activations.modules.attention import (
     get_attention_widths,
     is_eager,
     list_kernel_tensors,
+    list_latent_tensors,
+    list_query_key_norms,
 )
 from shardscope.memory.activations.modules.compiled import compute_unsaved_in_first_compiled_layer
-from shardscope.memory.activations.modules.decoder import list_latent_tensors, list_query_key_norms
 from shardscope.memory.activations.modules.layernorm import (
     casts_norms,
     compute_inner_bytes,

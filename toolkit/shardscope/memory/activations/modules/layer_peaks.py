@@ -18,6 +18,7 @@ from shardscope.families.registry import family_of
 from shardscope.memory.activations.forward import (
     compute_kept_for_recomputation,
     compute_kept_masks,
+    count_inner_gradients,
     list_kept_by_selective,
     list_saved_tensors,
 )
@@ -455,26 +456,3 @@ def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores:
         # added.
         return 2 * num_scores * modules.stream
     return num_scores * (modules.compute + FP32)
-
-
-# ---- Weights of one layer's matrices, in groups that get gradients together
-
-
-def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
-    """Return how many intermediate-size gradients are alive at once, less the freed saved product."""
-    if not arch.gated_mlp:
-        product = modules.inner_copies(names_of(arch).down)
-        activation = family_of(arch).activation
-        if activation == "gelu_new":
-            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
-            return (6 if modules.autocast and modules.on_gpu else 3) - product
-        # One kernel: the gradients of its output and input. The squared ReLU has two more.
-        return (4 if activation == "relu2" else 2) - product
-    if modules.kernels == "liger":
-        # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
-        return 1
-    if modules.kernels == "compiled":
-        # One kernel computes both branches' gradients, and one of them overwrites its branch: buffers donated
-        # to a compiled backward are reused (torch/_inductor/ir.py, DonatedBuffer).
-        return 1 if modules.inner_copies("down_proj") else 2
-    return 2 if modules.inner_copies("down_proj") else 3
