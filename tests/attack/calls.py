@@ -28,11 +28,11 @@ from shardscope_widgets.run.runs_view import RunsView
 DRAW_SECONDS = 6.0
 """On a machine that has other things to do; how long the drawing took is judged apart."""
 RUN_PROPERTIES = (
-    *("name", "folder", "world_size", "is_here", "gpus", "predicted_step_seconds", "num_steps"),
+    *("name", "folder", "world_size", "is_on_this_machine", "gpus", "predicted_step_seconds", "num_steps"),
     *("trains_the_plan", "looks_for_stop", "note"),
 )
 SUMMARY_PROPERTIES = (
-    *("is_live", "plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace"),
+    *("is_live", "plan", "last_metrics", "loss", "num_steps_done", "num_steps", "seconds", "has_trace"),
     *("failed_early", "why_not_resumable", "resumed_from", "status", "reason", "damage"),
 )
 GOOD = "good"
@@ -271,12 +271,12 @@ CALLS: dict[str, Callable[[Use], None]] = {
     "run.history": _of_run(lambda run: run.history),
     "properties of the run": _of_run(read_properties),
     "run.plan": _of_run(lambda run: run.plan),
-    "run.expected": _of_run(lambda run: run.expected()),
+    "run.predicted_metrics": _of_run(lambda run: run.predicted_metrics()),
     "run.metrics": _of_run(lambda run: run.metrics()),
     "run.follow": _of_run(follow),
     "run.logs": _of_run(read_logs),
-    "run.cards": _of_run(lambda run: run.cards()),
-    "run.what_it_was": _of_run(lambda run: run.what_it_was()),
+    "run.gpu_samples": _of_run(lambda run: run.gpu_samples()),
+    "run.engine_reports": _of_run(lambda run: run.engine_reports()),
     "run.memory": _of_run(read_memory),
     "run.memory().snapshot": _of_run(lambda run: run.memory().snapshot(0)),
     "run.trace": _of_run(read_trace),

@@ -26,7 +26,7 @@ def test_a_run_keeps_how_its_card_was_and_is_named_on_it(
     )
     run = ss.launch(plan, ss.Pretrain(num_steps=400), name="watched")
     try:
-        while run.status in ("starting", "running") and len(run.cards()) < 3:
+        while run.status in ("starting", "running") and len(run.gpu_samples()) < 3:
             run.wait(timeout=0.5)
         place = next(card for card in read_free_memory() if card.name == f"GPU {run.gpus[0]}")
         assert 0 < place.free_bytes < place.total_bytes
@@ -34,7 +34,7 @@ def test_a_run_keeps_how_its_card_was_and_is_named_on_it(
     finally:
         run.stop()
         run.wait(timeout=30)
-    samples = run.cards()
+    samples = run.gpu_samples()
     assert len(samples) >= 3 and {sample["gpu"] for sample in samples} == {run.gpus[0]}
     for sample in samples:
         assert 0 <= sample.get("utilisation_percent", 0) <= 100

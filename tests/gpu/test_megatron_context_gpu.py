@@ -35,7 +35,7 @@ def test_parts_of_sequences_train_under_transformer_engine(one_gpu: ss.Cluster, 
     assert run.wait(SECONDS_PER_ROW) == "finished", run.error or run.reason
     own = Curve.of(run.metrics(), row.num_ranks)
     assert own.losses[0] == own.losses[1] == pytest.approx(alone.losses[0], abs=CLOSE)
-    records: list[Any] = list(run.what_it_was().values())
+    records: list[Any] = list(run.engine_reports().values())
     for record in records:
         assert record["engine"]["core_attention"] == ["TEDotProductAttention"]
         assert record["engine"]["context_parallel"] == 2

@@ -42,7 +42,7 @@ def test_a_small_llama_trains_on_one_gpu(one_gpu: ss.Cluster, framework: str, tm
     assert len(losses) == NUM_STEPS
     assert losses[-1] < losses[0] - 0.5, losses
 
-    made = run.what_it_was()[0]["engine"]
+    made = run.engine_reports()[0]["engine"]
     assert made["framework"] == framework
     assert made["device"].startswith("cuda")
     assert "nccl" in made["backend"]

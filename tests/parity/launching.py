@@ -88,7 +88,7 @@ def one_row(
         # Its folder goes with the table, and with it what the ranks said last.
         print(f"{row.name}: {run.error}", file=sys.stderr, flush=True)
         return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {run.reason}")
-    records: Mapping[int, Mapping[str, object]] = run.what_it_was()
+    records: Mapping[int, Mapping[str, object]] = run.engine_reports()
     return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
 
 

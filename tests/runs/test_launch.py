@@ -46,7 +46,7 @@ def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     assert settings["use_cpu"] == "1" and settings["python_path"] == os.environ.get("PYTHONPATH")
     assert [m["rank"] for m in run.memory()] == [0, 1]
     assert all(m["peak_memory_bytes"] >= m["memory_bytes"] > 1e7 for m in run.memory())
-    engine = run.what_it_was()[1]["engine"]
+    engine = run.engine_reports()[1]["engine"]
     assert engine["backend"] == "gloo"
     assert engine["gloo_threads"] == [1, 1]
     assert engine["threads"] == int(os.environ.get("OMP_NUM_THREADS", max(1, count_cores() // 2)))

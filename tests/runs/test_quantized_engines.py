@@ -279,7 +279,7 @@ def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     task = ss.Pretrain(num_steps=3, learning_rate=1e-2, save_checkpoint=True, export=True)
     run = ss.launch(plan, task, folder=tmp_path, name="first")
     assert run.wait() == "finished", run.error
-    said = run.what_it_was()[0]["engine"]
+    said = run.engine_reports()[0]["engine"]
     assert said["base_quantization"] == "nf4" and said["base_double_quantization"]
     assert "adapter weights over a base in NF4 with double quantisation (14 Linears)" in said["sentence"]
     exported = {path.name for path in (run.folder / "export").iterdir()}

@@ -233,7 +233,9 @@ def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_pat
     assert run.status == "lost" and "never started" in run.reason
     shutil.rmtree(run.folder)
     assert run.status == "lost" and run.reason == "its folder is gone"
-    assert run.metrics() == [] and run.logs(0) == "" and list(run.memory()) == [] and run.what_it_was() == {}
+    assert (
+        run.metrics() == [] and run.logs(0) == "" and list(run.memory()) == [] and run.engine_reports() == {}
+    )
     run.stop()
     assert run.wait(1) == "lost"
     for timeout in ("x", float("nan"), -1, True, [1]):

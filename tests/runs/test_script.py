@@ -181,7 +181,7 @@ def test_a_script_of_ones_own_runs_untouched(tmp_path: Path) -> None:
     plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
     run = ss.launch(plan, ss.Script(file, arguments=["--steps", 3]), folder=tmp_path / "runs")
     assert run.wait(80) == "finished", run.error
-    found = [run.what_it_was()[rank]["engine"] for rank in range(2)]
+    found = [run.engine_reports()[rank]["engine"] for rank in range(2)]
     for engine in found:
         assert engine["module"] == "DistributedDataParallel"
         assert (engine["data_parallel"], engine["mixed_precision"]) == (2, "bf16")

@@ -61,7 +61,7 @@ def test_fault_02_03_stop_mid_step_and_twice(
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
     seconds_until(lambda: begun(run))
     seconds_until(lambda: run.status == "running", 5)
-    assert not run.looks_for_stop, "this task never looks"
+    assert not run.reads_stop_requests, "this task never looks"
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/my first.ipynb")
     run.press("Stop")
     run.stop()
@@ -84,7 +84,7 @@ def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) 
 def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.steps_until_stop, folder=tmp_path)
     seconds_until(lambda: len(run.metrics()) > 40)
-    assert run.looks_for_stop and not run.trains_the_plan
+    assert run.reads_stop_requests and not run.trains_the_plan
     with (run.folder / "control.jsonl").open("ab") as control:
         control.write(b"no json\n[1]\n\xff\xfe\n{}\n")
     run.send("profile", steps=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
-from shardscope.runs.explain.expected import ExpectedMetrics
+from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 
 PLAN = ss.Plan(
     ss.Architecture.of_size("2m"),
@@ -45,14 +45,14 @@ class FakeRun:
     trains_the_plan = False
     has_looked = False
     num_steps: int | None = None
-    prediction: ExpectedMetrics | None = None
+    prediction: PredictedMetrics | None = None
     history: tuple[dict[str, Any], ...] = ()
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records
         self.samples: list[dict[str, Any]] = []
         self.recorded: dict[int, Any] = {}
-        self.asked: list[str] = []
+        self.pressed_buttons: list[str] = []
         self.status = "running"
         self.folder = Path(tempfile.mkdtemp(dir=HOME.name))
         (self.folder / "logs").mkdir()
@@ -66,21 +66,21 @@ class FakeRun:
         self.follower = FakeFollow(self.records)
         return self.follower
 
-    def expected(self) -> ExpectedMetrics | None:
+    def predicted_metrics(self) -> PredictedMetrics | None:
         return self.prediction
 
-    def cards(self) -> list[dict[str, Any]]:
+    def gpu_samples(self) -> list[dict[str, Any]]:
         return list(self.samples)
 
-    def what_it_was(self) -> dict[int, Any]:
+    def engine_reports(self) -> dict[int, Any]:
         return self.recorded
 
     @property
-    def looks_for_stop(self) -> bool:
+    def reads_stop_requests(self) -> bool:
         return self.trains_the_plan or self.has_looked
 
     def press(self, button: str) -> None:
-        self.asked.append(button)
+        self.pressed_buttons.append(button)
         self.status = "stopping" if button == "Save and stop" else "stopped"
 
 

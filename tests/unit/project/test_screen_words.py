@@ -39,7 +39,7 @@ def test_no_screen_speaks_a_private_language(path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("explain/prevention", "explain/oom_kills", "explain/measured", "launch/free_memory"),
+        *("explain/out_of_memory_fixes", "explain/oom_kills", "explain/measured", "launch/free_memory"),
         *("watch/gpu_monitor", "verdict"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_stored_run_is_attached_with_all_that_it_recorded(stored_run: Path) ->
     assert all(line["loss"] > 0 for line in lines)
     assert run.memory().peak_bytes > 0
     assert "step 1 of" in run.logs(0)
-    assert set(run.what_it_was()) == {0, 1}
+    assert set(run.engine_reports()) == {0, 1}
     assert newest_checkpoint(stored_run) is not None
 
 

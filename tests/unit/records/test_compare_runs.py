@@ -145,7 +145,7 @@ def test_run_json_keeps_what_our_tasks_were_asked_and_no_text(
     monkeypatch.setattr(launch, "_start_supervisor", lambda *_: None)
 
     def asked(task: Any) -> Any:
-        return ss.launch(plan_of(), task, folder=tmp_path).asked
+        return ss.launch(plan_of(), task, folder=tmp_path).task_fields
 
     book = tmp_path / "book.txt"
     book.write_text("It was")

@@ -151,17 +151,17 @@ def plant(folder: Path, name: str, kind: str) -> None:
 
 def of_a_handle(run: ss.Run) -> Iterator[Callable[[], object]]:
     """Every public use of a handle that somebody had before the folder was changed."""
-    yield lambda: (run.status, run.reason, run.error, run.history, run.note, run.created, run.asked)
+    yield lambda: (run.status, run.reason, run.error, run.history, run.note, run.created, run.task_fields)
     yield lambda: (run.name, run.world_size, run.plan, run.gpus, run.num_steps, run.predicted_step_seconds)
-    yield lambda: (run.is_here, run.trains_the_plan, run.looks_for_stop, repr(run))
+    yield lambda: (run.is_on_this_machine, run.trains_the_plan, run.reads_stop_requests, repr(run))
     yield run.metrics
     yield lambda: (run.memory(), run.memory().to_html(), run.memory().error)
     yield lambda: run.memory().snapshot()
-    yield run.what_it_was
+    yield run.engine_reports
     yield run.logs
     yield lambda: run.logs(1)
-    yield run.cards
-    yield run.expected
+    yield run.gpu_samples
+    yield run.predicted_metrics
     yield lambda: run.follow().read()
     yield run.trace
     yield lambda: ss.Trace.load(run.folder)
@@ -191,8 +191,9 @@ def answer(call: Callable[[], object]) -> None:
 
 
 def every_part(summary: Any) -> None:
-    for part in ("plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_live"):
-        getattr(summary, part)
+    names = ("plan", "last_metrics", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_live")
+    for name in names:
+        getattr(summary, name)
     assert summary.failed_early in (True, False)
     assert summary.why_not_resumable is None or isinstance(summary.why_not_resumable, str)
     assert summary.resumed_from is None or isinstance(summary.resumed_from, str)

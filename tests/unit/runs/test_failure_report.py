@@ -18,7 +18,7 @@ from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
 from shardscope.runs.explain.oom_kills import OomKills, describe_kill_sender, read_oom_kills
 from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
-from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
+from shardscope.runs.explain.out_of_memory_fixes import format_memory_numbers, suggest_fix
 from shardscope.runs.run import Run
 from shardscope.runs.watch import host_monitor as host_watch
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor, HostSample, read_used_bytes
@@ -56,12 +56,12 @@ def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
     assert found is not None
     others = round(12.5 * GIB) + 512 * MIB if text is TORCH_2_5 else 0
     assert found == Shortage(
-        place="GPU memory",
-        asked_bytes=round(2.1 * GIB),
+        memory_kind="GPU memory",
+        requested_bytes=round(2.1 * GIB),
         free_bytes=410 * MIB,
         total_bytes=round(79.1 * GIB),
         gpu=3,
-        others_bytes=others,
+        other_process_bytes=others,
     )
 
 
@@ -93,7 +93,11 @@ def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
 )
 def test_other_libraries_words(text: str, place: str, asked: int | None) -> None:
     found = parse_shortage(text)
-    assert found is not None and (found.place, found.asked_bytes, found.free_bytes) == (place, asked, None)
+    assert found is not None and (found.memory_kind, found.requested_bytes, found.free_bytes) == (
+        place,
+        asked,
+        None,
+    )
 
 
 def test_what_is_no_shortage() -> None:
@@ -115,7 +119,7 @@ def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
     assert shortage is not None
     told = format_memory_numbers(shortage, plan)
     assert all(fact in told for fact in ("2.10 GiB", "0.40 free of 79.1", "predicted peak 202"))
-    words = suggest_prevention(shortage, plan, trains_the_plan=True)
+    words = suggest_fix(shortage, plan, trains_the_plan=True)
     assert "202 of 79.1" in words
     assert plan.repairs()[0][0] in words and "saves" in words
 
@@ -123,14 +127,14 @@ def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
 def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing() -> None:
     plan, shortage = plan_of(ss.Layout.fsdp2()), parse_shortage(TORCH_2_1)
     assert shortage is not None and plan.memory().fits and plan.repairs() == []
-    assert "saves" in suggest_prevention(shortage, plan, trains_the_plan=True)
+    assert "saves" in suggest_fix(shortage, plan, trains_the_plan=True)
     # Nothing wins as much as the whole peak.
-    absurd = dataclasses.replace(shortage, asked_bytes=2**50)
-    assert suggest_prevention(absurd, plan, trains_the_plan=True) == ""
+    absurd = dataclasses.replace(shortage, requested_bytes=2**50)
+    assert suggest_fix(absurd, plan, trains_the_plan=True) == ""
     # Other people's processes, if they and the plan are more than the card.
-    held = dataclasses.replace(shortage, others_bytes=60 * GIB)
-    assert "60.0 GiB" in suggest_prevention(held, plan, trains_the_plan=True)
-    assert "memory the plan does not predict" in suggest_prevention(shortage, plan, trains_the_plan=False)
+    held = dataclasses.replace(shortage, other_process_bytes=60 * GIB)
+    assert "60.0 GiB" in suggest_fix(held, plan, trains_the_plan=True)
+    assert "memory the plan does not predict" in suggest_fix(shortage, plan, trains_the_plan=False)
 
 
 def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
@@ -176,10 +180,10 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
 def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shortage = Shortage(place="host memory")
-    assert suggest_prevention(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
+    shortage = Shortage(memory_kind="host memory")
+    assert suggest_fix(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
     on_cpus = plan_of(ss.Layout.ddp(), "2xcpu")
-    words = suggest_prevention(shortage, on_cpus, trains_the_plan=True)
+    words = suggest_fix(shortage, on_cpus, trains_the_plan=True)
     assert words.startswith("What would have prevented it")
     # None at all where somebody else sent the signal.
     folder = run_folder(tmp_path, on_cpus, trains_the_plan=True)

@@ -98,7 +98,7 @@ def test_a_launch_leaves_the_paths_of_modules_as_they_are(
     run = ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
     description = read_json(run.folder / "run.json") or {}
     assert description["sys_path"][0] == description["pythonpath"] == "/home/me/workshop"
-    assert run.is_here
+    assert run.is_on_this_machine
 
 
 @needs_installed("torch")

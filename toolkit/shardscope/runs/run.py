@@ -41,8 +41,8 @@ from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.explain.compare import Runs
-    from shardscope.runs.explain.expected import ExpectedMetrics
     from shardscope.runs.explain.measured import MeasuredMemory
+    from shardscope.runs.explain.predicted_metrics import PredictedMetrics
     from shardscope.trace import Trace
 
 WAIT_SECONDS = 0.05
@@ -67,7 +67,7 @@ class Run:
         self._folder = folder
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
-        self._last: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
+        self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
         # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
         description = read_description(folder)
         self._run_json = description.data
@@ -75,7 +75,7 @@ class Run:
         self._created: float = description.created
         self._metrics: list[dict[str, object]] = []
         self._heartbeat = (0.0, time.monotonic())
-        self._looks_for_stop = False
+        self._reads_stop_requests = False
         self._check_status()
 
     @classmethod
@@ -93,11 +93,15 @@ class Run:
             check_supervisor(candidate)
             return cls(candidate)
         inside = list_runs(candidate.path)
-        undamaged = [one for one in inside if one.run is not None]
+        undamaged = [summary for summary in inside if summary.run is not None]
         if len(undamaged) == 1:
             return cls.attach(candidate.path / undamaged[0].name)
-        names = [f"{one.name}{' (damaged)' * (one.run is None)}" for one in inside[:MAX_NAMES]]
-        names += [f"{len(inside) - MAX_NAMES} more"] * (len(inside) > MAX_NAMES)
+        names = [
+            summary.name if summary.run is not None else f"{summary.name} (damaged)"
+            for summary in inside[:MAX_NAMES]
+        ]
+        if len(inside) > MAX_NAMES:
+            names.append(f"{len(inside) - MAX_NAMES} more")
         contents = ", ".join(names) or "no run at all"
         raise ValueError(f"folder is {candidate.path}, which is not a run folder; it contains: {contents}.")
 
@@ -107,10 +111,10 @@ class Run:
         return self._created
 
     @property
-    def asked(self) -> dict[str, object] | None:
+    def task_fields(self) -> dict[str, object] | None:
         """The recorded fields of a built-in task; None for the user's own function."""
-        asked = self._description.get("asked")
-        return asked if isinstance(asked, dict) else None
+        fields = self._description.get("asked")
+        return fields if isinstance(fields, dict) else None
 
     @property
     def _description(self) -> dict[str, object]:
@@ -170,7 +174,7 @@ class Run:
         return plain_text(explain_failures(failures, self._description).text) if failures else None
 
     @property
-    def is_here(self) -> bool:
+    def is_on_this_machine(self) -> bool:
         """Whether the run was launched on this machine; one on a shared file system may run on another."""
         return bool(self._description.get("machine") == identify_machine())
 
@@ -191,10 +195,10 @@ class Run:
         state = self._read_state()
         if state["status"] == "lost":
             try:
-                seen: float | None = self._folder.supervisor.stat().st_mtime
+                last_heartbeat: float | None = self._folder.supervisor.stat().st_mtime
             except OSError:
-                seen = None
-            records.append({**state, "time": seen})
+                last_heartbeat = None
+            records.append({**state, "time": last_heartbeat})
         return [{key: record.get(key) for key in keys} for record in records]
 
     @property
@@ -216,13 +220,17 @@ class Run:
         return self._description.get("trains_the_plan") is True
 
     @property
-    def looks_for_stop(self) -> bool:
+    def reads_stop_requests(self) -> bool:
         """Whether ``stop(checkpoint=True)`` has an effect.
 
         True for a built-in task, and for a function that has read ``ctx.should_stop`` on every rank.
         """
-        self._looks_for_stop |= self.trains_the_plan or every_rank_reads_stops(self._folder, self._world_size)
-        return self._looks_for_stop
+        # Once true it stays true, so the ranks' records need not be read again.
+        if not self._reads_stop_requests:
+            self._reads_stop_requests = self.trains_the_plan or every_rank_reads_stops(
+                self._folder, self._world_size
+            )
+        return self._reads_stop_requests
 
     @property
     def note(self) -> str:
@@ -234,9 +242,9 @@ class Run:
     def note(self, text: str) -> None:
         write_json(self._folder.note, {"note": text})
 
-    def expected(self) -> ExpectedMetrics | None:
+    def predicted_metrics(self) -> PredictedMetrics | None:
         """Return the predicted values of the logged metrics; None if the task may train another model."""
-        from shardscope.runs.explain.expected import predict_metrics
+        from shardscope.runs.explain.predicted_metrics import predict_metrics
 
         try:
             plan = self.plan
@@ -245,7 +253,7 @@ class Run:
         engine = (read_json(self._folder.engine_report(0)) or {}).get("engine")
         return predict_metrics(plan, self._description, engine)
 
-    def cards(self) -> list[dict[str, float]]:
+    def gpu_samples(self) -> list[dict[str, float]]:
         """Return NVML samples of the run's GPUs: dicts of time, rank, gpu (driver index) and readings.
 
         The readings are ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``
@@ -290,13 +298,13 @@ class Run:
         except ValueError:
             plan = None
         snapshots = self._folder.memory_snapshots()
-        return build_measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
+        return build_measured_memory(plan, self.engine_reports(), self._logged_memory(), snapshots)
 
     def _logged_memory(self) -> list[LoggedPeak]:
         with self._lock:
             return self._memory.read()
 
-    def what_it_was(self) -> dict[int, dict[str, object]]:
+    def engine_reports(self) -> dict[int, dict[str, object]]:
         """Return what each rank's engine built (shards, stage, groups), by rank; empty until recorded."""
         records = {rank: read_json(self._folder.engine_report(rank)) for rank in range(self._world_size)}
         return {rank: record for rank, record in records.items() if record is not None}
@@ -315,7 +323,7 @@ class Run:
     def trace(self) -> Trace:
         """Load the :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
         if not any(self._folder.traces.glob("*.json.gz")):
-            raise ValueError(why_no_trace(self.name, self.status, self._description.get("asked")))
+            raise ValueError(why_no_trace(self.name, self.status, self.task_fields))
         from shardscope.trace import Trace
 
         return Trace.load(self._folder.traces)
@@ -395,26 +403,31 @@ class Run:
         """Return the last transition, or "lost" if no supervisor is left to write the next one."""
         with self._lock:
             self._read_status()
-            if self._last["status"] in FINAL:
-                return self._last
+            if self._last_transition["status"] in FINAL:
+                return self._last_transition
             try:
                 reason = self._explain_lost_supervisor()
             except OSError as error:
                 return self._mark_outdated(error)
             if reason is None:
                 return (
-                    self._last
+                    self._last_transition
                     if self._statuses.unreadable is None
                     else self._mark_outdated(self._statuses.unreadable)
                 )
             self._read_status()  # The run may have ended normally between the two checks.
-            return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": reason}
+            return (
+                self._last_transition
+                if self._last_transition["status"] in FINAL
+                else {"status": "lost", "reason": reason}
+            )
 
     def _mark_outdated(self, error: OSError) -> dict[str, object]:
         """Return the last known status, with ``error`` as the reason why it may be outdated."""
         cause = describe_os_error(error)
         notice = f"status possibly outdated: the run's files or processes cannot be read now, {cause}"
-        return {**self._last, "reason": "; ".join(filter(None, (str(self._last["reason"] or ""), notice)))}
+        reason = str(self._last_transition["reason"] or "")
+        return {**self._last_transition, "reason": f"{reason}; {notice}" if reason else notice}
 
     def _check_status(self) -> None:
         """Read ``status.jsonl`` for the first time. Raises ``ValueError`` if it is damaged."""
@@ -425,12 +438,12 @@ class Run:
         for record in records:
             if "status" in record:
                 check_transition(self._folder, record)
-                self._last = {"reason": "", **record}
+                self._last_transition = {"reason": "", **record}
 
     def _read_status(self) -> None:
         for record in self._statuses.read(MAX_LINES_BYTES):
             if _is_transition(record):
-                self._last = {"reason": "", **record}
+                self._last_transition = {"reason": "", **record}
 
     def _explain_lost_supervisor(self) -> str | None:
         """Return why the supervisor is gone, or None if it is alive.
@@ -443,7 +456,7 @@ class Run:
         pid = record.get("pid")
         # No valid record yet: the supervisor is still starting, or died before it could write one.
         if record.get("started") is None or not isinstance(pid, int) or not 0 < pid < 2**31:
-            since = self._last.get("time")
+            since = self._last_transition.get("time")
             waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never started" if waited > START_GRACE_SECONDS else None
         # On this machine the process itself can be checked; on another one only its heartbeat is visible.

@@ -56,19 +56,19 @@ class RunSummary:
             return None
 
     @cached_property
-    def last(self) -> dict[str, object]:
+    def last_metrics(self) -> dict[str, object]:
         """The last value of each metric in the last lines that rank 0 logged."""
         return {} if self.run is None else _read_last_metrics(RunFolder(self.run.folder).events(0))
 
     @property
     def loss(self) -> float | None:
         """The last loss that rank 0 logged; None if it logged none."""
-        return _to_float(self.last.get("loss"))
+        return _to_float(self.last_metrics.get("loss"))
 
     @property
     def num_steps_done(self) -> int | None:
         """Number of steps up to the last one logged by rank 0, including those before a resume."""
-        step = _to_float(self.last.get("step"))
+        step = _to_float(self.last_metrics.get("step"))
         return int(step) + 1 if step is not None and 0 <= step < 1e15 else None
 
     @property
@@ -109,13 +109,13 @@ class RunSummary:
     @cached_property
     def resumed_from(self) -> str | None:
         """Name of the run whose checkpoint this one started from; None if it started from step 0."""
-        asked = None if self.run is None else self.run.asked
-        path = asked.get("resume") if isinstance(asked, dict) else None
+        fields = None if self.run is None else self.run.task_fields
+        path = fields.get("resume") if fields is not None else None
         if not isinstance(path, str):
             return None
-        named = Path(path)
+        checkpoint = Path(path)
         # .../<run>/checkpoints/step-000010, or the folder of the run itself.
-        return named.parents[1].name if named.parent.name == "checkpoints" else named.name
+        return checkpoint.parents[1].name if checkpoint.parent.name == "checkpoints" else checkpoint.name
 
 
 class RunSummaries:
@@ -131,20 +131,22 @@ class RunSummaries:
         known = {path: self._summarize(path) for path in find_run_folders(self.folder)}
         self._known = known
         summaries = [summary for _, summary in known.values()]
-        return sorted(summaries, key=lambda one: (one.is_live, one.created, one.name), reverse=True)
+        return sorted(
+            summaries, key=lambda summary: (summary.is_live, summary.created, summary.name), reverse=True
+        )
 
     def _summarize(self, path: Path) -> tuple[tuple[int, ...], RunSummary]:
         folder = RunFolder(path)
         files = (folder.run_json, folder.status, folder.events(0), folder.traces, path / "checkpoints")
-        changed = tuple(map(_modified_ns, files))
-        before = self._known.get(path)
+        modified_ns = tuple(map(_read_modified_ns, files))
+        cached = self._known.get(path)
         # A live run may change without a change of its files: it may become lost.
-        if before is not None and before[0] == changed and not before[1].is_live:
-            return before
+        if cached is not None and cached[0] == modified_ns and not cached[1].is_live:
+            return cached
         # Reuse the handle unless run.json was replaced: it measures the age of the heartbeat of a run on
         # another machine.
-        run = before[1].run if before is not None and before[0][0] == changed[0] else None
-        return changed, summarize(path, run)
+        run = cached[1].run if cached is not None and cached[0][0] == modified_ns[0] else None
+        return modified_ns, summarize(path, run)
 
 
 def find_run_folders(parent: Path) -> Iterator[Path]:
@@ -174,7 +176,9 @@ def is_run(path: Path) -> bool:
 
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return a summary of each run in ``parent``, damaged ones included, oldest first. Raises ``OSError``."""
-    return sorted(map(summarize, find_run_folders(parent)), key=lambda one: (one.created, one.name))
+    return sorted(
+        map(summarize, find_run_folders(parent)), key=lambda summary: (summary.created, summary.name)
+    )
 
 
 def summarize(path: Path, run: Run | None = None) -> RunSummary:
@@ -192,7 +196,7 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
         if isinstance(error, OSError) and describe_shortage(error):
             raise
         damage = shorten_message(folder, error)
-        return RunSummary(name=path.name, run=None, damage=damage, created=_modified_ns(path) / 1e9)
+        return RunSummary(name=path.name, run=None, damage=damage, created=_read_modified_ns(path) / 1e9)
 
 
 def _read_last_metrics(path: Path) -> dict[str, object]:
@@ -210,7 +214,7 @@ def _to_float(value: object) -> float | None:
     return float(value) if isinstance(value, float) or is_number(value) else None
 
 
-def _modified_ns(path: Path) -> int:
+def _read_modified_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:

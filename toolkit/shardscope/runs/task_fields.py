@@ -42,9 +42,9 @@ def record_task_fields(task: object) -> dict[str, object] | None:
     }
 
 
-def why_no_trace(name: str, status: str, asked: object) -> str:
-    """Return why the run ``name`` has no trace; ``asked`` are the recorded fields of its task, if any."""
-    if isinstance(asked, Mapping) and asked.get("profile") is True:
+def why_no_trace(name: str, status: str, task_fields: Mapping[str, object] | None) -> str:
+    """Return why the run ``name`` has no trace. ``task_fields`` are those recorded for a built-in task."""
+    if task_fields is not None and task_fields.get("profile") is True:
         how = f"{status} before" if status in FINAL else "has not reached"
         return (
             f"The run {name} {how} the profiled steps: steady-state steps, or the last ones of a short run."

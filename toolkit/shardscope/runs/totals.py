@@ -100,14 +100,14 @@ def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
         # The first line of a tail is usually incomplete, and `parse_lines` skips it.
         for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
     ]
-    losses, step = compute_curve(latest, "loss"), median_step(latest)
+    losses, median = compute_curve(latest, "loss"), median_step(latest)
     memory = run.memory()
     error = memory.error if memory.tensor_bytes else None
     return RunTotals(
         plan=_describe_plan(run),
         num_steps=_count_steps([folder.events(rank) for rank in range(run.world_size)]),
         loss=losses[max(losses)] if losses else None,
-        step_seconds=step[1] if step else None,
+        step_seconds=median[1] if median else None,
         tensor_bytes=memory.tensor_bytes if error is not None else None,
         predicted_tensor_bytes=None if memory.predicted is None else sum_predicted_tensors(memory.predicted),
         memory_error=error,
@@ -168,10 +168,10 @@ def _read_cache(folder: RunFolder, source: str) -> RunTotals | None:
             continue
         if name in ("loss", "step_seconds", "memory_error"):
             record[name] = value = finite_or_special(value)
-            is_right = isinstance(value, float) or is_number(value)
+            is_valid = isinstance(value, float) or is_number(value)
         else:
-            is_right = name in integers and is_int(value) and value >= 0
-        if not is_right:
+            is_valid = name in integers and is_int(value) and value >= 0
+        if not is_valid:
             return None
     return replace_fields(RunTotals(plan=""), record)
 

@@ -222,7 +222,7 @@ def poll_commands(ctx: Any, profile_steps: int) -> Commands:
     "profile", "steps": n}``, whose ``steps`` default to ``profile_steps``. Anything else is logged and
     ignored: a typo must not end a training run.
     """
-    stop, commands = ctx.look()
+    stop, commands = ctx.poll()
     checkpoint, memory_snapshot, num_steps = False, False, 0
     for command in commands:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.runs.explain.expected import ExpectedMetrics
+from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
@@ -55,7 +55,7 @@ class RunFigure:
         self._lines: dict[tuple[int, int], Line] = {}
         self._ceilings: dict[int, float] = {}
         """Slot -> height at which values above the axis are drawn."""
-        self._expected: ExpectedMetrics | None = None
+        self._expected: PredictedMetrics | None = None
         self._num_ranks = 0
         self._width = 0
         self._end = self._most_steps = FIRST_STEPS
@@ -73,7 +73,7 @@ class RunFigure:
     def start_run(
         self,
         num_ranks: int,
-        expected: ExpectedMetrics | None = None,
+        expected: PredictedMetrics | None = None,
         total_steps: int | None = None,
         metrics: Iterable[str] = (),
     ) -> None:
@@ -95,7 +95,7 @@ class RunFigure:
             self._show_panels(metrics, {})
             self._fit_axes()
 
-    def set_expected(self, expected: ExpectedMetrics | None) -> None:
+    def set_expected(self, expected: PredictedMetrics | None) -> None:
         """Set the predictions; for a user's function they are known once its model is."""
         if expected == self._expected:
             return
@@ -178,7 +178,7 @@ class RunFigure:
         self._place_charts()
 
     def _find_predicted(self, panel: Panel) -> float | None:
-        return self._expected.of(panel.metric) if self._expected else None
+        return self._expected.get(panel.metric) if self._expected else None
 
     def _draw_lines(self, grown: Mapping[tuple[int, int], Line]) -> None:
         missing = [key for key in grown if key not in self._traces]

@@ -35,7 +35,7 @@ class RunMemory:
         if seen == self._seen:
             return self._engine
         self._seen = seen
-        records = run.what_it_was()
+        records = run.engine_reports()
         self._engine = records.get(0, {}).get("engine")
         logged: list[LoggedPeak] = [
             {"rank": rank, "peak_memory_bytes": peak, "memory_bytes": None, "step": None, "time": None}
@@ -46,7 +46,7 @@ class RunMemory:
         by_rank = read_rank_memory({rank: records[rank] for rank in known}, logged)
         # The table of latest values has totals without components; CPU ranks count other tensors in theirs.
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
-        expected = run.expected() if by_rank else None
+        expected = run.predicted_metrics() if by_rank else None
         if expected is None:
             caption = "Measured in one of the first steps."
             self.html.value = run_html.render_memory_table(by_rank, None, caption)

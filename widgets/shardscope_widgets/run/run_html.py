@@ -8,8 +8,8 @@ from html import escape
 
 import shardscope as ss
 from shardscope.records.follow import Follow
-from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope.runs.explain.memory_by_rank import RankMemory
+from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.watch.pace import SlowestRank
 from shardscope_widgets.kit.display_names import describe_plan
 from shardscope_widgets.kit.numbers import Scale, Unit
@@ -156,7 +156,7 @@ def render_swatch(rank: int) -> str:
 def render_latest_table(
     latest: Mapping[int, Mapping[str, object]],
     charts: Mapping[Panel, tuple[str, float]],
-    expected: ExpectedMetrics | None,
+    expected: PredictedMetrics | None,
     slowest: SlowestRank | None,
 ) -> str:
     """Return the latest values of each rank, a column per chart; the last row is the prediction."""
@@ -196,12 +196,12 @@ def render_latest_table(
 
 
 def _render_predicted_row(
-    panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: ExpectedMetrics | None
+    panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: PredictedMetrics | None
 ) -> str:
     if expected is None:
         return ""
     cells = "".join(
-        f"<td>{panel.format(expected.of(panel.metric), scale)}</td>"
+        f"<td>{panel.format(expected.get(panel.metric), scale)}</td>"
         for panel, (_, scale) in zip(panels, units, strict=True)
     )
     dashes = (
@@ -211,15 +211,15 @@ def _render_predicted_row(
     return f"<tfoot><tr><th scope='row'>{dashes}predicted</th><td></td>{cells}</tr></tfoot>"
 
 
-def _render_predicted_note(expected: ExpectedMetrics | None) -> str:
+def _render_predicted_note(expected: PredictedMetrics | None) -> str:
     if expected is None:
         return ""
     step = (
-        f"Step time and tokens/s: {expected.step_from}."
-        if expected.step_seconds and expected.step_from
+        f"Step time and tokens/s: {expected.step_source}."
+        if expected.step_seconds and expected.step_source
         else ""
     )
-    text = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
+    text = f"Predicted when it was launched. Memory: {expected.memory_content}. {step}"
     return f"<div class='ss-hint'>{escape(text.strip())}</div>"
 
 

@@ -14,8 +14,8 @@ import traitlets
 import shardscope as ss
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
-from shardscope.runs.explain.expected import ExpectedMetrics
 from shardscope.runs.explain.failure import find_first_failure
+from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
@@ -60,7 +60,7 @@ class RunView(View):
         """Whether a thread is about to refresh the view again."""
         self._follow: Follow | None = None
         self._pace = Pace()
-        self._expected: ExpectedMetrics | None = None
+        self._expected: PredictedMetrics | None = None
         self._latest: dict[int, dict[str, Any]] = {}
         self._shown_status: tuple[str, str] = ("", "")
         self._stop_requested = False
@@ -116,7 +116,7 @@ class RunView(View):
             self.run = run
             self._follow = run.follow()
             self._pace = Pace()
-            self._expected = run.expected()
+            self._expected = run.predicted_metrics()
             self._latest = {}
             self._shown_status = ("", "")
             self._stop_requested = False
@@ -172,7 +172,7 @@ class RunView(View):
     def _offer_saving(self, run: ss.Run) -> None:
         """Show "Save and stop" if the task supports it; for a user's function, once it has checked for it."""
         self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
-        self.save_button.layout.display = "" if run.looks_for_stop else "none"
+        self.save_button.layout.display = "" if run.reads_stop_requests else "none"
 
     def _add_records(self, new: list[dict[str, Any]]) -> None:
         """Add new records to the numbers and the charts."""
@@ -194,11 +194,11 @@ class RunView(View):
         if now - self._sampled < GPU_SECONDS and not has_ended:
             return
         self._sampled = now
-        samples = run.cards()
+        samples = run.gpu_samples()
         for record in samples[-run.world_size :]:
             self._latest.setdefault(int(record["rank"]), {}).update(_select_metrics(record))
         if self._expected is None:  # For a user's function the prediction is known once its model is.
-            self._expected = run.expected()
+            self._expected = run.predicted_metrics()
         if self.figure is not None:
             self.figure.set_expected(self._expected)
             if samples and samples[-1]["time"] != self._gpu_time:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from fake_runs import PLAN, FakeRun, record, until
 
-from shardscope.runs.explain.expected import ExpectedMetrics
+from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
 
-EXPECTED = ExpectedMetrics(
+EXPECTED = PredictedMetrics(
     peak_memory_bytes=3 * 2**30,
-    memory_of="tensors at the peak",
+    memory_content="tensors at the peak",
     step_seconds=0.2,
     tokens_per_second=640.0,
-    step_from="the calibration of here (2 ranks of cpu, gloo)",
+    step_source="the calibration of here (2 ranks of cpu, gloo)",
 )
 TITLES = ["loss", "tokens/s per rank", "memory, GiB", "step time, ms", "gradient norm", "learning rate"]
 
@@ -195,7 +195,7 @@ def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possibl
     assert until(lambda: view.status == "stopping")
     assert view.save_button.disabled and not view.stop_button.disabled
     view.stop_button.click()
-    assert until(lambda: view.status == "stopped") and run.asked == ["Save and stop", "Stop"]
+    assert until(lambda: view.status == "stopped") and run.pressed_buttons == ["Save and stop", "Stop"]
 
 
 def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> None:

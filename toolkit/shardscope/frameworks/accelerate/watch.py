@@ -48,7 +48,7 @@ class Watch:
         self.plugin = get_plugin(ctx.plan)
         self.accelerator: Accelerator | None = None
         self.record: dict[str, object] = {}
-        """The entry ``engine`` of ``run.what_it_was()``."""
+        """The entry ``engine`` of ``run.engine_reports()``."""
         self.differences: list[str] = []
         """Choices of the script that differ from the plan."""
         self.num_steps = 0

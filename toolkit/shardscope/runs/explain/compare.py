@@ -200,7 +200,7 @@ class Comparison:
 
 
 def _predict_seconds(run: Run) -> float | None:
-    metrics = run.expected()
+    metrics = run.predicted_metrics()
     return metrics.step_seconds if metrics else None
 
 

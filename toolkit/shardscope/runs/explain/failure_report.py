@@ -38,7 +38,7 @@ def explain_failures(
     first = failures[0]
     reason, paragraphs = first.reason, []
     was_killed = KILLED in first.reason
-    shortage = Shortage(place="host memory") if was_killed else parse_shortage(first.raised)
+    shortage = Shortage(memory_kind="host memory") if was_killed else parse_shortage(first.raised)
     if shortage is not None:
         numbers, fix = _describe_memory(
             shortage, _read_plan(description), trains_the_plan=description.get("trains_the_plan") is True
@@ -50,7 +50,7 @@ def explain_failures(
             numbers = "; ".join(filter(None, (kill, numbers if is_memory else "")))
             fix = fix if is_memory else ""
         who = "the launcher" if first.rank is None else f"rank {first.rank}"
-        reason = first.reason if was_killed else f"{who} ran out of {shortage.place}"
+        reason = first.reason if was_killed else f"{who} ran out of {shortage.memory_kind}"
         reason = f"{reason}: {numbers}" if numbers else reason
         paragraphs += [f"{reason}.", fix]
     paragraphs += _list_other_failures(failures[1:])
@@ -80,11 +80,11 @@ def _describe_memory(shortage: Shortage, plan: Plan | None, *, trains_the_plan: 
 
     If the plan's memory cannot be predicted, there is no prediction among the numbers and no fix.
     """
-    from shardscope.runs.explain.prevention import format_memory_numbers, suggest_prevention
+    from shardscope.runs.explain.out_of_memory_fixes import format_memory_numbers, suggest_fix
 
     try:
         numbers = format_memory_numbers(shortage, plan if trains_the_plan else None)
-        return numbers, suggest_prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
+        return numbers, suggest_fix(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
     except (ValueError, ArithmeticError):
         return format_memory_numbers(shortage, None), ""
 

@@ -56,7 +56,7 @@ _DESCRIPTIONS = {
 }
 
 
-class MeasuredMoment(PhaseMemory):
+class MeasuredPhase(PhaseMemory):
     """The peak of one phase. ``components`` has only the separately measured ones and ``other``."""
 
     @property
@@ -174,7 +174,7 @@ def build_measured_memory(
     ranks: Sequence[LoggedPeak],
     snapshot_files: Mapping[int, Path] | None = None,
 ) -> MeasuredMemory:
-    """Build the report from the ranks' records (``run.what_it_was()``) and logged peaks."""
+    """Build the report from the ranks' records (``run.engine_reports()``) and logged peaks."""
     # Ranks of a pipeline stage are adjacent. Each stage is represented by its rank with the highest peak.
     shares: dict[int, list[StageMemory]] = {}
     num_stages = plan.degrees.pp if plan else 1
@@ -187,7 +187,7 @@ def build_measured_memory(
             layers = plan.stage_layers[stage] if plan else 0
             shares.setdefault(stage, []).append(_make_stage(stage, layers, moments))
     fullest = [max(shares[stage], key=lambda rank: rank.peak_bytes) for stage in sorted(shares)]
-    by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredMoment.from_terms("rest", 0.0, {}),)),)
+    by_stage = tuple(fullest) or (_make_stage(0, 0, (MeasuredPhase.from_terms("rest", 0.0, {}),)),)
     worst = max(by_stage, key=lambda stage: stage.peak_bytes)
     return MeasuredMemory(
         find_stages=lambda: by_stage,
@@ -229,7 +229,7 @@ def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory
         if num_bytes <= 0:
             return ()
         total = Term(num_bytes, lambda: "the highest peak_memory_bytes that this rank logged")
-        return (MeasuredMoment.from_terms("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
+        return (MeasuredPhase.from_terms("rest", 0.0, {OTHER: total}),)  # type: ignore[dict-item]
     phases = record.get("phases")
     phases = phases if isinstance(phases, Mapping) else {}
     peaks = record.get("allocated_peaks")
@@ -241,7 +241,7 @@ def _read_phases(record: object, logged: LoggedPeak | None) -> tuple[PhaseMemory
             continue
         terms = {name: Term(value, _make_explanation(name, record)) for name, value in sizes.items()}
         terms |= _read_other_terms(record, sum(sizes.values()), peak if isinstance(peak, int) else None)
-        moments.append(MeasuredMoment.from_terms(phase, start, terms))  # type: ignore[arg-type]
+        moments.append(MeasuredPhase.from_terms(phase, start, terms))  # type: ignore[arg-type]
     return tuple(moments)
 
 

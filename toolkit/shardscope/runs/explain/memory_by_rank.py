@@ -35,7 +35,7 @@ def predict_rank_memory(report: MemoryReport) -> RankMemory:
 def read_rank_memory(
     records: Mapping[int, Mapping[str, object]], logged: Sequence[LoggedPeak] = ()
 ) -> dict[int, RankMemory]:
-    """Return the tensor bytes of each rank, from ``run.what_it_was()`` and the ``logged`` peaks.
+    """Return the tensor bytes of each rank, from ``run.engine_reports()`` and the ``logged`` peaks.
 
     Libraries, driver and allocator fragmentation are left out: a prediction has only a band for them.
     """

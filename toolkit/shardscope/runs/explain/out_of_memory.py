@@ -36,13 +36,13 @@ _OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 class Shortage:
     """One failed allocation. A field is None if the message does not contain it."""
 
-    place: Literal["GPU memory", "host memory"]
-    asked_bytes: int | None = None
+    memory_kind: Literal["GPU memory", "host memory"]
+    requested_bytes: int | None = None
     free_bytes: int | None = None
     total_bytes: int | None = None
     gpu: int | None = None
     """CUDA device index among the GPUs visible to the rank."""
-    others_bytes: int = 0
+    other_process_bytes: int = 0
     """Bytes of the GPU used by other processes that the message names."""
 
 
@@ -55,17 +55,17 @@ def parse_shortage(text: str) -> Shortage | None:
         message = text[matches[-1].start() :][:4096]
         which = _WHICH.search(message)
         return Shortage(
-            place="GPU memory",
-            asked_bytes=_find_bytes(_REQUESTED, message),
+            memory_kind="GPU memory",
+            requested_bytes=_find_bytes(_REQUESTED, message),
             free_bytes=_find_bytes(_FREE, message),
             total_bytes=_find_bytes(_TOTAL, message),
             gpu=int(which[1]) if which else None,
-            others_bytes=sum(_to_bytes(*amount) for amount in _OTHERS.findall(message)),
+            other_process_bytes=sum(_to_bytes(*amount) for amount in _OTHERS.findall(message)),
         )
     if _HOST.search(text):
         requested = _REQUESTED_OF_HOST.search(text)
         num_bytes = int(requested[1]) if requested else _find_bytes(_REQUESTED_OF_NUMPY, text)
-        return Shortage(place="host memory", asked_bytes=num_bytes)
+        return Shortage(memory_kind="host memory", requested_bytes=num_bytes)
     return None
 
 

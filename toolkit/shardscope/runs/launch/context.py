@@ -140,12 +140,12 @@ class Context:
         self._poll_commands()
         return self._pop_pending()
 
-    def look(self) -> tuple[bool, list[dict[str, object]]]:
+    def poll(self) -> tuple[bool, list[dict[str, object]]]:
         """Return ``should_stop`` and ``commands()`` with one poll: each poll takes a lock of all ranks."""
         return self._poll_for_stop(), self._pop_pending()
 
     def record(self, name: str, mapping: Mapping[str, object]) -> None:
-        """Write what an engine built (shards, stage, groups), for ``run.what_it_was()``."""
+        """Write what an engine built (shards, stage, groups), for ``run.engine_reports()``."""
         self._recorded[name] = dict(mapping)
         write_json(self._folder.engine_report(self.rank), self._recorded)
 

@@ -93,7 +93,7 @@ def describe_runs_on_gpus(runs: Sequence[Run], gpus: Sequence[GpuState]) -> str:
     descriptions = [
         f"the run {run.name} is {run.status} on GPU {', '.join(map(str, sorted(shared)))}: run.stop() ends it"
         for run in runs
-        if run.is_here and (shared := wanted & set(run.gpus)) and run.status not in FINAL
+        if run.is_on_this_machine and (shared := wanted & set(run.gpus)) and run.status not in FINAL
     ]
     return "; ".join(descriptions)
 

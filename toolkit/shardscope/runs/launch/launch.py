@@ -93,7 +93,7 @@ def launch(
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
     description = _describe_run(plan, task, device, outlive_kernel)
-    description |= {"asked_name": name, "gpus": [card.index for card in gpus]}
+    description |= {"asked_name": name, "gpus": [gpu.index for gpu in gpus]}
     # Create the folder under a hidden name and rename it when it is complete: no list shows half a run.
     pending = _PendingLaunch(parent, name)
     try:

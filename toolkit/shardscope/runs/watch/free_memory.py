@@ -40,7 +40,7 @@ def read_free_memory(folder: str | Path = "runs") -> list[FreeMemory]:
     The numbers come from NVML, without creating a CUDA context. Processes that are ranks of a run in
     ``folder`` are described by the run's name.
     """
-    alive = [run for run in runs(folder) if run.is_here and run.status not in FINAL]
+    alive = [run for run in runs(folder) if run.is_on_this_machine and run.status not in FINAL]
     gpus = read_gpu_states()
     if gpus:
         ranks = dict(_find_ranks(alive))

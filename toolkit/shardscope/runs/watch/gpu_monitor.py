@@ -88,7 +88,7 @@ class GpuSampler:
             return
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._sample_on_request, daemon=True, name="shardscope-cards"
+                target=self._sample_on_request, daemon=True, name="shardscope-gpu-monitor"
             )
             self._thread.start()
         self._requested.set()

@@ -45,38 +45,38 @@ def attach(folder: Path, plan: ss.Plan, engine: Any = None, **description: Any) 
 
 def test_a_run_of_the_plan_has_its_predictions(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=STEP, num_steps=40)
-    found = run.expected()
+    found = run.predicted_metrics()
     assert found is not None and run.num_steps == 40 and run.trains_the_plan
-    assert found.step_seconds == 0.5 and found.step_from == "the calibration of here"
+    assert found.step_seconds == 0.5 and found.step_source == "the calibration of here"
     assert found.tokens_per_second == 64 * 512 / 8 / 0.5
     assert found.peak_memory_bytes == sum_predicted_tensors(ON_GPUS.memory())
-    assert found.of("loss") is None and found.of("step_seconds") == 0.5
+    assert found.get("loss") is None and found.get("step_seconds") == 0.5
 
 
 def test_cpu_ranks_report_what_outlives_a_step(tmp_path: Path) -> None:
-    found = attach(tmp_path, ON_CPUS, trains_the_plan=True).expected()
+    found = attach(tmp_path, ON_CPUS, trains_the_plan=True).predicted_metrics()
     parts = ON_CPUS.memory().at("optimizer")
     assert found is not None and found.step_seconds is None and found.tokens_per_second is None
     assert found.peak_memory_bytes == parts["parameters"] + parts["gradients"] + parts["optimizer"]
-    assert "optimizer" in found.memory_of
+    assert "optimizer" in found.memory_content
 
 
 @pytest.mark.parametrize("engine", [None, "x", {}, {"num_parameters": 12}, {"sentence": "FSDP2"}])
 def test_a_function_whose_model_is_another_has_none(tmp_path: Path, engine: Any) -> None:
     run = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP)
-    assert run.expected() is None and run.num_steps is None
+    assert run.predicted_metrics() is None and run.num_steps is None
 
 
 def test_a_function_that_trains_the_plans_model_has_them(tmp_path: Path) -> None:
     engine = {"num_parameters": ON_GPUS.architecture.num_parameters}
-    found = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).expected()
+    found = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).predicted_metrics()
     assert found is not None and found.step_seconds == 0.5
 
 
 @pytest.mark.parametrize("seconds", ["x", -1, True, 0, "NaN"])
 def test_a_damaged_prediction_of_the_step_is_none(tmp_path: Path, seconds: Any) -> None:
     predicted = {"step_seconds": seconds}
-    found = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).expected()
+    found = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).predicted_metrics()
     assert found is not None and found.step_seconds is None
 
 
@@ -84,7 +84,7 @@ def test_a_plan_that_cannot_be_read_has_none(tmp_path: Path) -> None:
     run = attach(tmp_path, ON_GPUS, trains_the_plan=True)
     described = json.loads((run.folder / "run.json").read_text())
     write_json(run.folder / "run.json", {**described, "plan": {"version": -1}})
-    assert ss.Run.attach(run.folder).expected() is None
+    assert ss.Run.attach(run.folder).predicted_metrics() is None
 
 
 def test_each_rank_has_its_tensors_by_component() -> None:

@@ -19,10 +19,10 @@ NEXT_TIME = "What would have prevented it: "
 
 
 def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
-    """Format the known numbers: ``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``."""
+    """Format the known numbers: ``requested 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``."""
     parts = []
-    if shortage.asked_bytes is not None:
-        parts.append(f"asked for {format_gib(shortage.asked_bytes)} GiB")
+    if shortage.requested_bytes is not None:
+        parts.append(f"requested {format_gib(shortage.requested_bytes)} GiB")
     if shortage.free_bytes is not None:
         of = "" if shortage.total_bytes is None else f" of {format_gib(shortage.total_bytes)}"
         parts.append(f"{format_gib(shortage.free_bytes)} free{of}")
@@ -30,7 +30,7 @@ def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
     if plan is None:
         return numbers
     report = plan.memory()
-    if shortage.place == "GPU memory":
+    if shortage.memory_kind == "GPU memory":
         predicted = f"predicted peak {format_gib(report.peak_bytes)}"
     elif plan.cluster.gpu.memory_is_shared:
         predicted = f"predicted {format_gib(report.peak_bytes)} for each of {plan.world_size} ranks"
@@ -39,7 +39,7 @@ def format_memory_numbers(shortage: Shortage, plan: Plan | None) -> str:
     return f"{numbers}; {predicted}" if numbers else predicted
 
 
-def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
+def suggest_fix(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
     """Return the suggested fix as one paragraph; empty if none is known."""
     if not trains_the_plan:
         return (
@@ -47,7 +47,7 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
             "Smaller batches or recomputed activations need less."
         )
     report = plan.memory()
-    on_gpu = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
+    on_gpu = shortage.memory_kind == "GPU memory" or plan.cluster.gpu.memory_is_shared
     # First case: the plan was predicted not to fit, so the planner's own repairs apply.
     short = [place for place in find_shortages(plan, report) if on_gpu or place.name != "GPU memory"]
     if short:
@@ -61,9 +61,9 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
     if not on_gpu:  # Repairs save GPU memory; for host memory they may be useless or even cost some.
         return ""
     # Second case: other processes held GPU memory that the plan needs.
-    if shortage.place == "GPU memory" and shortage.others_bytes:
-        others = format_gib(shortage.others_bytes)
-        if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
+    if shortage.memory_kind == "GPU memory" and shortage.other_process_bytes:
+        others = format_gib(shortage.other_process_bytes)
+        if shortage.other_process_bytes + report.peak_bytes > report.usable_bytes:
             return (
                 f"{NEXT_TIME}other processes held {others} GiB of the GPU, and with the predicted "
                 f"{format_gib(report.peak_bytes)} that is more than its {format_gib(report.usable_bytes)} "
@@ -77,9 +77,9 @@ def suggest_prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool)
 
 def _find_missing_bytes(shortage: Shortage) -> int:
     """Return the bytes by which the allocation exceeded the free memory; 1 GiB if that is unknown."""
-    if shortage.asked_bytes is None:
+    if shortage.requested_bytes is None:
         return 2**30
-    return max(1, shortage.asked_bytes - (shortage.free_bytes or 0))
+    return max(1, shortage.requested_bytes - (shortage.free_bytes or 0))
 
 
 def _find_repairs(plan: Plan, num_bytes: int) -> list[str]:

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedMetrics:
+class PredictedMetrics:
     """Predicted values of the logged metrics, by metric name; None where there is no prediction."""
 
     peak_memory_bytes: int
     """Predicted peak of one rank."""
-    memory_of: str
+    memory_content: str
     """Content of these bytes: on a GPU all tensors at the peak, on a CPU those that outlive a step."""
     step_seconds: float | None = None
     """Prediction of ``plan.step()`` at launch."""
     tokens_per_second: float | None = None
     """Tokens per second of one rank: its share of the global batch divided by the step time."""
-    step_from: str = ""
+    step_source: str = ""
     """Source of the constants of the step prediction: this machine's calibration, or the catalogue."""
 
-    def of(self, metric: str) -> float | None:
+    def get(self, metric: str) -> float | None:
         """Return the prediction for ``metric``, or None."""
         known: Mapping[str, float | None] = {
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -38,7 +38,7 @@ class ExpectedMetrics:
         return known.get(metric)
 
 
-def predict_metrics(plan: Plan, description: Mapping[str, object], engine: object) -> ExpectedMetrics | None:
+def predict_metrics(plan: Plan, description: Mapping[str, object], engine: object) -> PredictedMetrics | None:
     """Return the predictions of ``plan`` for a run; None if the run may train another model.
 
     ``description`` is the content of ``run.json``, ``engine`` the record of rank 0's engine. The user's own
@@ -59,12 +59,12 @@ def predict_metrics(plan: Plan, description: Mapping[str, object], engine: objec
         content = "tensors at the peak"
     seconds, source = _read_predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len
-    return ExpectedMetrics(
+    return PredictedMetrics(
         peak_memory_bytes=int(tensor_bytes),
-        memory_of=content,
+        memory_content=content,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
-        step_from=source,
+        step_source=source,
     )
 
 
